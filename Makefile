@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine:
+#   make train   environment, install, and the quickstart: real training in about a minute
+#   make test    environment, install, and the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: train test slow lint install clean
+
+train: install
+	$(BIN)/python examples/digits.py data/digits
+	$(BIN)/dilatant train examples/quickstart.yaml
+
+test: install lint
+	$(BIN)/python -m pytest
+
+slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(VENV)/.installed
+
+# The bounded torch range is installed first: a later step then finds it satisfied and fetches no other build.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs data build dist .pytest_cache .mypy_cache .ruff_cache

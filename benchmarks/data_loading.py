@@ -1,0 +1,186 @@
+"""Loading image-text samples on a CPU: what the loader adds to the decoding itself, and whether it hides it.
+
+    python benchmarks/data_loading.py [--samples N] [--out FILE.json]
+
+Data: JPEG photos of 640 x 480 (noise smoothed to about 60 kB) with a question and an answer of some 40 tokens, in one
+tar, for an encoder of 224 x 224. Three measurements, samples per second, the best of three rounds.
+
+1. Bound: Pillow and numpy alone decode and resize the same JPEGs, one after another in one process.
+2. The loader with 0, 1 and 2 workers, against the bound times the processes at work, and against torch's DataLoader
+   with as many workers on the same reading and encoding (its batches are not packed).
+3. A trainer that computes for as long as a batch takes to make: the share of its time that it waits for data.
+
+Everything is measured; nothing is modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dilatant.config import DataSource
+from dilatant.data.blend import Blend, open_blend
+from dilatant.data.chat import chat_tokenizer
+from dilatant.data.encode import Encoding, encode_sample
+from dilatant.data.image_unit import ImageUnit, PixelProcessor
+from dilatant.data.loader import Loader
+from dilatant.data.tokenizer import byte_tokenizer
+
+BATCH = 32
+
+
+def write_photos(path: Path, count: int) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    photos = []
+    with tarfile.open(path, "w") as archive:
+        for number in range(count):
+            coarse = Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8))
+            buffer = io.BytesIO()
+            coarse.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+            photos.append(buffer.getvalue())
+            text = json.dumps(
+                {"question": "What is shown here?", "answer": f"Photo number {number}."}
+            ).encode()
+            for name, data in ((f"{number:06}.jpg", photos[-1]), (f"{number:06}.json", text)):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    return photos
+
+
+def best_of_rounds(runs: dict[str, Callable[[], tuple[int, float]]], rounds: int) -> dict[str, float]:
+    """Samples per second of each run's fastest pass. They take turns, so that a busy machine slows all alike."""
+    fastest = dict.fromkeys(runs, 0.0)
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples, seconds = run()
+            fastest[name] = max(fastest[name], samples / seconds)
+    return fastest
+
+
+def decode_alone(photos: list[bytes]) -> tuple[int, float]:
+    processor = PixelProcessor(224, 224)
+    start = time.perf_counter()
+    for photo in photos:
+        processor(np.asarray(Image.open(io.BytesIO(photo)).convert("RGB")))
+    return len(photos), time.perf_counter() - start
+
+
+def load(
+    blend: Blend, encoding: Encoding, workers: int, compute_seconds: float = 0.0
+) -> tuple[int, float, float]:
+    """Samples, seconds, and the share of them spent waiting, once the first two batches have come."""
+    steps = len(blend) // BATCH
+    sampler = blend.sampler(0, BATCH)
+    with Loader(blend, encoding, sampler, row_tokens=2048, steps=steps, workers=workers) as loader:
+        next(loader), next(loader)
+        start, waited, samples = time.perf_counter(), 0.0, 0
+        for batch in loader:
+            samples += batch.num_samples
+            waited += batch.wait_seconds
+            if compute_seconds:
+                time.sleep(compute_seconds)  # a GPU at work leaves the processor alone
+        seconds = time.perf_counter() - start
+    return samples, seconds, waited / seconds
+
+
+def load_all(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float]:
+    samples, seconds, _ = load(blend, encoding, workers)
+    return samples, seconds
+
+
+class MapDataset:
+    """The same samples, encoded, for torch's DataLoader."""
+
+    def __init__(self, blend: Blend, encoding: Encoding) -> None:
+        self.blend, self.encoding = blend, encoding
+
+    def __len__(self) -> int:
+        return len(self.blend)
+
+    def __getitem__(self, index: int) -> Any:
+        return encode_sample(self.blend[index], self.encoding)
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def load_with_torch(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float]:
+    from torch.utils.data import DataLoader
+
+    loader = iter(
+        DataLoader(
+            MapDataset(blend, encoding),
+            batch_size=BATCH,
+            shuffle=True,
+            drop_last=True,
+            num_workers=workers,
+            collate_fn=as_they_are,
+            multiprocessing_context="forkserver" if workers else None,
+        )
+    )
+    next(loader), next(loader)
+    start, samples = time.perf_counter(), 0
+    for batch in loader:
+        samples += len(batch)
+    return samples, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=640)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        photos = write_photos(Path(folder) / "photos.tar", options.samples)
+        blend = open_blend([DataSource(path=f"{folder}/photos.tar")])
+        assert isinstance(blend, Blend)
+        vision = ImageUnit("vision", 259, 196, PixelProcessor(224, 224))
+        encoding = Encoding(chat_tokenizer(byte_tokenizer()), (vision,), max_length=2048)
+        runs: dict[str, Callable[[], tuple[int, float]]] = {"bound": partial(decode_alone, photos)}
+        for workers in (0, 1, 2):
+            runs[f"ours {workers}"] = partial(load_all, blend, encoding, workers)
+            runs[f"torch {workers}"] = partial(load_with_torch, blend, encoding, workers)
+        fastest = best_of_rounds(runs, options.rounds)
+        bound = fastest["bound"]
+        result: dict[str, Any] = {
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+            "samples": options.samples,
+            "decode_alone_per_second": bound,
+            "loader": {},
+        }
+        print(f"decoding alone, one process: {bound:,.0f} samples/s")
+        print(f"{'workers':>8} {'loader':>9} {'of bound':>9} {'torch':>9} {'ratio':>7}")
+        for workers in (0, 1, 2):
+            ours, theirs = fastest[f"ours {workers}"], fastest[f"torch {workers}"]
+            share = ours / (bound * max(1, workers))
+            result["loader"][workers] = {"per_second": ours, "of_bound": share, "torch_per_second": theirs}
+            print(f"{workers:>8} {ours:>9,.0f} {share:>9.0%} {theirs:>9,.0f} {ours / theirs:>7.2f}")
+        compute = BATCH / result["loader"][1]["per_second"] * 1.2
+        _, _, waiting = min((load(blend, encoding, 1, compute) for _ in range(3)), key=lambda run: run[2])
+        _, _, alone = min((load(blend, encoding, 0, compute) for _ in range(3)), key=lambda run: run[2])
+        result["waiting"] = {"compute_seconds": compute, "one_worker": waiting, "no_worker": alone}
+        print(
+            f"waiting for data, steps of {compute * 1e3:.0f} ms: {waiting:.1%} with one worker, {alone:.1%} without"
+        )
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

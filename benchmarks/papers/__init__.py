@@ -1,0 +1,1 @@
+"""The papers' tables, computed again: one file a paper."""

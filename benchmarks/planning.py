@@ -1,0 +1,298 @@
+"""How fast the planners are, against the figures that the papers report and the bars that this project set itself.
+
+    python benchmarks/planning.py [--json FILE] [--quick]
+
+Every time is the best of several runs in this process, compiled code loaded; what compiling costs on first use is
+measured apart, in a fresh process with an empty cache. Costs are synthetic (identical layers, or with 2 % noise per
+layer and width); the papers' figures were taken on other machines and are quoted with their source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dilatant.cost import CostModel, LayerCost, Quadratic
+from dilatant.plan import (
+    Cluster,
+    LayerSpec,
+    Link,
+    ModelSpec,
+    ModuleCost,
+    UnitSpec,
+    Workload,
+    compose_pipelines,
+    feasible_allocations,
+    minimum_stable_batch,
+    orchestrate,
+    partition_layers,
+    plan_templates,
+    reinstantiate,
+    search,
+)
+from dilatant.schedule.evaluate import evaluator
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement: `value` in `unit`, `bar` what we ask of ourselves, `paper` what a paper reports (or None)."""
+
+    name: str
+    value: float
+    unit: str = "s"
+    bar: float | None = None
+    paper: float | None = None
+    source: str = ""
+    note: str = ""
+
+
+def best_of(runs: int, function: Callable[..., object], *arguments: object, **options: object) -> float:
+    """Seconds of the fastest of some runs of a call, after one that is not counted."""
+    function(*arguments, **options)
+    times = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        function(*arguments, **options)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def layer_table(layers: int, node: int, noise: float, seed: int = 0) -> dict[int, list[float]]:
+    """Seconds of each layer on 1, 2, 4, .. GPUs of a node, with 6 % overhead per doubling."""
+    draw = np.random.default_rng(seed)
+    base = 0.01 * (1 + noise * draw.standard_normal(layers))
+    widths = [2**k for k in range(int(math.log2(node)) + 1)]
+    return {
+        d: (base / d * (1 + 0.06 * math.log2(d)) * (1 + noise * draw.standard_normal(layers))).tolist()
+        for d in widths
+    }
+
+
+PAPER_TEMPLATES = {
+    (8, 1, 24): 0.28,
+    (8, 8, 96): 109.76,
+    (16, 8, 96): 1213.63,
+    (24, 1, 96): 1477.54,
+    (24, 8, 24): 15.59,
+    (24, 8, 96): 3297.92,
+}
+
+
+def template_rows(runs: int) -> Iterator[Row]:
+    for (nodes, node, layers), paper in PAPER_TEMPLATES.items():
+        for noise, kind, bar in ((0.0, "layer types", 0.15), (0.02, "arbitrary costs", 2.0)):
+            table = layer_table(layers, node, noise)
+            largest = (nodes, node, layers) == (24, 8, 96)
+            for microbatches in (4 * layers, 32) if largest else (4 * layers,):
+                seconds = best_of(runs, plan_templates, table, range(1, nodes + 1), node, microbatches)
+                yield Row(
+                    f"templates {nodes} nodes x {node} GPUs x {layers} layers, {kind}, {microbatches} microbatches",
+                    seconds,
+                    bar=bar if largest else None,
+                    paper=paper,
+                    source="thesis Table 2.3",
+                    note=f"ours: all {nodes} node counts, exact; paper: one template",
+                )
+
+
+def composition_rows(runs: int) -> Iterator[Row]:
+    templates = plan_templates(layer_table(96, 8, 0.02), range(2, 97), 8, 384)
+    for nodes, kinds, bar in (
+        (64, 57, 1e-3),
+        (256, 23, None),
+        (1024, 23, None),
+        (4096, 23, 0.15),
+        (4096, 95, 0.15),
+    ):
+        chosen = {n: templates[n] for n in sorted(templates)[:kinds]}
+        seconds = best_of(runs, compose_pipelines, chosen, nodes, 3, 8192)
+        yield Row(
+            f"composition of {nodes} nodes, {kinds} templates, 8192 microbatches, f = 3", seconds, bar=bar
+        )
+    chosen = {n: templates[n] for n in range(2, 25)}
+    pipelines, following = [], 0
+    for size, _ in compose_pipelines(chosen, 1024, 3, 8192).pipelines:
+        pipelines.append(tuple(range(following, following + size)))
+        following += size
+    seconds = best_of(runs, reinstantiate, chosen, pipelines, [5], 3, 8192)
+    yield Row("reinstantiation of 1024 nodes after a loss, up to 200 compositions", seconds)
+
+
+def partition_rows(runs: int) -> Iterator[Row]:
+    draw = np.random.default_rng(0)
+    for layers, stages, bar in ((96, 8, None), (160, 16, None), (512, 64, 20e-6), (4096, 64, None)):
+        costs = draw.random(layers)
+        seconds = best_of(200 * runs, partition_layers, costs, stages)
+        yield Row(f"partition of {layers} layers into {stages} stages", seconds, bar=bar)
+    as_list = draw.random(512).tolist()
+    seconds = best_of(200 * runs, partition_layers, as_list, 64)
+    yield Row("partition of 512 layers into 64 stages, costs in a list", seconds)
+
+
+def orchestration_rows(runs: int) -> Iterator[Row]:
+    def module(name: str, layers: int, seconds: float) -> ModuleCost:
+        by_degree = {tp: seconds / tp * (1 + 0.06 * math.log2(tp)) for tp in (1, 2, 4, 8)}
+        return ModuleCost(name, layers, by_degree)
+
+    encoder, language, generator = (
+        module("vision", 63, 0.3),
+        module("language", 80, 9.0),
+        module("image", 48, 1.1),
+    )
+    for gpus, batch, paper in ((112, 240, 0.133), (324, 480, 0.441), (648, 960, 0.641), (1296, 1920, 0.922)):
+        seconds = best_of(runs, orchestrate, [encoder], language, [generator], gpus, batch)
+        bar = 0.025 if gpus == 1296 else None
+        yield Row(
+            f"DistTrain orchestration of {gpus} GPUs, batch {batch}",
+            seconds,
+            bar=bar,
+            paper=paper,
+            source="DistTrain Table 2",
+            note="ours: the integer optimum; paper: convex relaxation",
+        )
+
+
+def stable_batch_rows(runs: int) -> Iterator[Row]:
+    draw = np.random.default_rng(0)
+    vision, text = draw.lognormal(6.5, 0.8, 20_000), draw.lognormal(5.3, 1.0, 20_000)
+    tokens = vision / 4 + text
+    work = np.stack([vision * (1 + vision / 8000), tokens * (1 + tokens / 16000)], axis=1)
+    allocations = feasible_allocations([range(2, 16, 2)] * 2, 16)
+    for method in ("delta", "trials"):
+        seconds = best_of(runs, minimum_stable_batch, work, allocations, method=method, rule="nearest")
+        yield Row(f"minimum stable batch of 20,000 samples, {method}", seconds)
+
+
+def search_rows() -> Iterator[Row]:
+    """A whole search of a vision-language model, finalists simulated: two steps each on synthetic samples."""
+    degrees = ((1, 1), (2, 1), (4, 1), (8, 1))
+
+    def cost(per_token: float, tp: int) -> LayerCost:
+        share = (1 + 0.05 * (tp - 1)) / tp
+        one = Quadratic(2e-10 * share, per_token * share, 2e-4)
+        return LayerCost(one, one, one, one, activation_bytes=Quadratic(0.0, 6e4 / tp, 0.0))
+
+    def layers(kind: str, count: int, parameters: int, trainable: bool) -> tuple[LayerSpec, ...]:
+        return tuple(LayerSpec(f"{kind}.{k}", kind, parameters, trainable) for k in range(count))
+
+    model = ModelSpec(
+        (
+            UnitSpec("vision", layers("vision", 24, 12_000_000, False), ("language",)),
+            UnitSpec("language", layers("language", 28, 60_000_000, True)),
+        )
+    )
+    seconds = {"vision": 2e-6, "language": 6e-6}
+    costs = CostModel(
+        "synthetic", "synthetic", "bfloat16",
+        {kind: {(tp, cp): cost(value, tp) for tp, cp in degrees} for kind, value in seconds.items()},
+    )  # fmt: skip
+    draw = np.random.default_rng(0)
+    vision, text = draw.lognormal(6.5, 0.8, 4000).round(), draw.lognormal(5.3, 1.0, 4000).round()
+    samples = Workload({"vision": vision, "language": np.round(vision / 4 + text)})
+    for nodes, batch in ((1, 128), (2, 256), (4, 512)):
+        cluster = Cluster(nodes, 8, 80 * 2.0**30, Link(2e11, 5e-6), Link(5e10, 1e-5))
+        drawn = samples.batches(batch, 2)
+        evaluate = evaluator(model, costs, cluster, drawn, batch)
+        began = time.perf_counter()
+        found = search(model, costs, cluster, drawn, batch, evaluate)
+        yield Row(
+            f"search on {8 * nodes} devices, batch {batch}",
+            time.perf_counter() - began,
+            note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated, gap {found.gap:.0%}",
+        )
+
+
+def first_use_rows() -> Iterator[Row]:
+    """What the first calls cost in a fresh process: with nothing compiled yet, and with everything cached."""
+    program = (
+        "import time; began = time.perf_counter();"
+        "from dilatant.plan import *; imported = time.perf_counter();"
+        "partition_layers([1.0, 2.0], 2);"
+        "t = plan_templates({1: [1.0, 2.0]}, [1, 2], 1, 8);"
+        "compose_pipelines(t, 3, 0, 8);"
+        "orchestrate([], ModuleCost('language', 2, {1: 1.0}), [], 2, 4);"
+        "print(imported - began, time.perf_counter() - imported)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for state in ("nothing compiled", "compiled code cached"):
+            environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
+            run = subprocess.run(
+                [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+            )
+            imported, called = map(float, run.stdout.split())
+            yield Row(f"first use of four planners in a process, {state}", called)
+        yield Row("import of dilatant.plan", imported, bar=1.0)
+
+
+def schedule_rows(runs: int) -> Iterator[Row]:
+    """The simulator's and the microbatch policies' rows, where that benchmark lies beside this one."""
+    try:
+        from planning_schedule import all_rows
+    except ImportError:
+        return
+    for row in all_rows(quick=runs == 1):
+        yield Row(row.name, row.value, row.unit, row.bar, note=row.note)
+
+
+def show(row: Row) -> str:
+    bar = "" if row.bar is None else f"{_figure(row.bar, row.unit)} {'yes' if row.value <= row.bar else 'NO'}"
+    paper = "" if row.paper is None else _figure(row.paper, row.unit)
+    ratio = "" if row.paper is None else f"{row.paper / row.value:,.0f}x"
+    return (
+        f"{row.name:<92} {_figure(row.value, row.unit):>10} {bar:>14} {paper:>10} {ratio:>9}  "
+        f"{'; '.join(filter(None, (row.source, row.note)))}"
+    )
+
+
+def _figure(value: float, unit: str) -> str:
+    scales = {"s": 1.0, "ms": 1e-3}
+    if unit not in scales:
+        return f"{value:.4g} {unit}"
+    seconds = value * scales[unit]
+    for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {name}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows as JSON here as well")
+    parser.add_argument("--quick", action="store_true", help="one run each")
+    options = parser.parse_args()
+    runs = 1 if options.quick else 5
+    print(f"{'':<92} {'ours':>10} {'bar, held':>14} {'paper':>10} {'ratio':>9}  source")
+    rows = []
+    groups = (
+        partition_rows(runs),
+        template_rows(runs),
+        composition_rows(runs),
+        orchestration_rows(runs),
+        stable_batch_rows(runs),
+        search_rows(),
+        first_use_rows(),
+        schedule_rows(runs),
+    )
+    for row in itertools.chain.from_iterable(groups):
+        rows.append(row)
+        print(show(row), flush=True)
+    if options.json:
+        machine = {"machine": platform.machine(), "python": platform.python_version(), "cpus": os.cpu_count()}
+        options.json.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Attention of a row whose tokens lie on several ranks: each computes its queries against everybody's keys and values.
+
+Keys and values are gathered a few heads at a time, the next heads' while the present ones compute (Cornstarch, thesis
+3.4.3), so that a rank never holds more than two groups of heads of the whole row. Any placement of blocks works, since
+words and positions travel with the tokens. The backward pass gathers again and sends each rank the gradients of its own
+keys and values, summed in float32 by default.
+
+A collective of the process group starts after what the calling stream has queued, and waiting for it makes that stream
+wait, not the host: two buffers in turn are safe without further events, on GPUs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.backends import choose_kernel, installed, request_of
+from dilatant.attention.kernels import load_kernel
+from dilatant.attention.mask import AttentionMask
+from dilatant.attention.placement import Placement, PlacementError
+from dilatant.attention.scores import AttentionError, Kernel, Scores
+
+MOST_GATHERS = 4
+"""Keys and values come in at most so many gathers: with four, three quarters of the communication can hide."""
+
+
+class ContextParallelRow:
+    """One rank's share of a packed row, for every layer of a microbatch.
+
+    `mask` is that of the whole row and `placement` says which rank of `group` holds which blocks of `block` tokens.
+    The rank's tokens are `tokens`, int64 row indices in row order: what its activations, positions and labels are taken
+    by. `reduce_dtype` is the type in which gradients of keys and values are summed over ranks, None for their own.
+
+    Raises:
+        PlacementError: if the placement is for another number of ranks or blocks.
+    """
+
+    def __init__(
+        self,
+        mask: AttentionMask,
+        placement: Placement,
+        group: dist.ProcessGroup,
+        *,
+        block: int = 128,
+        reduce_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        if placement.num_ranks != group.size():
+            raise PlacementError(
+                f"blocks were placed on {placement.num_ranks} ranks, the group has {group.size()}"
+            )
+        of_rank = [placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(group.size())]
+        self.group = group
+        self.reduce_dtype = reduce_dtype
+        self.tokens = of_rank[group.rank()]
+        self.width = int(placement.counts.max(initial=0)) * block
+        """Tokens that each rank sends: its own, then padding up to the fullest rank's blocks."""
+
+        fields = np.zeros((group.size(), self.width), dtype=np.int64)
+        positions = np.zeros((group.size(), self.width), dtype=np.int64)
+        for rank, tokens in enumerate(of_rank):
+            fields[rank, : tokens.size] = mask.fields[tokens]
+            positions[rank, : tokens.size] = mask.positions[tokens]
+        keys = AttentionMask.from_tokens(fields.ravel(), positions.ravel())
+        self.plan = AttentionPlan(mask.take(self.tokens), keys)
+
+    def windowed(self, window: int | None) -> ContextParallelRow:
+        """The share under another window width; tables are kept with this one."""
+        if window == self.plan.mask.window:
+            return self
+        share = object.__new__(ContextParallelRow)
+        share.group, share.reduce_dtype = self.group, self.reduce_dtype
+        share.tokens, share.width = self.tokens, self.width
+        share.plan = self.plan.windowed(window)
+        return share
+
+    def take(self, row: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a tensor over the whole row, `[tokens, ...]`."""
+        return row[torch.from_numpy(self.tokens).to(row.device)]
+
+
+def context_parallel_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    share: ContextParallelRow,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+    heads_per_gather: int | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's tokens over the whole row: `[own tokens, query_heads, head_dim]`.
+
+    `query`, `key` and `value` hold the rank's own tokens, `[own tokens, heads, head_dim]`, in the order of
+    `share.tokens`; all ranks of the group call together. The results and gradients are those of `attention` on one
+    process. Gradients of `sinks` are this rank's part of their sum. `heads_per_gather` KV heads are gathered at once,
+    by default a quarter of them.
+
+    Raises:
+        AttentionError: if the tensors do not fit together or `backend` cannot do what is asked.
+    """
+    if key.shape != value.shape:
+        raise AttentionError(
+            f"context-parallel keys are {list(key.shape)}, values {list(value.shape)}; they must agree"
+        )
+    request = request_of(
+        query, key, value, share.plan, softcap=softcap, sinks=sinks, key_tokens=share.tokens.size
+    )
+    kernel = load_kernel(choose_kernel(request, installed(query.device), backend))
+    kv_heads = key.shape[1]
+    heads = -(-kv_heads // MOST_GATHERS) if heads_per_gather is None else heads_per_gather
+    if heads < 1:
+        raise AttentionError(f"heads_per_gather must be at least 1, got {heads}")
+    scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)
+    return _ContextParallel.apply(query, key, value, sinks, share, scores, kernel, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """A group of heads that is gathered at once."""
+
+    kv: slice
+    query: slice
+
+
+def _groups(query_heads: int, kv_heads: int, heads: int) -> list[_Heads]:
+    each = query_heads // kv_heads
+    return [
+        _Heads(slice(first, end), slice(first * each, end * each))
+        for first in range(0, kv_heads, heads)
+        for end in [min(first + heads, kv_heads)]
+    ]
+
+
+class _Gathered(NamedTuple):
+    heads: _Heads
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def _gather(
+    key: torch.Tensor, value: torch.Tensor, groups: list[_Heads], share: ContextParallelRow
+) -> Iterator[_Gathered]:
+    """Keys and values of the whole row, `[ranks * width, heads, dim]`, one group of heads after the other.
+
+    While the caller computes on one group, the next is on its way. What was yielded is overwritten two steps later.
+    """
+    ranks = share.group.size()
+    buffers: list[torch.Tensor] = []
+
+    def start(number: int) -> tuple[torch.Tensor, dist.Work]:
+        heads = groups[number].kv
+        shape = (2 * (heads.stop - heads.start), key.shape[2])
+        own = key.new_zeros((share.width, *shape))
+        own[: key.shape[0], : shape[0] // 2] = key[:, heads]
+        own[: key.shape[0], shape[0] // 2 :] = value[:, heads]
+        if number < 2:
+            buffers.append(key.new_empty((ranks * share.width, *shape)))
+        everybody = buffers[number % 2][:, : shape[0]]
+        if not everybody.is_contiguous():
+            everybody = key.new_empty((ranks * share.width, *shape))
+        return everybody, dist.all_gather_into_tensor(everybody, own, group=share.group, async_op=True)
+
+    following = start(0)
+    for number, heads in enumerate(groups):
+        everybody, work = following
+        if number + 1 < len(groups):
+            following = start(number + 1)
+        work.wait()
+        key_part, value_part = everybody.chunk(2, dim=1)
+        yield _Gathered(heads, key_part, value_part)
+
+
+class _ContextParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, query, key, value, sinks, share: ContextParallelRow, scores: Scores, kernel: Kernel, heads: int
+    ):
+        groups = _groups(query.shape[1], key.shape[1], heads)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        logsumexp = []
+        for gathered in _gather(key, value, groups, share):
+            part = gathered.heads.query
+            sink = None if sinks is None else sinks[part]
+            output[:, part], sums = kernel.forward(
+                query[:, part], gathered.key, gathered.value, sink, share.plan, scores
+            )
+            logsumexp.append(sums)
+        ctx.save_for_backward(query, key, value, sinks, output, *logsumexp)
+        ctx.share, ctx.scores, ctx.kernel, ctx.groups = share, scores, kernel, groups
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):
+        query, key, value, sinks, output, *logsumexp = ctx.saved_tensors
+        share: ContextParallelRow = ctx.share
+        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        grad_sinks = None if sinks is None else torch.empty_like(sinks)
+        sent: _Reduction | None = None
+        for gathered, sums in zip(_gather(key, value, ctx.groups, share), logsumexp, strict=True):
+            part = gathered.heads.query
+            gradients = ctx.kernel.backward(
+                grad_output[:, part],
+                query[:, part],
+                gathered.key,
+                gathered.value,
+                None if sinks is None else sinks[part],
+                output[:, part],
+                sums,
+                share.plan,
+                ctx.scores,
+            )
+            grad_query[:, part] = gradients.query
+            if grad_sinks is not None:
+                grad_sinks[part] = gradients.sinks
+            reduction = _reduce(gathered.heads, gradients.key, gradients.value, share)
+            if sent is not None:
+                sent.finish(grad_key, grad_value)
+            sent = reduction
+        if sent is not None:
+            sent.finish(grad_key, grad_value)
+        return grad_query, grad_key, grad_value, grad_sinks, None, None, None, None
+
+
+class _Reduction(NamedTuple):
+    """Gradients of a group of heads on their way to the ranks that own the tokens; `parts` is kept until they are."""
+
+    heads: _Heads
+    work: dist.Work
+    parts: torch.Tensor
+    own: torch.Tensor
+
+    def finish(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
+        self.work.wait()
+        key_part, value_part = self.own[: grad_key.shape[0]].chunk(2, dim=1)
+        grad_key[:, self.heads.kv] = key_part
+        grad_value[:, self.heads.kv] = value_part
+
+
+def _reduce(
+    heads: _Heads, grad_key: torch.Tensor, grad_value: torch.Tensor, share: ContextParallelRow
+) -> _Reduction:
+    dtype = share.reduce_dtype or grad_key.dtype
+    if dtype.itemsize < grad_key.dtype.itemsize:
+        dtype = grad_key.dtype
+    parts = torch.cat([grad_key.to(dtype), grad_value.to(dtype)], dim=1)
+    own = parts.new_empty((share.width, *parts.shape[1:]))
+    work = dist.reduce_scatter_tensor(own, parts, group=share.group, async_op=True)
+    return _Reduction(heads, work, parts, own)

@@ -1,0 +1,124 @@
+"""Attention through PyTorch's FlexAttention, with block masks made from our tables instead of tokens x tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from dilatant.attention import mask as layout
+from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.blocks import BlockKind, BlockTable
+from dilatant.attention.scores import Scores
+
+BLOCK = 128
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    plan: AttentionPlan,
+    scores: Scores,
+    flex: Callable[..., Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[tokens, query_heads, head_dim]` and natural logsumexp `[query_heads, tokens]`.
+
+    `flex` is the function to call in place of the compiled `flex_attention`.
+    """
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    output, auxiliary = (flex or _compiled())(
+        q,
+        k,
+        v,
+        score_mod=None if scores.softcap is None else capped(scores.softcap),
+        block_mask=block_mask(plan, query.device),
+        scale=scores.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    logsumexp = auxiliary.lse[0]
+    output = output[0]
+    if sinks is not None:
+        sink = sinks.to(logsumexp.dtype)[:, None]
+        output = output * torch.sigmoid(logsumexp - sink)[..., None].to(output.dtype)
+        logsumexp = torch.where(logsumexp == -torch.inf, logsumexp, torch.logaddexp(logsumexp, sink))
+    return output.transpose(0, 1), logsumexp.detach()
+
+
+def block_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
+    """FlexAttention's mask for a plan, kept with it; dense blocks x blocks tables of int32."""
+    return plan.remember(("flex block mask", device), lambda plan: _block_mask(plan, device))
+
+
+def mask_mod(plan: AttentionPlan, device: torch.device) -> Callable[..., torch.Tensor]:
+    """The rule of `mask.visible` as FlexAttention asks for it: `(batch, head, query, key) -> bool`."""
+    words = plan.tensors(device)
+    query_fields, query_positions, key_fields, key_positions = words
+    window = plan.mask.window
+
+    def rule(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        query, key = query_fields[q], key_fields[k]
+        behind = query_positions[q] - key_positions[k]
+        differing = query ^ key
+        same_instance = (differing & layout.INSTANCE) == 0
+        together = ((query & layout.TOGETHER) != 0) & ((query & key & layout.OWN) != 0) & same_instance
+        attended = ((query >> layout.ATTEND_SHIFT) & key & layout.OWN) != 0
+        causal = (query & layout.CAUSAL) != 0
+        seen = (attended & (~causal | (behind >= 0))) | together
+        seen = seen & ((differing & layout.SAMPLE) == 0) & (((query & layout.LOCAL) == 0) | same_instance)
+        if window is not None:
+            inside = (behind < window) & (causal | (behind > -window))
+            seen = seen & (((query & layout.WINDOW) == 0) | inside)
+        return seen
+
+    return rule
+
+
+def _block_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
+    table = plan.table(BLOCK, BLOCK)
+    counts, columns = _dense_lists(table, BlockKind.PARTIAL)
+    full_counts, full_columns = _dense_lists(table, BlockKind.FULL)
+    return BlockMask.from_kv_blocks(
+        counts.to(device),
+        columns.to(device),
+        full_counts.to(device),
+        full_columns.to(device),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod(plan, device),
+        seq_lengths=(table.row_tokens, table.column_tokens),
+    )
+
+
+def _dense_lists(table: BlockTable, kind: BlockKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of column blocks of one kind per row, int32 `[1, 1, rows]`, and the blocks, int32 `[1, 1, rows, columns]`,
+    zero beyond the number."""
+    offsets, start, length = table.select(kind)
+    rows = np.repeat(np.arange(table.num_rows), np.diff(offsets))
+    counts = np.bincount(rows, weights=length, minlength=table.num_rows).astype(np.int64)
+    before = np.cumsum(length) - length
+    blocks = np.repeat(start - before, length) + np.arange(int(length.sum()))
+    row_of = np.repeat(rows, length)
+    place = np.arange(row_of.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    dense = np.zeros((table.num_rows, table.num_columns), dtype=np.int32)
+    dense[row_of, place] = blocks
+    return torch.tensor(counts, dtype=torch.int32)[None, None], torch.tensor(dense)[None, None]
+
+
+def capped(softcap: float) -> Callable[..., torch.Tensor]:
+    """The soft cap as FlexAttention asks for it."""
+
+    def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)

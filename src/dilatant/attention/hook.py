@@ -1,0 +1,151 @@
+"""Our attention inside transformers' models, through its public registries, with no copied forward.
+
+The mask of a packed microbatch travels as the keyword `attention_plan` of the model's own forward:
+
+    use_dilatant_attention(model)
+    model(inputs_embeds=row, position_ids=positions, attention_plan=AttentionPlan(mask))
+
+The plan covers the batch's rows laid end to end, so a batch of images of one size is a row too. Windows and soft caps
+of families that have them, layer by layer, come from the model; sinks too. A `ContextParallelRow` in place of the plan
+runs each layer over its ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
+from dilatant.attention.kernels import attention
+from dilatant.attention.scores import AttentionError
+
+NAME = "dilatant"
+PLAN_KEYWORD = "attention_plan"
+
+_UNSUPPORTED = {
+    "position_bias": "adds a bias to its scores",
+    "attention_bias": "adds a bias to its scores",
+    "head_mask": "masks whole heads",
+}
+
+
+def register() -> None:
+    """Make `attn_implementation="dilatant"` known to transformers; calling it again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Let every attention layer of `model` run on our kernels; returns the model.
+
+    Some families (SigLIP) do not hand their keywords on to the attention function, though their layers receive them:
+    there a forward pre-hook passes the plan as the layer's `attention_mask`, which every family hands on.
+    """
+    register()
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.register_forward_pre_hook(_plan_as_mask, with_kwargs=True)
+    return model
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | AttentionPlan | ContextParallelRow | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    attention_plan: AttentionPlan | ContextParallelRow | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer: `query` `[batch, heads, tokens, dim]`, keys and values with KV heads
+    alone; returns `[batch, tokens, heads, dim]` and no weights.
+
+    Raises:
+        AttentionError: if the plan is missing, or the layer asks for what packed rows do not have, by name.
+    """
+    where = type(module).__name__
+    plan = (
+        attention_mask if isinstance(attention_mask, (AttentionPlan, ContextParallelRow)) else attention_plan
+    )
+    if plan is None:
+        raise AttentionError(
+            f"{where} got no {PLAN_KEYWORD}: pass {PLAN_KEYWORD}=AttentionPlan(mask) to the model's forward, prepare "
+            "the model with dilatant.attention.hook.use_dilatant_attention, or set another attn_implementation"
+        )
+    problems = [f"{name} ({what})" for name, what in _UNSUPPORTED.items() if kwargs.get(name) is not None]
+    if isinstance(attention_mask, torch.Tensor):
+        problems.append("an attention_mask beside the plan, which says everything")
+    if dropout:
+        problems.append(f"dropout of {dropout} in attention (set attention_dropout to 0)")
+    if kwargs.get("output_attentions"):
+        problems.append("output_attentions (the weights are never held)")
+    if key.shape[2] != query.shape[2]:
+        problems.append(f"{key.shape[2]} keys for {query.shape[2]} queries (a cache or cross-attention)")
+    if problems:
+        raise AttentionError(
+            f"{where} asks for what attention over packed rows does not do: {'; '.join(problems)}"
+        )
+
+    window = sliding_window if sliding_window is not None else _own_window(plan)
+    batch, _, tokens, _ = query.shape
+    query, key, value = (_as_row(x.to(value.dtype)) for x in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if isinstance(plan, ContextParallelRow):
+        output = context_parallel_attention(query, key, value, plan.windowed(window), **options)
+    else:
+        output = attention(query, key, value, plan.windowed(window), **options)
+    return output.unflatten(0, (batch, tokens)), None
+
+
+def no_mask(
+    *args: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **kwargs: Any
+) -> None:
+    """What transformers calls to make a mask: none is made, the plan says everything.
+
+    Raises:
+        AttentionError: if the caller gave a mask of padding, or the family has layers whose mask a plan cannot follow.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise AttentionError(
+            "an attention_mask with padding was given to a model with attn_implementation='dilatant': "
+            f"leave it out, and mark padding in the mask of {PLAN_KEYWORD}"
+        )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise AttentionError(
+            f"{type(config).__name__} has chunked attention layers, which attn_implementation='dilatant' does not do; "
+            "set another attn_implementation"
+        )
+
+
+def _plan_as_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if (
+        kwargs.get(PLAN_KEYWORD) is None
+        or "attention_mask" not in kwargs
+        or kwargs["attention_mask"] is not None
+    ):
+        return None
+    return args, {**kwargs, "attention_mask": kwargs[PLAN_KEYWORD]}
+
+
+def _own_window(plan: AttentionPlan | ContextParallelRow) -> int | None:
+    return (plan.plan if isinstance(plan, ContextParallelRow) else plan).mask.window
+
+
+def _as_row(tensor: torch.Tensor) -> torch.Tensor:
+    """`[batch, heads, tokens, dim]` as `[batch * tokens, heads, dim]`."""
+    return tensor.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,269 @@
+"""The compiled loops of placement: sorting, the heap, the exact search, and chunks of documents.
+
+Workloads are non-negative int64. Everything here is deterministic, ties included, so that all ranks derive the same
+placement by themselves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_DIGIT = 11
+_BUCKETS = 1 << _DIGIT
+
+
+@njit(cache=True, error_model="numpy")
+def descending(keys):
+    """Indices of non-negative int64 keys, largest first, equal ones in order: radix sort up to the highest digit."""
+    size = keys.shape[0]
+    order = np.arange(size)
+    other = np.empty(size, np.int64)
+    largest = 0
+    for key in keys:
+        largest = max(largest, key)
+    count = np.empty(_BUCKETS + 1, np.int64)
+    shift = 0
+    while shift < 63 and largest >> shift:
+        count[:] = 0
+        for index in range(size):
+            count[_BUCKETS - 1 - ((keys[index] >> shift) & (_BUCKETS - 1)) + 1] += 1
+        for bucket in range(_BUCKETS):
+            count[bucket + 1] += count[bucket]
+        for place in range(size):
+            index = order[place]
+            bucket = _BUCKETS - 1 - ((keys[index] >> shift) & (_BUCKETS - 1))
+            other[count[bucket]] = index
+            count[bucket] += 1
+        order, other = other, order
+        shift += _DIGIT
+    return order
+
+
+@njit(cache=True, error_model="numpy")
+def _replace_top(heap, size, key):
+    """Put `key` in the place of the least key, and the heap in order: down to a leaf first, since a rank that has
+    just been given an item seldom stays near the top, and the choice of the lesser child needs no branch."""
+    hole, child = 0, 1
+    while child + 1 < size:
+        child += 1 if heap[child + 1] < heap[child] else 0
+        heap[hole] = heap[child]
+        hole, child = child, 2 * child + 1
+    if child < size:
+        heap[hole] = heap[child]
+        hole = child
+    while hole > 0 and heap[(hole - 1) >> 1] > key:
+        heap[hole] = heap[(hole - 1) >> 1]
+        hole = (hole - 1) >> 1
+    heap[hole] = key
+
+
+@njit(cache=True, error_model="numpy")
+def assign_longest_first(work, order, num_ranks, rank_bits, equal_counts):
+    """Each item of `order` to the least loaded rank; with `equal_counts` item counts differ by one at most.
+
+    A heap key is load << rank_bits | rank: the total of `work` must leave that room in 63 bits. Returns the rank of
+    every item.
+    """
+    size = work.shape[0]
+    rank_of = np.empty(size, np.int32)
+    counts = np.zeros(num_ranks, np.int64)
+    base = size // num_ranks if equal_counts else size
+    extra = size % num_ranks if equal_counts else 0  # ranks that may hold one item more than `base`
+    heap = np.arange(num_ranks)
+    ranks_left = num_ranks
+    for item in order:
+        rank = heap[0] & ((1 << rank_bits) - 1)
+        while counts[rank] > base or (counts[rank] == base and extra == 0):
+            ranks_left -= 1
+            _replace_top(heap, ranks_left, heap[ranks_left])
+            rank = heap[0] & ((1 << rank_bits) - 1)
+        if counts[rank] == base:
+            extra -= 1
+        rank_of[item] = rank
+        counts[rank] += 1
+        _replace_top(heap, ranks_left, heap[0] + (work[item] << rank_bits))
+    return rank_of
+
+
+@njit(cache=True, error_model="numpy")
+def _best_swap(work, items, first, loads, high, low):
+    """The swap between two ranks that brings their loads nearest: the greater of the two after it, and the places of
+    the two items. Both ranks' items are sorted by falling work."""
+    gap = loads[high] - loads[low]
+    best, best_i, best_j = loads[high], -1, -1
+    j = first[low]
+    for i in range(first[high], first[high + 1]):
+        heavy = work[items[i]]
+        while j < first[low + 1] and heavy - work[items[j]] <= gap // 2:
+            j += 1
+        # Item j - 1 is the lightest whose difference is at most half the gap, item j the heaviest beyond.
+        for k in (j - 1, j):
+            if first[low] <= k < first[low + 1]:
+                difference = heavy - work[items[k]]
+                top = max(loads[high] - difference, loads[low] + difference)
+                if top < best:
+                    best, best_i, best_j = top, i, k
+    return best, best_i, best_j
+
+
+@njit(cache=True, error_model="numpy")
+def swap_to_even(work, order, rank_of, num_ranks, enough, budget):
+    """Swap items between the most loaded rank and others while that lowers it, until it is down to `enough`.
+
+    Counts stay as they are: this wins back what equal counts cost. `order` is the items by falling work. Changes
+    `rank_of` in place; ends after `budget` comparisons.
+    """
+    size = work.shape[0]
+    first = np.zeros(num_ranks + 1, np.int64)
+    for item in range(size):
+        first[rank_of[item] + 1] += 1
+    for rank in range(num_ranks):
+        first[rank + 1] += first[rank]
+    free = first.copy()
+    items = np.empty(size, np.int64)  # of each rank, by falling work
+    loads = np.zeros(num_ranks, np.int64)
+    for item in order:
+        rank = rank_of[item]
+        items[free[rank]] = item
+        free[rank] += 1
+        loads[rank] += work[item]
+    while budget > 0:
+        high = int(np.argmax(loads))
+        if loads[high] <= enough:
+            break
+        budget -= num_ranks + 2 * size // num_ranks
+        # With the least loaded rank if that helps at all, else with whichever rank helps most.
+        best_rank = int(np.argmin(loads))
+        top, best_i, best_j = _best_swap(work, items, first, loads, high, best_rank)
+        if top >= loads[high]:
+            budget -= num_ranks + 2 * size
+            best_top = loads[high]
+            for rank in range(num_ranks):
+                if loads[rank] + 1 < loads[high]:
+                    top, i, j = _best_swap(work, items, first, loads, high, rank)
+                    if top < best_top:
+                        best_rank, best_top, best_i, best_j = rank, top, i, j
+            if best_top == loads[high]:
+                break
+        heavy, light = items[best_i], items[best_j]
+        difference = work[heavy] - work[light]
+        loads[high] -= difference
+        loads[best_rank] += difference
+        rank_of[heavy], rank_of[light] = best_rank, high
+        items[best_i], items[best_j] = light, heavy
+        while best_i + 1 < first[high + 1] and work[items[best_i]] < work[items[best_i + 1]]:
+            items[best_i], items[best_i + 1] = items[best_i + 1], items[best_i]
+            best_i += 1
+        while best_j > first[best_rank] and work[items[best_j]] > work[items[best_j - 1]]:
+            items[best_j], items[best_j - 1] = items[best_j - 1], items[best_j]
+            best_j -= 1
+
+
+@njit(cache=True, error_model="numpy")
+def search_exactly(work, order, num_ranks, equal_counts, rank_of, best, bound, budget):
+    """The placement of least maximal load, depth first from `rank_of`, whose maximum is `best`.
+
+    Items are placed in `order`, longest first. A branch ends where it cannot beat the best; ranks alike in load and
+    count are tried once; `bound` ends the search. Returns the placement, and whether it is proven.
+    """
+    size = work.shape[0]
+    base = size // num_ranks if equal_counts else size
+    spare = size % num_ranks if equal_counts else 0
+    loads = np.zeros(num_ranks, np.int64)
+    counts = np.zeros(num_ranks, np.int64)
+    current = np.full(size, -1, np.int64)
+    result = rank_of.copy()
+    depth = 0
+    while depth >= 0 and best > bound:
+        budget -= 1
+        if budget < 0:
+            return result, False
+        item = order[depth]
+        rank = current[depth]
+        if rank >= 0:
+            loads[rank] -= work[item]
+            if counts[rank] == base + 1:
+                spare += 1
+            counts[rank] -= 1
+        rank += 1
+        while rank < num_ranks:
+            fits = counts[rank] < base or (counts[rank] == base and spare > 0)
+            if fits and loads[rank] + work[item] < best:
+                twin = False
+                for other in range(rank):
+                    if loads[other] == loads[rank] and counts[other] == counts[rank]:
+                        twin = True
+                        break
+                if not twin:
+                    break
+            rank += 1
+        if rank == num_ranks:
+            current[depth] = -1
+            depth -= 1
+            continue
+        current[depth] = rank
+        loads[rank] += work[item]
+        counts[rank] += 1
+        if counts[rank] == base + 1:
+            spare -= 1
+        if depth + 1 < size:
+            depth += 1
+            continue
+        best = loads.max()
+        for place in range(size):
+            result[order[place]] = current[place]
+    return result, True
+
+
+@njit(cache=True, error_model="numpy")
+def cut_documents(work, documents, limit):
+    """Chunks of neighbouring blocks of one document, each of at most `limit` work unless it is a single block.
+
+    Returns the chunk of every block, in row order, and the work of every chunk.
+    """
+    size = work.shape[0]
+    chunk_of = np.empty(size, np.int64)
+    chunk_work = np.zeros(size, np.int64)
+    chunk = -1
+    for block in range(size):
+        joins = (
+            block and documents[block] == documents[block - 1] and chunk_work[chunk] + work[block] <= limit
+        )
+        if not joins:
+            chunk += 1
+        chunk_of[block] = chunk
+        chunk_work[chunk] += work[block]
+    return chunk_of, chunk_work[: chunk + 1]
+
+
+@njit(cache=True, error_model="numpy")
+def assign_chunks(work, chunk_of, order, num_ranks, equal_counts):
+    """Each chunk of `order` whole to the least loaded rank that has room, else block by block. Rank of every block."""
+    size = work.shape[0]
+    rank_of = np.empty(size, np.int32)
+    loads = np.zeros(num_ranks, np.int64)
+    counts = np.zeros(num_ranks, np.int64)
+    base = size // num_ranks if equal_counts else size
+    extra = size % num_ranks if equal_counts else 0  # ranks that may hold one block more than `base`
+    first = np.searchsorted(chunk_of, np.arange(order.shape[0] + 1))
+    for chunk in order:
+        start, end = first[chunk], first[chunk + 1]
+        length = end - start
+        while start < end:
+            best = -1
+            for rank in range(num_ranks):
+                room = base + (1 if extra or counts[rank] > base else 0) - counts[rank]
+                if room >= length and (best < 0 or loads[rank] < loads[best]):
+                    best = rank
+            if best < 0:
+                length = 1
+                continue
+            for block in range(start, start + length):
+                if counts[best] == base:
+                    extra -= 1
+                rank_of[block] = best
+                counts[best] += 1
+                loads[best] += work[block]
+            start += length
+    return rank_of

@@ -1,0 +1,43 @@
+"""What the attention kernels agree on: the settings of the scores, and the shape of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dilatant.config.errors import UserError
+
+
+class AttentionError(UserError):
+    """A call that attention cannot serve; the message says what does not fit and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a score is made of query and key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k` without a cap."""
+
+    scale: float
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale <= 0:
+            raise AttentionError(f"attention scale must be positive, got {self.scale}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise AttentionError(f"attention softcap must be positive or None, got {self.softcap}")
+
+
+class Gradients(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+class Kernel(NamedTuple):
+    """A forward and a backward over one packed row, with the signatures of `blockwise.forward` and `.backward`."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., Gradients]

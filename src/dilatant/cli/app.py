@@ -1,0 +1,50 @@
+"""`dilatant`: the verbs put together, and how errors end.
+
+Verbs import what they need when they run, so that `--help` and the light verbs start at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from dilatant.cli import data, doctor, export, generate, plan, profile, resume, simulate, train
+from dilatant.config import UserError
+
+USER_ERROR_EXIT = 2
+
+app = typer.Typer(
+    name="dilatant",
+    help="Train multimodal LLMs on any devices: planned from your data, balanced, alive while nodes come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
+app.command("profile")(profile.profile)
+app.command("train")(train.train)
+app.command("resume")(resume.resume)
+app.command("export")(export.export)
+app.command("generate")(generate.generate)
+app.command("doctor")(doctor.doctor)
+app.add_typer(data.app, name="data")
+
+
+def main() -> None:
+    """Entry point. A user's mistake is one message on stderr and exit code 2, without a stack trace."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True
+        )
+        sys.exit(USER_ERROR_EXIT)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,126 @@
+"""`dilatant data`: what the data is like, and which samples would fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dilatant.cli.options import AsJson, ConfigPath, Overrides
+from dilatant.config import load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from dilatant.data.lint import Problem
+
+app = typer.Typer(help="What the data is like, and which samples would fail.", no_args_is_help=True)
+
+Workers = Annotated[int, typer.Option(min=0, help="Processes that read; 0 works in this one.")]
+
+
+@app.command()
+def stats(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    page: Annotated[
+        Path | None, typer.Option(help="Also write the figures and plots to this HTML file.")
+    ] = None,
+    workers: Workers = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens of every sample in every unit: distributions, and the ratio between units. Decodes no media."""
+    from rich.console import Console
+
+    from dilatant.data.sizes import blend_sizes
+    from dilatant.data.stats import describe
+    from dilatant.data.stats_view import html_page, terminal_view
+    from dilatant.runtime.assemble import assemble_samples
+
+    console = Console(stderr=as_json)
+    resolved = load_config(config, overrides)
+    samples = assemble_samples(resolved)
+    with _progress(console) as progress:
+        task = progress.add_task("measuring samples", total=None)
+        index = blend_sizes(
+            samples.train,
+            samples.encoding,
+            cache_dir=resolved.data.cache_dir,
+            workers=workers,
+            progress=partial(_show, progress, task),
+        )
+    found = describe(index)
+    if page is not None:
+        page.write_text(html_page(found, f"Training data of {config.name}"), encoding="utf-8")
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        console.print(terminal_view(found))
+        if page is not None:
+            console.print(f"plots: {page}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def lint(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    headers_only: Annotated[
+        bool, typer.Option("--headers-only", help="Do not decode media: faster, but misses cut-off files.")
+    ] = False,
+    workers: Workers = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Find every sample that would fail in training. Exits with 1 when there is one."""
+    from rich.console import Console
+
+    from dilatant.data.lint import lint as find_problems
+    from dilatant.runtime.assemble import assemble_samples
+
+    console = Console(stderr=as_json)
+    samples = assemble_samples(load_config(config, overrides))
+    problems: list[Problem] = []
+    checked = 0
+    for blend in [samples.train] if samples.held_out is None else [samples.train, samples.held_out]:
+        with _progress(console) as progress:
+            task = progress.add_task("reading samples", total=len(blend))
+            problems += find_problems(
+                blend,
+                samples.encoding,
+                deep=not headers_only,
+                workers=workers,
+                progress=partial(_show, progress, task),
+            )
+        checked += len(blend)
+    if as_json:
+        print(json.dumps({"samples": checked, "problems": [asdict(problem) for problem in problems]}))
+    else:
+        for problem in problems:
+            console.print(f"[red]{problem.sample}[/]: {problem.problem}", highlight=False, soft_wrap=True)
+            if problem.remedy:
+                console.print(f"    {problem.remedy}", style="dim", highlight=False, soft_wrap=True)
+        verdict = f"{len(problems):,} problems" if problems else "no problem"
+        console.print(f"{checked:,} samples, {verdict}", highlight=False)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,93 @@
+"""`dilatant doctor`: what this machine has, and what a run here would use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from typing import Any
+
+from dilatant.cli.options import AsJson
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "numba",
+    "datasets",
+    "triton",
+    "peft",
+    "diffusers",
+    "ray",
+    "wandb",
+)
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "MASTER_ADDR"),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
+    "Kubernetes": ("PET_NNODES", "PET_NODE_RANK"),
+}
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Tell what this machine has and what a run here would use."""
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, entries in facts.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold", min_width=16)
+        table.add_column()
+        for name, value in entries.items():
+            table.add_row(name, str(value))
+        console.print(table)
+        console.print()
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """The facts by heading."""
+    import torch
+
+    from dilatant.runtime.device import pick_device, pick_precision
+
+    device = pick_device()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    launcher = next(
+        (name for name, keys in _LAUNCHERS.items() if all(key in os.environ for key in keys)),
+        "none: one machine",
+    )
+    return {
+        "Machine": {
+            "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+            "cpu cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory": f"{memory / 2**30:.0f} GiB",
+            "free disk here": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB",
+            **(gpus or {"gpu": "none"}),
+        },
+        "Packages": {name: _version(name) for name in _PACKAGES},
+        "A run here uses": {
+            "device": str(device),
+            "precision": str(pick_precision("auto", device).compute).removeprefix("torch."),
+            "launcher": launcher,
+            "hub": "offline (HF_HUB_OFFLINE is set)"
+            if os.environ.get("HF_HUB_OFFLINE") == "1"
+            else "online if reachable",
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,43 @@
+"""What is written and shown while a run trains: metrics.jsonl, trackers, the live line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dilatant.config import Config
+    from dilatant.report.run_folder import RunFolder
+    from dilatant.report.trackers import Tracker
+    from dilatant.runtime.metrics import StepMetrics
+    from dilatant.runtime.trainer import Trainer
+
+
+@contextmanager
+def observing(
+    config: Config, folder: RunFolder, trainer: Trainer, console: Console
+) -> Iterator[tuple[Callable[[StepMetrics], None], list[Tracker]]]:
+    """Gives the observer of steps, and the trackers for other figures; both end with the block."""
+    from dilatant.report.progress import ProgressLine
+    from dilatant.report.trackers import open_trackers
+
+    folder.begin_metrics(trainer.step)
+    trackers = open_trackers(
+        config.train.report_to, folder.path, config.model_dump(mode="json"), first_step=trainer.step
+    )
+    try:
+        with ProgressLine(console, trainer.total_steps, trainer.step) as line:
+
+            def observe(metrics: StepMetrics) -> None:
+                folder.log(metrics.to_record())
+                for tracker in trackers:
+                    tracker.log(metrics.step, metrics.to_scalars())
+                line.update(metrics)
+
+            yield observe, trackers
+    finally:
+        for tracker in trackers:
+            tracker.close()

@@ -1,0 +1,129 @@
+"""Training over several processes: what each of them does, and how they start and stop together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from dilatant.cli.observe import observing
+from dilatant.cli.stop_signal import StopSignal
+from dilatant.config import Config
+
+if TYPE_CHECKING:
+    from dilatant.plan.plan import Plan
+    from dilatant.report.run_folder import RunFolder
+    from dilatant.runtime.launch import Worker
+    from dilatant.runtime.pipeline import Pipeline
+    from dilatant.runtime.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rank ended. `summary` says who was busy and who waited in the last step (rank 0 only)."""
+
+    rank: int
+    step: int
+    total_steps: int
+    seconds: float
+    stopped: bool
+    summary: str = ""
+
+
+def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: bool) -> tuple[Outcome, int]:
+    """Train on all ranks of `plan`; returns how rank 0 (or this rank, under an outer launcher) ended, and the exit
+    code that a signal asks for. Raises UserError; any other failure of a rank is shown and ends with code 1."""
+    from dilatant.runtime.launch import WorkerFailed, launch, place_from
+
+    outer = place_from(os.environ) is not None
+    with StopSignal() as stop, _passing_on(stop, not outer):
+        try:
+            outcomes = launch(_train_rank, len(plan.ranks), config, plan.to_json(), checkpoint, quiet, outer)
+        except WorkerFailed as failure:
+            print(failure.details, file=sys.stderr)
+            print(f"error: {failure}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        return outcomes[0], stop.exit_code
+
+
+@contextmanager
+def _passing_on(stop: StopSignal, active: bool) -> Iterator[None]:
+    """Tell our own workers when this process is asked to stop. They ignore Ctrl-C, which reaches all at once."""
+    if active:
+        stop.on_signal = _terminate_children
+    yield
+
+
+def _terminate_children() -> None:
+    for child in multiprocessing.active_children():
+        child.terminate()
+
+
+def _train_rank(
+    worker: Worker, config: Config, plan_json: str, checkpoint: Path | None, quiet: bool, outer: bool
+) -> Outcome:
+    """One rank's part of a run."""
+    from rich.console import Console
+
+    from dilatant.plan.plan import Plan
+    from dilatant.report.run_folder import RunFolder
+    from dilatant.runtime.assemble import assemble_model, assemble_samples
+    from dilatant.runtime.device import pick_precision
+    from dilatant.runtime.pipeline import Pipeline, units_decoded_on, units_on
+    from dilatant.runtime.trainer import Trainer
+
+    if not outer:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    plan = Plan.from_json(plan_json)
+    samples = assemble_samples(config)
+    if config.data.on_error == "error":
+        # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
+        samples = replace(
+            samples, encoding=replace(samples.encoding, decode=units_decoded_on(plan, worker.rank))
+        )
+    hollow = {unit.name for unit in plan.units} - units_on(plan, worker.rank)
+    model = assemble_model(config, samples, hollow)
+    precision = pick_precision(config.train.precision, worker.device)
+    engine = Pipeline(model, plan, config, worker, precision)
+    folder = RunFolder(config.output_dir)
+    trainer = Trainer(config, model, samples, engine, folder.checkpoints)
+    try:
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        console = Console(stderr=quiet, quiet=worker.rank != 0)
+        with StopSignal() as stop:
+            seconds = _train(config, folder, trainer, console, stop)
+        summary = _last_step(engine, plan, folder) if trainer.step else ""
+        return Outcome(worker.rank, trainer.step, trainer.total_steps, seconds, stop.received, summary)
+    finally:
+        trainer.close()
+        folder.close()
+
+
+def _train(config: Config, folder: RunFolder, trainer: Trainer, console: object, stop: StopSignal) -> float:
+    from rich.console import Console
+
+    assert isinstance(console, Console)
+    if trainer.engine.rank != 0:
+        return trainer.run(lambda metrics: None, lambda: stop.received).seconds
+    with observing(config, folder, trainer, console) as (observe, _):
+        return trainer.run(observe, lambda: stop.received).seconds
+
+
+def _last_step(engine: Pipeline, plan: Plan, folder: RunFolder) -> str:
+    """Write the last step's timeline; returns its summary. Called by all ranks, of which the first writes."""
+    from dilatant.report.perfetto import describe, summarize, write_timeline
+
+    actions = engine.parallel.runtime.measured()
+    if engine.rank != 0 or not actions:
+        return ""
+    write_timeline(folder.path / "timeline.json", actions, plan, engine.parallel.arrows())
+    return describe(summarize(actions, plan))

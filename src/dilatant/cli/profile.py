@@ -1,0 +1,126 @@
+"""`dilatant profile`: what this model's layers take on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dilatant.cli.options import AsJson, ConfigPath, Overrides
+from dilatant.config import UserError, load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dilatant.cost.model import CostModel
+
+
+def profile(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    out: Annotated[Path, typer.Option(help="Where to write the costs.")] = Path("costs.yaml"),
+    tokens: Annotated[
+        str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements per count; their median counts.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Measure every layer type of a model: forward, gradients, recomputation, memory, at several token counts.
+
+    For hardware that is not this machine (cluster.hardware), costs are modelled from FLOPs and bytes and say so.
+    """
+    from rich.console import Console
+
+    from dilatant.cost.model import save_costs
+    from dilatant.runtime.assemble import load_model_tokenizer
+    from dilatant.runtime.describe_model import describe_model, skeleton
+    from dilatant.runtime.layer_costs import layer_costs, measure_layers, measured_tokens
+    from dilatant.runtime.planned_hardware import plan_target
+
+    console = Console(stderr=as_json)
+    resolved = load_config(config, overrides)
+    target = plan_target(resolved.cluster, resolved.train.precision)
+    counts = _counts(tokens) or measured_tokens(resolved)
+    with console.status("building the model without weights") as status:
+        model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
+        if target.is_here:
+            costs = measure_layers(
+                model, target, counts, repeats, say=lambda layer: status.update(f"measuring {layer}")
+            )
+        else:
+            unread = resolved.plan.model_copy(update={"costs": None})
+            costs = layer_costs(resolved.model_copy(update={"plan": unread}), model, target)
+    try:
+        save_costs(costs, out)
+    except OSError as error:
+        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
+    if as_json:
+        print(json.dumps(_plain(costs, counts)))
+        return
+    _show(costs, counts, console)
+    console.print(
+        f"{out}: plan with it by `plan.costs: {out}`, or share it with others on {costs.hardware}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        counts = (0,)
+    if counts and counts[0] < 1:
+        raise UserError(f"--tokens {text!r} must be counts such as 512,1024,2048")
+    return counts
+
+
+def _at(kind: str, counts: tuple[int, ...]) -> int:
+    """The largest tokens at which a layer type is shown: for encoders one image or clip."""
+    _, marker, tokens = kind.rpartition("@")
+    return int(tokens.split()[0]) if marker else counts[-1]
+
+
+def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from dilatant.report.wording import bytes_text, count_text, percent_text, seconds_text
+
+    console.print(f"[bold]{costs.hardware}[/], {costs.dtype}, {costs.origin}", highlight=False)
+    if costs.origin != "measured":
+        console.print(f"[yellow]not measured:[/] {costs.note}", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("layer type", no_wrap=True)
+    for title in ("tokens", "parameters", "forward", "to input", "to weights", "if first trained", "again",
+                  "activations", "fit off by"):  # fmt: skip
+        table.add_column(title, justify="right")
+    for kind, degrees in costs.layers.items():
+        for (tp, cp), cost in degrees.items():
+            at = _at(kind, counts)
+            seconds = (
+                cost.forward,
+                cost.input_gradient,
+                cost.weight_gradient,
+                cost.first_trainable,
+                cost.recompute,
+            )
+            table.add_row(
+                kind if (tp, cp) == (1, 1) else f"  tp {tp}" + (f" cp {cp}" if cp > 1 else ""),
+                f"{at:,}",
+                count_text(cost.parameters),
+                *(seconds_text(value(at)) if value(at) else "" for value in seconds),
+                bytes_text(cost.activation_bytes(at)),
+                "" if cost.fit_error is None else percent_text(cost.fit_error),
+            )
+    console.print(table)
+
+
+def _plain(costs: CostModel, counts: tuple[int, ...]) -> dict[str, object]:
+    """What `--json` prints: the cost file's facts, and seconds at the tokens of the table."""
+    import yaml
+
+    document = yaml.safe_load(costs.to_yaml())
+    return {**document, "tokens": {kind: _at(kind, counts) for kind in costs.layers}}

@@ -1,0 +1,212 @@
+"""`dilatant simulate`: how long a step of a plan takes on a cluster, also on one that is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dilatant.cli.options import AsJson, Overrides
+from dilatant.cli.plan import Page, open_problem, plan_report, show_places
+from dilatant.config import Config, UserError, load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dilatant.plan.plan import Plan
+    from dilatant.runtime.planning import PlannedRun, PlanningProblem
+
+
+def simulate(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLAN_OR_CONFIG",
+            help="A plan.json that `dilatant plan` wrote, its folder, or a YAML file.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    cluster: Annotated[
+        str, typer.Option(help="Nodes × devices, and what they are, as in 16x8:H100.", show_default=False)
+    ] = "",
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches of a step and pipeline.", show_default=False)
+    ] = None,
+    failures: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE", help="Replay a trace of nodes that come and go.", show_default=False),
+    ] = None,
+    fault_tolerance: Annotated[
+        int, typer.Option(min=0, help="With --failures: losses that must never cost the state of training.")
+    ] = 1,
+    page: Page = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a plan on any cluster. Of a YAML file the best plan for its cluster is timed.
+
+    Costs of hardware that is not here are modelled (or `--set plan.costs=FILE`). With --failures, nodes of the
+    cluster come and go as the trace says: throughput over time under pipeline templates and under restarts.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=as_json)
+    config, plan, recorded = _read(source, [*_cluster(cluster), *overrides])
+    problem = open_problem(config, console)
+    if failures is not None:
+        _replay(problem, failures, fault_tolerance, page, as_json, console)
+        return
+    with console.status("simulating"):
+        planned = _timed(problem, plan, microbatches or recorded)
+    _show(planned, source.stem, page, as_json, console)
+
+
+def _read(source: Path, overrides: list[str]) -> tuple[Config, Plan | None, int | None]:
+    """The config, and of a plan file the plan with the microbatches it was made for."""
+    from dilatant.plan.plan import Plan
+
+    path = source / "plan.json" if source.is_dir() else source
+    if path.suffix != ".json":
+        return load_config(path, overrides), None, None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"plan {str(path)!r} cannot be read; `dilatant plan CONFIG` writes one") from None
+    try:
+        plan, step = Plan.from_json(text), json.loads(text).get("step", {})
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    beside = path.parent / "config.yaml"
+    if not beside.is_file():
+        raise UserError(
+            f"{path} needs the config.yaml that `dilatant plan` writes beside it: model and data are read from there"
+        )
+    if not any(entry.startswith("plan.costs=") for entry in overrides):
+        overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
+    return load_config(beside, overrides), plan, step.get("num_microbatches")
+
+
+def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]:
+    """The costs that the plan was made with, if they are of the hardware that is now asked for."""
+    from dilatant.cost.model import load_costs
+    from dilatant.runtime.planned_hardware import is_same_hardware, plan_target
+
+    path = folder / "costs.yaml"
+    if not path.is_file():
+        return []
+    resolved = load_config(config, overrides)
+    target = plan_target(resolved.cluster, resolved.train.precision)
+    costs = load_costs(path)
+    fits = is_same_hardware(costs.hardware, target.asked_for) and costs.dtype == target.dtype
+    return [f"plan.costs={path.resolve()}"] if fits else []
+
+
+def _cluster(text: str) -> list[str]:
+    """`16x8:H100` as overrides of the cluster section."""
+    if not text:
+        return []
+    found = re.fullmatch(r"(\d+)[x×](\d+)(?::(.+))?", text)
+    if found is None:
+        raise UserError(f"--cluster {text!r} must look like 16x8 or 16x8:H100 (nodes × devices per node)")
+    nodes, devices, hardware = found.groups()
+    entries = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={devices}"]
+    return [*entries, f"cluster.hardware={hardware}"] if hardware else entries
+
+
+def _timed(problem: PlanningProblem, plan: Plan | None, microbatches: int | None) -> PlannedRun:
+    from dilatant.runtime.planning import plan_run, time_plan
+
+    if plan is None:
+        planned = plan_run(problem)
+        return time_plan(problem, planned.result.winner.plan, microbatches) if microbatches else planned
+    return time_plan(problem, plan, microbatches)
+
+
+def _show(planned: PlannedRun, title: str, page: Path | None, as_json: bool, console: Console) -> None:
+    from dataclasses import replace
+
+    from dilatant.report.plan_page import write_plan_page
+    from dilatant.report.plan_table import print_plan
+    from dilatant.runtime.planning import compare_schedules, simulated_steps
+
+    winner = planned.result.winner
+    report = replace(plan_report(planned, title), lower_bound_seconds=None, candidates=(), reasons=())
+    steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
+    schedules = compare_schedules(planned.problem, winner.plan, winner.num_microbatches)
+    if page is not None:
+        write_plan_page(report, page)
+    if as_json:
+        facts: dict[str, Any] = {
+            "report": json.loads(report.to_json()),
+            "num_microbatches": winner.num_microbatches,
+            "step_seconds": [step.seconds for step in steps],
+            "schedules": {
+                name: {"seconds": seconds, "peak_bytes": peak} for name, (seconds, peak) in schedules.items()
+            },
+        }
+        print(json.dumps(facts))
+        return
+    print_plan(report, console)
+    _print_steps([step.seconds for step in steps], schedules, planned.problem, console)
+    if page is not None:
+        show_places(console, {page: "the same as a page: open it in a browser"})
+
+
+def _print_steps(
+    steps: list[float],
+    schedules: dict[str, tuple[float, float]],
+    problem: PlanningProblem,
+    console: Console,
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from dilatant.report.wording import bytes_text, count_text, percent_text, seconds_text
+
+    mean = sum(steps) / len(steps)
+    console.print(
+        f"{len(steps)} global batches of {problem.global_batch:,} samples: {seconds_text(min(steps))} to "
+        f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
+        f"{count_text(problem.global_batch / mean)} samples per second",
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("schedule", no_wrap=True)
+    for title in ("a step computes for", "fullest rank", "of its memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    capacity = problem.target.cluster.bytes_per_device
+    for name, (seconds, peak) in sorted(schedules.items(), key=lambda item: item[1]):
+        style = "red" if peak > capacity else None
+        table.add_row(
+            name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style
+        )
+    console.print(table)
+
+
+def _replay(
+    problem: PlanningProblem,
+    path: Path,
+    fault_tolerance: int,
+    page: Path | None,
+    as_json: bool,
+    console: Console,
+) -> None:
+    from dilatant.plan.node_trace import load_node_trace
+    from dilatant.report.replay_page import print_replays, replays_to_plain, write_replay_page
+    from dilatant.report.run_folder import RunFolder
+    from dilatant.runtime.failures import replay_failures
+
+    trace = load_node_trace(path, seed=problem.config.seed)
+    with console.status("replaying"):
+        replays = replay_failures(problem, trace, fault_tolerance)
+    if page is None:
+        page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
+    written = write_replay_page(replays, page)
+    if as_json:
+        print(json.dumps(replays_to_plain(replays)))
+        return
+    print_replays(replays, console)
+    show_places(console, {written: "the same as a page: open it in a browser"})

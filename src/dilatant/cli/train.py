@@ -1,0 +1,285 @@
+"""`dilatant train`: from a YAML file to a trained model in a run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dilatant.cli.observe import observing
+from dilatant.cli.options import AsJson, ConfigPath, Overrides
+from dilatant.config import Config, UserError, load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dilatant.models.multimodal import MultimodalModel
+    from dilatant.report.run_folder import RunFolder
+    from dilatant.runtime.assemble import Samples
+    from dilatant.runtime.evaluate import Evaluation
+
+
+def train(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in an output_dir that holds a run already.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the model of a YAML file. Ctrl-C or SIGTERM saves and stops; `dilatant resume` goes on."""
+    raise typer.Exit(run(load_config(config, overrides), overwrite=overwrite, as_json=as_json))
+
+
+def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
+    """Train, evaluate on held-out data, export. Returns the exit code; raises UserError."""
+    from rich.console import Console
+
+    from dilatant.report.run_folder import RunFolder
+    from dilatant.runtime.assemble import assemble_samples
+
+    console = Console(stderr=as_json)
+    samples = assemble_samples(config)
+    begin = _in_one_process if config.parallel is None else _in_a_pipeline
+    folder = RunFolder(config.output_dir)
+    try:
+        ended = begin(config, samples, folder, overwrite, console, as_json)
+    finally:
+        folder.close()
+    if ended.exit_code:
+        console.print(
+            f"stopped after step {ended.step} of {ended.total_steps}, saved; go on with\n"
+            f"  dilatant resume {_shortest(folder.path)}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        return ended.exit_code
+    if ended.model is None:  # another rank of the same run goes on
+        return 0
+    _finish(config, samples, folder, ended, console, as_json)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How training ended. model: the trained model, if it falls to this process to judge and export it."""
+
+    step: int
+    total_steps: int
+    seconds: float
+    exit_code: int
+    model: MultimodalModel | None
+    summary: str = ""
+
+
+def _in_one_process(
+    config: Config, samples: Samples, folder: RunFolder, overwrite: bool, console: Console, as_json: bool
+) -> _Ended:
+    from dilatant.cli.stop_signal import StopSignal
+    from dilatant.runtime.assemble import assemble_model
+    from dilatant.runtime.device import pick_device, pick_precision
+    from dilatant.runtime.step import OneProcess
+    from dilatant.runtime.trainer import Trainer
+
+    with console.status("building the model"):
+        model = assemble_model(config, samples)
+    checkpoint = _starting_point(config, folder, overwrite, console)
+    _describe(console, model, samples)
+    if config.train.gradient_checkpointing:
+        for unit in model.units.values():
+            unit.gradient_checkpointing()
+    device = pick_device()
+    engine = OneProcess(model, device, pick_precision(config.train.precision, device))
+    trainer = Trainer(config, model, samples, engine, folder.checkpoints)
+    try:
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+            console.print(f"going on after step {trainer.step} ({checkpoint.name})", highlight=False)
+        folder.write_config(config.to_yaml())
+        with StopSignal() as stop, observing(config, folder, trainer, console) as (observe, trackers):
+
+            def look(step: int) -> None:
+                every = config.evaluation.steps
+                if every and step % every == 0 and step < trainer.total_steps:
+                    evaluation = _evaluate(config, model, samples, folder, console, step)
+                    if evaluation is not None:
+                        for tracker in trackers:
+                            tracker.log(step, {"eval/exact_match": evaluation.exact_match})
+
+            result = trainer.run(observe, lambda: stop.received, look)
+    finally:
+        trainer.close()
+    return _Ended(result.step, result.total_steps, result.seconds, stop.exit_code, model)
+
+
+def _in_a_pipeline(
+    config: Config, samples: Samples, folder: RunFolder, overwrite: bool, console: Console, as_json: bool
+) -> _Ended:
+    from dilatant.cli.pipeline_run import run_pipeline
+    from dilatant.runtime.assemble import assemble_model
+    from dilatant.runtime.checkpoint import load, newest_valid
+    from dilatant.runtime.pipeline import plan_from_config, prove_schedule
+    from dilatant.runtime.step import model_tensors
+
+    assert config.parallel is not None
+    if config.evaluation.steps:
+        raise UserError("evaluation.steps: a pipeline is judged after training only; leave it out")
+    with console.status("building the model"):
+        units = {*config.model.encoders, "language"}
+        skeleton = assemble_model(config, samples, hollow=units)
+    plan = plan_from_config(config.parallel, skeleton)
+    with console.status("proving the schedule"):
+        prove_schedule(config.parallel, plan, skeleton)
+    checkpoint = _starting_point(config, folder, overwrite, console)
+    _describe(console, skeleton, samples)
+    if checkpoint is not None:
+        console.print(f"going on from {checkpoint.name}", highlight=False)
+    folder.write_config(config.to_yaml())
+    folder.write_text("plan.json", plan.to_json())
+    outcome, exit_code = run_pipeline(config, plan, checkpoint, quiet=as_json)
+    model = None
+    if not exit_code and outcome.rank == 0:
+        model = assemble_model(config, samples)
+        newest, _ = newest_valid(folder.checkpoints)
+        assert newest is not None
+        load(newest.path, {"model": model_tensors(model)})
+    return _Ended(outcome.step, outcome.total_steps, outcome.seconds, exit_code, model, outcome.summary)
+
+
+def _finish(
+    config: Config, samples: Samples, folder: RunFolder, ended: _Ended, console: Console, as_json: bool
+) -> None:
+    """Judge the trained model on held-out data, export it, and say where to look."""
+    from dilatant.runtime.export import export_model
+
+    assert ended.model is not None
+    evaluation = _evaluate(config, ended.model, samples, folder, console, ended.step)
+    export_model(ended.model, samples.encoding, folder.export)
+    if as_json:
+        summary: dict[str, Any] = {
+            "run": str(folder.path),
+            "steps": ended.step,
+            "seconds": round(ended.seconds, 2),
+        }
+        if evaluation is not None:
+            summary["exact_match"] = evaluation.exact_match
+        print(json.dumps(summary))
+    if ended.summary:
+        console.print(f"\nthe last step: {ended.summary}", highlight=False)
+    _say_where_to_look(console, folder, ended.step, ended.seconds, evaluation)
+
+
+def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> Path | None:
+    """The checkpoint to go on from, or None for a fresh start. Raises UserError rather than lose a run."""
+    import shutil
+
+    from dilatant.runtime.checkpoint import damage, list_checkpoints, newest_valid
+
+    resume = config.train.resume
+    if resume == "auto":
+        checkpoint, warnings = newest_valid(folder.checkpoints)
+        for warning in warnings:
+            console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+        if checkpoint is None and warnings:
+            raise UserError(
+                f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"
+            )
+        return checkpoint.path if checkpoint else None
+    if resume != "never":
+        problem = damage(Path(resume))
+        if problem is not None:
+            raise UserError(f"train.resume: {resume!r} is not a usable checkpoint: {problem}")
+        return Path(resume)
+    if list_checkpoints(folder.checkpoints):
+        if not overwrite:
+            raise UserError(
+                f"{str(folder.path)!r} holds a run already; go on with `dilatant resume {folder.path}`, "
+                "choose another output_dir, or start anew with --overwrite"
+            )
+        shutil.rmtree(folder.checkpoints)
+    return None
+
+
+def _describe(console: Console, model: MultimodalModel, samples: Samples) -> None:
+    """What trains on what, before the first step."""
+    from rich.table import Table
+
+    from dilatant.data.blend import Blend
+    from dilatant.models.freeze import audit
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("part")
+    for title in ("parameters", "trainable"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for part in audit(model.units):
+        table.add_row(
+            part.part,
+            f"{part.parameters:,}",
+            f"{part.trainable:,}",
+            "" if part.trainable else "[cyan]frozen[/]",
+        )
+    console.print(table)
+    amount = f"{len(samples.train):,} samples" if isinstance(samples.train, Blend) else "a stream of samples"
+    held_out = f", {len(samples.held_out):,} held out" if samples.held_out is not None else ""
+    console.print(f"{amount} to train on{held_out}\n", highlight=False)
+
+
+def _evaluate(
+    config: Config,
+    model: MultimodalModel,
+    samples: Samples,
+    folder: RunFolder,
+    console: Console,
+    step: int,
+) -> Evaluation | None:
+    """Exact match on the held-out data, stored as eval.json; None without such data."""
+    from dilatant.runtime.evaluate import evaluate
+
+    if samples.held_out is None:
+        return None
+    with console.status("answering the held-out questions"):
+        evaluation = evaluate(
+            model,
+            samples.tokenizer,
+            samples.held_out,
+            samples.encoding,
+            device=next(model.parameters()).device,
+            batch_size=config.evaluation.batch_size,
+            max_new_tokens=config.evaluation.max_new_tokens,
+            limit=config.evaluation.limit,
+            skip_errors=config.data.on_error == "skip",
+        )
+    folder.write_json("eval.json", {"step": step, **evaluation.to_record()})
+    console.print(
+        f"step {step}: {evaluation.exact_match:.1%} of {len(evaluation.verdicts):,} held-out answers are exact",
+        highlight=False,
+    )
+    return evaluation
+
+
+def _say_where_to_look(
+    console: Console, folder: RunFolder, steps: int, seconds: float, evaluation: Evaluation | None
+) -> None:
+    path = _shortest(folder.path)
+    console.print(f"\n[bold]{steps} steps in {seconds:.1f} s.[/] Where to look:", highlight=False)
+    places = {
+        f"{path}/metrics.jsonl": "every step's figures",
+        f"tensorboard --logdir {path}": "the same as curves",
+        f"{path}/export": "the model in the Hugging Face layout",
+        f"dilatant generate {path}/export --help": "ask it something",
+    }
+    if (folder.path / "timeline.json").is_file():
+        places[f"{path}/timeline.json"] = "one step on every rank; open it at ui.perfetto.dev"
+    if evaluation is not None:
+        places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
+    for place, what in places.items():
+        console.print(f"  {place}  [dim]{what}[/]", highlight=False, soft_wrap=True)
+
+
+def _shortest(path: Path) -> Path:
+    """The path as seen from the working directory, where that is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,58 @@
+"""What a user writes: one YAML file, typed.
+
+Names below are resolved on first use: errors are imported everywhere, pydantic and YAML only where a config is read.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dilatant.config.config import Config as Config
+    from dilatant.config.config import load_config as load_config
+    from dilatant.config.config import parse_config as parse_config
+    from dilatant.config.data import DataConfig as DataConfig
+    from dilatant.config.data import DataSource as DataSource
+    from dilatant.config.errors import UserError as UserError
+    from dilatant.config.errors import list_problems as list_problems
+    from dilatant.config.model import EncoderConfig as EncoderConfig
+    from dilatant.config.model import LanguageModelConfig as LanguageModelConfig
+    from dilatant.config.model import ModelConfig as ModelConfig
+    from dilatant.config.parallel import ParallelConfig as ParallelConfig
+    from dilatant.config.parallel import UnitLayout as UnitLayout
+    from dilatant.config.plan import ClusterConfig as ClusterConfig
+    from dilatant.config.plan import PlanConfig as PlanConfig
+    from dilatant.config.train import EvaluationConfig as EvaluationConfig
+    from dilatant.config.train import OptimizerConfig as OptimizerConfig
+    from dilatant.config.train import RateSchedule as RateSchedule
+    from dilatant.config.train import TrainConfig as TrainConfig
+
+_HOME = {
+    "ClusterConfig": "plan",
+    "Config": "config",
+    "DataConfig": "data",
+    "DataSource": "data",
+    "EncoderConfig": "model",
+    "EvaluationConfig": "train",
+    "LanguageModelConfig": "model",
+    "ModelConfig": "model",
+    "OptimizerConfig": "train",
+    "ParallelConfig": "parallel",
+    "PlanConfig": "plan",
+    "RateSchedule": "train",
+    "TrainConfig": "train",
+    "UnitLayout": "parallel",
+    "UserError": "errors",
+    "list_problems": "errors",
+    "load_config": "config",
+    "parse_config": "config",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

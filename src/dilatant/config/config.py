@@ -1,0 +1,206 @@
+"""The whole YAML file, and how it is read: overrides applied, unknown keys refused with the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from dilatant.config.base import Section
+from dilatant.config.data import DataConfig
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.model import ModelConfig
+from dilatant.config.parallel import ParallelConfig
+from dilatant.config.plan import ClusterConfig, PlanConfig
+from dilatant.config.train import EvaluationConfig, TrainConfig
+
+
+class Config(Section):
+    """Everything a run needs to know. Paths are relative to the YAML file."""
+
+    output_dir: str = "runs/default"
+    """The run folder."""
+    seed: int = Field(0, ge=0)
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    parallel: ParallelConfig | None = None
+    """Train over several processes. Without it, one process holds the whole model."""
+    cluster: ClusterConfig = ClusterConfig()
+    plan: PlanConfig = PlanConfig()
+
+    def to_yaml(self) -> str:
+        """The resolved config, every default written out; `load_config` reads it back to an equal value."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file and apply `a.b=c` overrides (values are YAML).
+
+    Relative paths in the file become absolute, so the saved config of a run means the same anywhere.
+    Raises UserError that lists every problem with its key.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config {str(path)!r} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"config {str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, base=path.resolve().parent, name=str(path))
+
+
+def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> Config:
+    """Check a tree of plain values; relative paths are taken from `base`. Raises UserError."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise list_problems(
+            f"{name} has a mistake:", [_explain(problem) for problem in error.errors()]
+        ) from None
+    return _with_absolute_paths(config, base)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"--set {override!r} must look like train.steps=100")
+    *parents, last = key.split(".")
+    node: Any = tree
+    for depth, part in enumerate(parents):
+        node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, parents[:depth])
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override!r}: the value is not valid YAML") from None
+    if isinstance(node, dict):
+        node[last] = value
+    elif isinstance(node, list):
+        _item(node, last, parents)
+        node[int(last)] = value
+    else:
+        raise UserError(f"--set {override!r}: {'.'.join(parents)!r} is not a section")
+
+
+def _item(node: Any, part: str, parents: list[str]) -> Any:
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return node[int(part)]
+    raise UserError(f"--set: {'.'.join([*parents, part])!r} does not exist")
+
+
+def _explain(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        *parents, key = problem["loc"]
+        near = difflib.get_close_matches(str(key), _keys_at(parents), n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?"
+            if near
+            else (f"valid keys here: {', '.join(sorted(_keys_at(parents)))}")
+        )
+        return f"unknown key {place!r}; {hint}"
+    if problem["type"] == "missing":
+        return f"{place!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+    return f"{place}: {message}{shown}" if place else message
+
+
+def _keys_at(parents: Iterable[Any]) -> list[str]:
+    """The valid keys of the section that `parents` leads to; keys of mappings and list positions are stepped over."""
+    annotation: Any = Config
+    for part in parents:
+        if _is_section(annotation):
+            field = annotation.model_fields.get(str(part))
+            annotation = field.annotation if field else None
+        else:
+            annotation = _section_in(annotation)
+    section = annotation if _is_section(annotation) else _section_in(annotation)
+    return list(section.model_fields) if section else []
+
+
+def _is_section(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
+
+
+def _section_in(annotation: Any) -> Any:
+    """The section among the type arguments of a mapping, a tuple or an optional; None if there is none."""
+    for argument in typing.get_args(annotation):
+        found = argument if _is_section(argument) else _section_in(argument)
+        if found:
+            return found
+    return None
+
+
+def _with_absolute_paths(config: Config, base: Path) -> Config:
+    def absolute(text: str) -> str:
+        return os.path.normpath(base / Path(text).expanduser())
+
+    def local(text: str | None) -> str | None:
+        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id.
+        return absolute(text) if text and (base / Path(text).expanduser()).exists() else text
+
+    def sources(entries: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(
+            entry.model_copy(update={"path": absolute(entry.path)}) if entry.path else entry
+            for entry in entries
+        )
+
+    language = config.model.language_model
+    language = language.model_copy(update={"id": local(language.id), "tokenizer": local(language.tokenizer)})
+    encoders = {
+        name: encoder.model_copy(
+            update={
+                "id": local(encoder.id),
+                "processor": local(encoder.processor)
+                if isinstance(encoder.processor, str)
+                else encoder.processor,
+            }
+        )
+        for name, encoder in config.model.encoders.items()
+    }
+    data = config.data.model_copy(
+        update={
+            "train": sources(config.data.train),
+            "eval": sources(config.data.eval),
+            "cache_dir": config.data.cache_dir and absolute(config.data.cache_dir),
+            "chat_template": local(config.data.chat_template),
+        }
+    )
+    parallel = config.parallel
+    if parallel is not None and parallel.plan is not None:
+        parallel = parallel.model_copy(update={"plan": absolute(parallel.plan)})
+    resume = config.train.resume
+    train = config.train.model_copy(
+        update={"resume": resume if resume in ("never", "auto") else absolute(resume)}
+    )
+    cluster = config.cluster.model_copy(
+        update={"hardware_file": config.cluster.hardware_file and absolute(config.cluster.hardware_file)}
+    )
+    plan = config.plan.model_copy(update={"costs": config.plan.costs and absolute(config.plan.costs)})
+    return config.model_copy(
+        update={
+            "output_dir": absolute(config.output_dir),
+            "model": config.model.model_copy(update={"language_model": language, "encoders": encoders}),
+            "data": data,
+            "train": train,
+            "parallel": parallel,
+            "cluster": cluster,
+            "plan": plan,
+        }
+    )

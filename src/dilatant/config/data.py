@@ -1,0 +1,58 @@
+"""`data:` in the YAML file: where samples come from and how they become tokens."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from dilatant.config.base import Section
+
+Column = Literal["question", "answer", "images", "audios", "messages", "conversations", "texts"]
+
+
+class DataSource(Section):
+    """One data set of a blend."""
+
+    path: str | None = None
+    """A file or folder (Parquet, JSON, JSONL, WebDataset tar; wildcards allowed), relative to the YAML file."""
+    id: str | None = None
+    """A data set on the Hugging Face hub."""
+    subset: str | None = None
+    split: str = "train"
+    format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "hub"] = "auto"
+    weight: float = Field(1.0, gt=0)
+    """Share of this source in the blend, relative to the other weights."""
+    limit: int | None = Field(None, gt=0)
+    """Use only the first samples."""
+    prompt: str | None = None
+    """The question to ask where a sample has media and an answer but no question (captions, labels)."""
+    columns: dict[Column, str] = Field(default_factory=dict)
+    """Where your columns have other names: `{question: prompt_text, answer: category}`."""
+    streaming: bool = False
+    """Read a data set on the hub as it comes, without downloading all of it first."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.id is None):
+            raise ValueError("give either 'path' (local files) or 'id' (a data set on the hub)")
+        if self.streaming and self.id is None:
+            raise ValueError("'streaming' is for data sets on the hub; local files are read by index")
+        return self
+
+
+class DataConfig(Section):
+    train: tuple[DataSource, ...] = Field(min_length=1)
+    eval: tuple[DataSource, ...] = ()
+    chat_template: str = "auto"
+    """`auto` (the tokenizer's own, else plain), `plain`, or a file with a Jinja template."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens carry loss."""
+    max_length: int = Field(2048, gt=0)
+    """Most tokens of one sample, media included. A longer sample is an error found by `dilatant data lint`."""
+    on_error: Literal["error", "skip"] = "error"
+    """A corrupt sample stops the run and is named, or is skipped and counted."""
+    workers: int = Field(1, ge=0)
+    """Processes that decode and tokenize. 0 works in the training process."""
+    cache_dir: str | None = None
+    """Where the sizes index is kept. Default: beside the data, or the user's cache if that is read-only."""

@@ -1,0 +1,70 @@
+"""`model:` in the YAML file: encoders, projectors, one language model, and what is frozen."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from dilatant.config.base import Section
+
+
+class Source(Section):
+    """Where a Hugging Face model comes from: `id` (pretrained) or `config` (from scratch)."""
+
+    id: str | None = None
+    """A model id on the hub or a local folder in the Hugging Face layout."""
+    config: dict[str, Any] | None = None
+    """A transformers config with its `model_type`; the model starts from random weights."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Off unless you write it."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.id is None) == (self.config is None):
+            raise ValueError("give either 'id' (a hub id or a local folder) or 'config' (from scratch)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("'config' needs 'model_type', for example model_type: llama")
+        return self
+
+
+class LanguageModelConfig(Source):
+    tokenizer: str | None = None
+    """A tokenizer id or folder; `bytes` for the built-in byte tokenizer. Default: the model's own `id`."""
+
+
+class EncoderConfig(Source):
+    kind: Literal["image", "audio"]
+    """What the encoder reads."""
+    projector: Literal["linear", "mlp", "identity"] = "mlp"
+    """What maps the encoder's width to the language model's."""
+    placeholder: str = ""
+    """The marker in the text that stands for one item. Default: `<image>` or `<audio>` by kind."""
+    features: Literal["all", "patch"] = "all"
+    """Which encoder tokens go on: all, or without class and register tokens."""
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    """Merge at the placeholders, or put all items before the text."""
+    processor: str | dict[str, Any] | None = None
+    """An image processor or feature extractor: id, folder, or its settings. Default: that of `id`, or one
+    fitted to `config`."""
+
+    @property
+    def marker(self) -> str:
+        return self.placeholder or f"<{self.kind}>"
+
+
+class ModelConfig(Section):
+    language_model: LanguageModelConfig
+    encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
+    freeze: tuple[str, ...] = ()
+    """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`),
+    or a pattern over parameter names (`language.layers.0.*`)."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        if "language" in self.encoders:
+            raise ValueError("an encoder cannot be called 'language'; that is the language model's unit")
+        for name in self.encoders:
+            if not name.isidentifier():
+                raise ValueError(f"encoder name {name!r} must be a plain word, as in 'vision' or 'audio_2'")
+        return self

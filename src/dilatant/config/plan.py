@@ -1,0 +1,61 @@
+"""`cluster:` and `plan:` in the YAML file: which devices to plan for, and how to look for a plan."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from dilatant.config.base import Section
+
+
+class ClusterConfig(Section):
+    """The devices to plan for. Default: this machine."""
+
+    nodes: int = Field(1, gt=0)
+    gpus_per_node: int | None = Field(None, gt=0)
+    """GPUs of a node; on a machine without GPUs, training processes. Default: this machine's GPUs, else one process
+    for each core, between 2 and 4."""
+    hardware: str | None = None
+    """An entry of the hardware file: `A40`, `A100`, `H100`, `H200`, `CPU` or your own. Default: what is here."""
+    hardware_file: str | None = None
+    """Your hardware file, in the form of the one that ships with Dilatant."""
+    memory_gib: float | None = Field(None, gt=0)
+    """Memory of one device that training may use. Default: all that the device has."""
+
+    @model_validator(mode="after")
+    def _entry_named(self) -> Self:
+        if self.hardware_file is not None and self.hardware is None:
+            raise ValueError("'hardware_file' needs 'hardware', the name of the entry to take from it")
+        return self
+
+
+class PlanConfig(Section):
+    """How `dilatant plan` looks for a plan."""
+
+    mode: Literal["best", "cornstarch", "entrain", "disttrain", "megatron"] = "best"
+    """`best` searches all that is known; the others only what the system of that name would consider."""
+    samples: int = Field(4096, gt=0)
+    """Samples to look at, in the order in which training takes them."""
+    steps: int = Field(4, gt=0)
+    """Global batches that every finalist is simulated on."""
+    costs: str | None = None
+    """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
+    microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
+    """Samples per microbatch to try; those that divide the global batch."""
+    tensor_parallel: tuple[int, ...] | None = None
+    """Tensor-parallel degrees to model. Default: the powers of two inside a node. Measured costs have their own."""
+    context_parallel: tuple[int, ...] = (1,)
+    """Context-parallel degrees to model."""
+    assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] = "balanced"
+    """How samples are grouped into microbatches."""
+    finalists: int = Field(24, gt=0)
+    """Candidates to simulate at most, the most promising first."""
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        for name in ("microbatch_sizes", "tensor_parallel", "context_parallel"):
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise ValueError(f"'{name}' must list numbers from 1 on")
+        return self

@@ -1,0 +1,65 @@
+"""`train:` and `evaluation:` in the YAML file: how long, how fast, how often to save and to look."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dilatant.config.base import Section
+
+
+class GroupOverride(Section):
+    learning_rate: float | None = Field(None, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    learning_rate: float = Field(1e-4, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    groups: dict[str, GroupOverride] = Field(default_factory=dict)
+    """Other rates for a unit (`vision`), a part (`vision.projector`) or a pattern of parameter names; of several
+    that fit, the last written counts."""
+
+
+class RateSchedule(Section):
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    final_ratio: float = Field(0.0, ge=0, le=1)
+    """The last learning rate as a share of the peak."""
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training data, when `steps` is not given. Default: 1."""
+    global_batch_size: int = Field(32, gt=0)
+    """Samples of one optimizer step, over all devices."""
+    row_tokens: int | None = Field(None, gt=0)
+    """Most language-model tokens of one packed microbatch. Default: `data.max_length`."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: RateSchedule = RateSchedule()
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto`: bf16 on a GPU that has it, fp32 on a CPU. Master weights and moments stay fp32."""
+    gradient_checkpointing: bool = False
+    logging_steps: int = Field(1, gt=0)
+    save_steps: int | None = Field(None, gt=0)
+    """Steps between checkpoints. A last one is always written."""
+    keep_checkpoints: int = Field(2, gt=0)
+    resume: str = "never"
+    """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+
+
+class EvaluationConfig(Section):
+    """Exact match of generated answers with `data.eval`, after training and every `steps`."""
+
+    steps: int | None = Field(None, gt=0)
+    limit: int | None = Field(None, gt=0)
+    batch_size: int = Field(64, gt=0)
+    max_new_tokens: int = Field(16, gt=0)

@@ -1,0 +1,42 @@
+"""What things take: layer costs and their fit, the frozen rule, memory, hardware and links."""
+
+from dilatant.cost.analytic import (
+    LayerShape,
+    analytic_cost,
+    analytic_costs,
+    block_shape,
+    embedding_shape,
+    head_shape,
+    linear_shape,
+)
+from dilatant.cost.hardware import Hardware, Link, load_hardware
+from dilatant.cost.layer import LayerCost, LayerWork, frozen_work, trainable_before
+from dilatant.cost.memory import BF16, FP32, ParameterBytes, stage_bytes
+from dilatant.cost.model import CostModel, load_costs, save_costs
+from dilatant.cost.quadratic import Quadratic, fit
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "CostModel",
+    "Hardware",
+    "LayerCost",
+    "LayerShape",
+    "LayerWork",
+    "Link",
+    "ParameterBytes",
+    "Quadratic",
+    "analytic_cost",
+    "analytic_costs",
+    "block_shape",
+    "embedding_shape",
+    "fit",
+    "frozen_work",
+    "head_shape",
+    "linear_shape",
+    "load_costs",
+    "load_hardware",
+    "save_costs",
+    "stage_bytes",
+    "trainable_before",
+]

@@ -1,0 +1,181 @@
+"""Layer costs from FLOPs and bytes, for hardware that is not at hand. Modelled, not measured: a `CostModel` made here
+says "analytic", and its seconds rank plans rather than promise a step time.
+
+A layer's forward takes its multiply-adds at the speed large matrix products reach, its attention likewise, its
+activation traffic and one reading of its weights at memory speed, its launches, and, under tensor or context
+parallelism, its collectives over the links inside a node, none of them overlapped. The input-gradient half repeats the
+forward's products (attention's 2.5 times: its backward recomputes the scores), the weight-gradient half once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dilatant.cost.hardware import Hardware, Link
+from dilatant.cost.layer import ZERO, LayerCost
+from dilatant.cost.model import CostModel, Degree
+from dilatant.cost.quadratic import Quadratic
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the analytic model needs to know of a layer, all for tp = cp = 1 and per token unless it says otherwise.
+
+    `matmul` multiply-adds (the parameters of its matrix products), `leading` those of products that read the layer's
+    input directly (not differentiated with respect to it if nothing before trains). `attention_width` is heads times
+    head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
+    keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
+    `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
+    of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
+    `launches` are per layer, `collectives` are all-reduces of the output under tensor parallelism.
+    """
+
+    matmul: int
+    leading: int
+    parameters: int
+    kept: float
+    weight_kept: float
+    traffic: float
+    output_width: int
+    attention_width: int = 0
+    attended_share: float = 0.5
+    key_value_width: int = 0
+    output_share: float = 1.0
+    launches: int = 1
+    collectives: int = 0
+
+
+def block_shape(
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    key_value_heads: int | None = None,
+    *,
+    head_size: int | None = None,
+    gated: bool = True,
+    causal: bool = True,
+) -> LayerShape:
+    """A transformer block with a fused attention kernel; encoders are usually neither gated nor causal."""
+    size = head_size or hidden // heads
+    query, key_value = heads * size, 2 * (key_value_heads or heads) * size
+    attention = hidden * query + hidden * key_value + query * hidden
+    feed_forward = (3 if gated else 2) * hidden * intermediate
+    # Two norm inputs and outputs, the residual, queries, keys and values, attention's output; then the feed-forward's.
+    inner = (4 if gated else 2) * intermediate
+    return LayerShape(
+        matmul=attention + feed_forward,
+        leading=hidden * query + hidden * key_value,
+        parameters=attention + feed_forward + 2 * hidden,
+        kept=4 * hidden + 2 * query + key_value + inner,
+        weight_kept=4 * hidden + 2 * query + key_value + (4 if gated else 2) * intermediate,
+        traffic=8 * hidden + 2 * query + key_value + inner,
+        output_width=hidden,
+        attention_width=query,
+        attended_share=0.5 if causal else 1.0,
+        key_value_width=key_value,
+        launches=16,
+        collectives=2,
+    )
+
+
+def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
+    """A table of token vectors: a gather forward, a scatter backward."""
+    return LayerShape(0, 0, hidden * vocabulary, 0, 0, 2 * hidden, hidden, launches=1)
+
+
+def linear_shape(inputs: int, outputs: int, *, share: float = 1.0, count: int = 1) -> LayerShape:
+    """`count` linear layers from `inputs` over `outputs` to `outputs` (a projector); `share` output tokens per input
+    token."""
+    rest = (count - 1) * outputs * outputs
+    first = int(inputs * outputs * share)
+    return LayerShape(
+        matmul=first + int(rest * share),
+        leading=first,
+        parameters=inputs * outputs + rest,
+        kept=inputs + 2 * (count - 1) * outputs * share,
+        weight_kept=inputs + count * outputs * share,
+        traffic=inputs + 2 * count * outputs * share,
+        output_width=outputs,
+        output_share=share,
+        launches=2 * count,
+    )
+
+
+def head_shape(hidden: int, vocabulary: int) -> LayerShape:
+    """Final norm, output projection and loss over the vocabulary, whose logits are kept in fp32."""
+    return LayerShape(
+        matmul=hidden * vocabulary,
+        leading=0,
+        parameters=hidden * vocabulary + hidden,
+        kept=2 * hidden + 2 * vocabulary,
+        weight_kept=hidden + vocabulary,
+        traffic=4 * vocabulary,
+        output_width=0,
+        launches=6,
+    )
+
+
+def analytic_cost(
+    shape: LayerShape, hardware: Hardware, dtype: str = "bfloat16", tp: int = 1, cp: int = 1
+) -> LayerCost:
+    """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them)."""
+    flops, width = hardware.flops(dtype), BYTES[dtype]
+    memory = hardware.bandwidth * hardware.memory_efficiency
+    group = tp * cp
+    product = Quadratic(b=2 * shape.matmul / flops / group)
+    leading = Quadratic(b=2 * shape.leading / flops / group)
+    attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
+    traffic = Quadratic(b=width * shape.traffic / memory / group)
+    once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
+    collectives = _collectives(shape, hardware.inside, width, tp, cp)
+    forward = product + attention + traffic + once + collectives
+    input_gradient = product + attention.scaled(2.5) + traffic + once + collectives
+    weight_gradient = product + once
+    kept = Quadratic(b=width * shape.kept / group)
+    return LayerCost(
+        forward=forward.rounded(),
+        input_gradient=input_gradient.rounded(),
+        weight_gradient=weight_gradient.rounded(),
+        first_trainable=(input_gradient + weight_gradient + leading.scaled(-1.0)).rounded(),
+        recompute=forward.rounded(),
+        activation_bytes=kept.rounded(),
+        weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
+        checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
+        output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
+        parameters=shape.parameters,
+    )
+
+
+def analytic_costs(
+    shapes: Mapping[str, LayerShape],
+    hardware: Hardware,
+    degrees: Iterable[Degree] = ((1, 1),),
+    dtype: str = "bfloat16",
+) -> CostModel:
+    """A cost model of these layer types at these (tp, cp), said to be analytic. UserError for an unknown dtype."""
+    wanted = sorted(set(degrees))
+    return CostModel(
+        hardware=hardware.name,
+        origin="analytic",
+        dtype=dtype,
+        layers={
+            kind: {degree: analytic_cost(shape, hardware, dtype, *degree) for degree in wanted}
+            for kind, shape in shapes.items()
+        },
+        note=f"from FLOPs and bytes, not measured; {hardware.source}",
+    )
+
+
+def _collectives(shape: LayerShape, link: Link, width: int, tp: int, cp: int) -> Quadratic:
+    """All-reduces of the output (tensor parallel) and the all-gather of keys and values (context parallel)."""
+    result = ZERO
+    if tp > 1 and shape.collectives:
+        moved = 2 * (tp - 1) / tp * shape.output_width * width / cp
+        result += Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)
+    if cp > 1 and shape.key_value_width:
+        moved = (cp - 1) / cp * shape.key_value_width * width / tp
+        result += Quadratic(b=moved / link.bandwidth, c=link.latency)
+    return result

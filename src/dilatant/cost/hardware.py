@@ -1,0 +1,110 @@
+"""Devices and links: peak figures from a file that ships with the package and that a user may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dilatant.config.errors import UserError, list_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Seconds a message takes: `latency + bytes / bandwidth`, bandwidth in bytes per second and direction."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Seconds for `size` bytes; nothing travels for none."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
+
+    `inside` links devices of one node, `between` a node to the others. `launch` is the seconds it takes to start a
+    kernel. The two efficiencies are the shares of peak that large kernels reach; `source` says where figures are from.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    launch: float
+    inside: Link
+    between: Link
+    source: str = ""
+
+    def flops(self, dtype: str) -> float:
+        """Multiply-adds count twice; per second, as large kernels reach it. UserError names the dtypes there are."""
+        if dtype not in self.peak_flops:
+            raise UserError(f"hardware {self.name} has no peak for {dtype}; it has {sorted(self.peak_flops)}")
+        return self.peak_flops[dtype] * self.matmul_efficiency
+
+
+def load_hardware(name: str, path: Path | None = None) -> Hardware:
+    """The device called `name` in `path`, by default in the file that ships with the package.
+
+    Raises UserError naming the devices there are, or every key of this one that is missing, unknown or no number.
+    """
+    where = str(path) if path is not None else "the built-in hardware file"
+    text = (
+        path.read_text(encoding="utf-8")
+        if path is not None
+        else files("dilatant.cost").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    )
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not YAML: {error}") from error
+    if not isinstance(document, dict) or name not in document:
+        known = sorted(document) if isinstance(document, dict) else []
+        raise UserError(f"no hardware {name!r} in {where}; it has {known}. Copy an entry and edit it.")
+    return _read(name, document[name], where)
+
+
+def _read(name: str, entry: Any, where: str) -> Hardware:
+    problems: list[str] = []
+    if not isinstance(entry, dict):
+        raise UserError(f"hardware {name} in {where} must be a mapping of keys, got {entry!r}")
+    wanted = {field.name for field in fields(Hardware)} - {"name"}
+    problems += [f"{name}.{key} is missing" for key in sorted(wanted - set(entry) - {"source"})]
+    problems += [
+        f"{name}.{key} is unknown; known are {sorted(wanted)}" for key in sorted(set(entry) - wanted)
+    ]
+
+    def number(value: Any, key: str) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            problems.append(f"{name}.{key} must be a number, got {value!r}")
+            return 1.0
+
+    values: dict[str, Any] = {"name": name, "source": str(entry.get("source", ""))}
+    for key in sorted(wanted & set(entry) - {"source"}):
+        value = entry[key]
+        if key in ("inside", "between", "peak_flops"):
+            if not isinstance(value, dict):
+                problems.append(f"{name}.{key} must be a mapping, got {value!r}")
+                continue
+            numbers = {inner: number(amount, f"{key}.{inner}") for inner, amount in value.items()}
+            if key == "peak_flops":
+                values[key] = numbers
+            elif set(numbers) - {"bandwidth", "latency"} or "bandwidth" not in numbers:
+                problems.append(f"{name}.{key} needs bandwidth and latency, got {sorted(numbers)}")
+            else:
+                values[key] = Link(**numbers)
+        else:
+            values[key] = number(value, key)
+    if problems:
+        raise list_problems(f"hardware {name} in {where}:", problems)
+    return Hardware(**values)

@@ -1,0 +1,103 @@
+"""What one layer takes, and what of it a frozen model saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilatant.cost.quadratic import Quadratic
+
+ZERO = Quadratic()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds and bytes of one layer on one (tp, cp) group, as functions of a sample's tokens; bytes are per rank.
+
+    `first_trainable` is the backward of a trainable layer with nothing trainable before it: the weight gradients
+    with the input gradients inside the layer but not the one it would send on. `recompute` is what running the
+    forward again costs, and `checkpoint_bytes` what is kept when activations are recomputed. `weight_bytes` is the
+    part of `activation_bytes` that stays from the input-gradient half to the weight-gradient half of a split
+    backward. `output_bytes` is what goes to the next stage, `weights` the bytes of one rank's parameters.
+    `fit_error` is the largest relative error of the fits, None where nothing was measured.
+    """
+
+    forward: Quadratic
+    input_gradient: Quadratic
+    weight_gradient: Quadratic
+    first_trainable: Quadratic
+    recompute: Quadratic = ZERO
+    activation_bytes: Quadratic = ZERO
+    weight_bytes: Quadratic = ZERO
+    checkpoint_bytes: Quadratic = ZERO
+    output_bytes: Quadratic = ZERO
+    parameters: int = 0
+    fit_error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: all its
+    activations where they are not kept (no backward, or recomputed in it)."""
+
+    forward: Quadratic
+    input_gradient: Quadratic
+    weight_gradient: Quadratic
+    kept_bytes: Quadratic
+    weight_bytes: Quadratic
+    transient_bytes: Quadratic
+
+    @property
+    def backward(self) -> Quadratic:
+        return self.input_gradient + self.weight_gradient
+
+    @property
+    def total(self) -> Quadratic:
+        """Forward and backward together: what a partitioner balances."""
+        return self.forward + self.backward
+
+
+def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple[bool, ...]:
+    """For every layer of a unit: does anything before it train?
+
+    `upstream` says whether any parameter of the units that feed this one trains (encoders and projectors for a
+    language model). The layer itself does not count: the thesis' eq. 3.3 would charge the first trainable layer for
+    an input gradient that nobody needs (planning notes C5, C7).
+    """
+    result, seen = [], upstream
+    for flag in trainable:
+        result.append(seen)
+        seen = seen or flag
+    return tuple(result)
+
+
+def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: bool = False) -> LayerWork:
+    """The work of a layer that trains or not, with something trainable before it or not.
+
+    Weight gradient only if it trains, input gradient only if something before it does, and recomputation only where
+    there is a backward at all (planning notes C6: a frozen encoder is never recomputed). A layer without a backward
+    keeps nothing. Recomputation is charged to the input-gradient half, which runs first.
+    """
+    if not trainable and not before:
+        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, cost.activation_bytes)
+    if before:
+        input_gradient = cost.input_gradient
+        weight_gradient = cost.weight_gradient if trainable else ZERO
+    else:
+        # Only gradients inside the layer: the input-gradient half is what the leading variant takes beyond weights.
+        input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
+        weight_gradient = _positive(cost.first_trainable, input_gradient)
+    if recompute:
+        input_gradient = input_gradient + cost.recompute
+    return LayerWork(
+        cost.forward,
+        input_gradient,
+        weight_gradient,
+        kept_bytes=cost.checkpoint_bytes if recompute else cost.activation_bytes,
+        weight_bytes=cost.weight_bytes if trainable else ZERO,
+        transient_bytes=cost.activation_bytes if recompute else ZERO,
+    )
+
+
+def _positive(value: Quadratic, less: Quadratic) -> Quadratic:
+    return Quadratic(max(0.0, value.a - less.a), max(0.0, value.b - less.b), max(0.0, value.c - less.c))

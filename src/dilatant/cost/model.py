@@ -1,0 +1,118 @@
+"""The cost model: what every layer type takes on some hardware, as a file a user can read, share and edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dilatant.config.errors import UserError
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.quadratic import Quadratic
+
+Degree = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """`layers[layer type][(tp, cp)]` on `hardware`.
+
+    `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic".
+    """
+
+    hardware: str
+    origin: str
+    dtype: str
+    layers: Mapping[str, Mapping[Degree, LayerCost]]
+    note: str = ""
+
+    def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
+        """The cost of a layer type; UserError names what the file has instead."""
+        if kind not in self.layers:
+            raise UserError(
+                f"the cost model of {self.hardware} has no layer type {kind!r}; it has {sorted(self.layers)}. "
+                f"Run `dilatant profile` for this model."
+            )
+        degrees = self.layers[kind]
+        if (tp, cp) not in degrees:
+            raise UserError(
+                f"the cost model of {self.hardware} has layer type {kind!r} at (tp, cp) {sorted(degrees)}, "
+                f"not at ({tp}, {cp}). Run `dilatant profile` with these degrees."
+            )
+        return degrees[tp, cp]
+
+    def to_yaml(self) -> str:
+        """A YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""
+        layers = {
+            kind: {f"tp{tp} cp{cp}": _cost_to_dict(cost) for (tp, cp), cost in sorted(degrees.items())}
+            for kind, degrees in self.layers.items()
+        }
+        head = {"hardware": self.hardware, "origin": self.origin, "dtype": self.dtype, "note": self.note}
+        return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
+            {**head, "layers": layers}, sort_keys=False, default_flow_style=None, width=100
+        )
+
+    @classmethod
+    def from_yaml(cls, text: str, source: str = "cost model") -> CostModel:
+        """Read `to_yaml`'s document. Raises UserError, naming `source` and the place, when it is not one."""
+        try:
+            document = yaml.safe_load(text)
+            layers = {
+                kind: {_degree(key): _cost_from_dict(cost) for key, cost in degrees.items()}
+                for kind, degrees in document["layers"].items()
+            }
+            return cls(
+                document["hardware"],
+                document["origin"],
+                document["dtype"],
+                layers,
+                document.get("note") or "",
+            )
+        except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
+
+
+def save_costs(costs: CostModel, path: Path) -> None:
+    """Write the cost model as YAML."""
+    path.write_text(costs.to_yaml(), encoding="utf-8")
+
+
+def load_costs(path: Path, hardware: str | None = None) -> CostModel:
+    """Read a cost model. Raises UserError when it is not one, or was made for other hardware than `hardware`."""
+    costs = CostModel.from_yaml(path.read_text(encoding="utf-8"), str(path))
+    if hardware is not None and costs.hardware != hardware:
+        raise UserError(
+            f"{path} holds costs of {costs.hardware}, but this run is on {hardware}; "
+            f"profile it here, or set the hardware to {costs.hardware}"
+        )
+    return costs
+
+
+def _cost_to_dict(cost: LayerCost) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in fields(cost):
+        value = getattr(cost, field.name)
+        values[field.name] = list(asdict(value).values()) if isinstance(value, Quadratic) else value
+    return values
+
+
+def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
+    known = {field.name for field in fields(LayerCost)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"unknown keys {unknown}; known are {sorted(known)}")
+    read: dict[str, Any] = {
+        name: Quadratic(*map(float, value)) if isinstance(value, list) else value
+        for name, value in values.items()
+    }
+    return LayerCost(**read)
+
+
+def _degree(key: str) -> Degree:
+    tp, cp = key.split()
+    if not (tp.startswith("tp") and cp.startswith("cp")):
+        raise ValueError(f"{key!r} is not of the form 'tp1 cp1'")
+    return int(tp[2:]), int(cp[2:])

@@ -1,0 +1,267 @@
+"""Measuring layers: forward, input gradient and weight gradient apart, at several token counts, and the fit.
+
+This room knows no model: it takes functions that build a layer and its inputs. Importing this module imports no torch;
+measuring does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dilatant.config.errors import UserError
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.model import CostModel, Degree
+from dilatant.cost.quadratic import Quadratic, fit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProbe:
+    """How to measure one layer type at one (tp, cp).
+
+    `build()` makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
+    one rank's share of it. `inputs(tokens)` makes its positional and keyword arguments for one sample of `tokens`
+    tokens (before cp splits them); the first floating-point tensor among the positional ones is its input.
+    `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
+    tokens are more images that do not attend to each other.
+    """
+
+    kind: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+    degree: Degree = (1, 1)
+    tokens: tuple[int, ...] | None = None
+    square: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Seconds and bytes of one layer at one token count, as in `LayerCost`."""
+
+    tokens: int
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    first_trainable: float
+    recompute: float
+    activation_bytes: int
+    weight_bytes: int
+    checkpoint_bytes: int
+    output_bytes: int
+
+
+def profile_layers(
+    probes: Sequence[LayerProbe],
+    hardware: str,
+    dtype: str,
+    tokens: Sequence[int] = (64, 256, 1024, 4096),
+    repeats: int = 7,
+    progress: Callable[[str], None] | None = None,
+) -> CostModel:
+    """Measure every probe and fit T(x) = ax² + bx + c to it.
+
+    `progress` is told what is being measured. Raises UserError when two probes are of the same type and degree, or a
+    layer's first argument or output is not a floating-point tensor.
+    """
+    layers: dict[str, dict[Degree, LayerCost]] = {}
+    for probe in probes:
+        if probe.degree in layers.get(probe.kind, {}):
+            raise UserError(f"layer type {probe.kind!r} at (tp, cp) {probe.degree} is to be measured twice")
+        if progress is not None:
+            progress(f"{probe.kind} at tp {probe.degree[0]}, cp {probe.degree[1]}")
+        layer = probe.build()
+        measured = [measure(layer, probe, count, repeats) for count in probe.tokens or tokens]
+        parameters = sum(parameter.numel() for parameter in layer.parameters())
+        layers.setdefault(probe.kind, {})[probe.degree] = fit_layer(measured, parameters, probe.square)
+    return CostModel(hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}")
+
+
+def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:
+    """The fitted cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds."""
+    counts = [entry.tokens for entry in measured]
+    errors: list[float] = []
+
+    def fitted(name: str, timed: bool) -> Quadratic:
+        values = [float(getattr(entry, name)) for entry in measured]
+        if min(values) <= 0:
+            # A layer without parameters has no weight gradient, one without saved tensors no activations.
+            positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
+            if not positive:
+                return Quadratic()
+            return fit([at for at, _ in positive], [value for _, value in positive], square)[0]
+        found, error = fit(counts, values, square)
+        if timed:
+            errors.append(error)
+        return found
+
+    times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
+    sizes = ("activation_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
+    timed = {name: fitted(name, timed=True) for name in times}
+    untimed = {name: fitted(name, timed=False) for name in ("recompute", *sizes)}
+    return LayerCost(
+        **timed, **untimed, parameters=parameters, fit_error=round(max(errors), 4) if errors else None
+    )
+
+
+def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> Measurement:
+    """One layer at one token count: medians of `repeats`, the variants taken in turn so that drift hits all alike.
+
+    The weight gradient is what a backward takes beyond the one towards the input alone; the first trainable layer's
+    backward and the recomputing one are run as such.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    args, kwargs = probe.inputs(tokens)
+    source = next(
+        (number for number, value in enumerate(args) if torch.is_tensor(value) and value.is_floating_point()),
+        None,
+    )
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    clock = _Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
+    taken: dict[str, list[float]] = {}
+
+    def forward(to_input: bool, recompute: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        values = list(args)
+        wanted: list[torch.Tensor] = []
+        if source is not None and to_input:
+            values[source] = values[source].detach().requires_grad_()
+            wanted.append(values[source])
+        result = (
+            checkpoint(layer, *values, use_reentrant=False, **kwargs)
+            if recompute
+            else layer(*values, **kwargs)
+        )
+        return _first_tensor(result, probe.kind), wanted
+
+    def backward(name: str, to_input: bool, to_weights: bool, recompute: bool = False) -> None:
+        for parameter in parameters:
+            parameter.requires_grad_(to_weights)
+        with clock.into(taken.setdefault(f"{name} forward", [])):
+            output, wanted = forward(to_input, recompute)
+        wanted += parameters if to_weights else []
+        if not (wanted and output.requires_grad):
+            taken.setdefault(name, []).append(0.0)
+            return
+        gradient = torch.ones_like(output)
+        with clock.into(taken.setdefault(name, [])):
+            torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+
+    variants: dict[str, tuple[bool, bool, bool]] = {
+        "input": (True, False, False),
+        "both": (True, True, False),
+        "weights": (False, True, False),
+        "recomputed": (True, True, True),
+    }
+    for run in range(repeats + 1):
+        for name, (to_input, to_weights, recompute) in variants.items():
+            backward(name, to_input, to_weights, recompute)
+        if run == 0:
+            taken.clear()  # the first run allocates, compiles and warms up
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    seconds = {name: statistics.median(values) for name, values in taken.items()}
+    kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    return Measurement(
+        tokens=tokens,
+        forward=seconds["both forward"],
+        input_gradient=seconds["input"],
+        weight_gradient=max(0.0, seconds["both"] - seconds["input"]),
+        first_trainable=seconds["weights"],
+        recompute=max(0.0, seconds["recomputed"] - seconds["both"]),
+        activation_bytes=kept,
+        weight_bytes=weight,
+        checkpoint_bytes=args[source].numel() * args[source].element_size() if source is not None else 0,
+        output_bytes=output,
+    )
+
+
+class _Clock:
+    """Wall-clock seconds of work on a device: waits for the device at both ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def into(self, record: list[float]) -> _Span:
+        """A context that appends its seconds to `record`."""
+        return _Span(self, record)
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Span:
+    def __init__(self, clock: _Clock, record: list[float]) -> None:
+        self._clock, self._record = clock, record
+
+    def __enter__(self) -> None:
+        self._began = self._clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self._record.append(self._clock.now() - self._began)
+
+
+def _first_tensor(result: Any, kind: str) -> torch.Tensor:
+    """The tensor that goes to the next layer: the result, or its first floating-point tensor."""
+    import torch
+
+    values = [result] if torch.is_tensor(result) else list(getattr(result, "values", lambda: result)())
+    for value in values:
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value
+    raise UserError(
+        f"layer type {kind!r} returns no floating-point tensor, so its backward cannot be measured"
+    )
+
+
+def _saved_bytes(
+    layer: nn.Module, parameters: Sequence[torch.Tensor], forward: Callable[[], torch.Tensor]
+) -> tuple[int, int, int]:
+    """Bytes that autograd keeps, those of them a split backward keeps for its weight half, and the output's.
+
+    Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the input of
+    every module that has parameters of its own, and the gradient of its output.
+    """
+    import torch
+
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    weight = 0
+
+    def count(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        nonlocal weight
+        for value in (*inputs, output):
+            if torch.is_tensor(value) and value.is_floating_point():
+                weight += value.numel() * value.element_size()
+
+    hooks = [
+        module.register_forward_hook(count)
+        for module in layer.modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    kept = sum(storages.values())
+    return kept, min(weight, kept), output.numel() * output.element_size()

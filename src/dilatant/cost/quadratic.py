@@ -1,0 +1,76 @@
+"""T(x) = a x² + b x + c: how a layer's seconds or bytes grow with the tokens of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Quadratic:
+    """`a` per token², `b` per token, `c` once per call.
+
+    A packed row of samples costs a Σx² + b Σx + c: attention keeps samples apart, so the square is per sample.
+    """
+
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+
+    def __call__(self, tokens: float) -> float:
+        """The value for one sample of `tokens` tokens."""
+        return (self.a * tokens + self.b) * tokens + self.c
+
+    def packed(self, tokens: Sequence[int]) -> float:
+        """The value for one packed row of samples; zero for a row without tokens, which is not run."""
+        if not sum(tokens):
+            return 0.0
+        return self.a * sum(x * x for x in tokens) + self.b * sum(tokens) + self.c
+
+    def __add__(self, other: Quadratic) -> Quadratic:
+        return Quadratic(self.a + other.a, self.b + other.b, self.c + other.c)
+
+    def rounded(self, digits: int = 6) -> Quadratic:
+        """This with coefficients of so many significant digits, which is all a fit or a data sheet knows."""
+        return Quadratic(*(float(f"{value:.{digits}g}") for value in (self.a, self.b, self.c)))
+
+    def scaled(self, factor: float) -> Quadratic:
+        """`factor` times this."""
+        return Quadratic(self.a * factor, self.b * factor, self.c * factor)
+
+
+def fit(tokens: Sequence[float], values: Sequence[float], square: bool = True) -> tuple[Quadratic, float]:
+    """The non-negative quadratic nearest to the measurements in relative error, and its largest relative error.
+
+    Relative, because a fit in seconds would let the longest sample decide alone; non-negative, because a negative
+    coefficient predicts nonsense outside the measured range. Needs as many distinct `tokens` as coefficients that
+    are to be told apart: with one only b is fitted, with two, or without `square`, b and c. Raises ValueError for no
+    measurement or one that is not positive.
+    """
+    x, y = np.asarray(tokens, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if len(x) == 0 or len(x) != len(y) or (x <= 0).any():
+        raise ValueError(
+            f"a fit needs one value for each positive token count, got {list(tokens)} and {list(values)}"
+        )
+    if not y.any():
+        return Quadratic(), 0.0
+    if (y <= 0).any():
+        raise ValueError(f"measured values must be positive, got {list(values)}")
+    columns = {1: [1], 2: [1, 0]}.get(len(np.unique(x)), [2, 1, 0] if square else [1, 0])
+    matrix = np.stack([x**power / y for power in columns], axis=1)
+    scale = matrix.max(axis=0)
+    best: tuple[float, dict[int, float]] | None = None
+    for chosen in range(1, 2 ** len(columns)):
+        active = [index for index in range(len(columns)) if chosen >> index & 1]
+        solution, *_ = np.linalg.lstsq(matrix[:, active] / scale[active], np.ones(len(x)), rcond=None)
+        if (solution < 0).any():
+            continue
+        residual = float(np.sum((matrix[:, active] / scale[active] @ solution - 1) ** 2))
+        if best is None or residual < best[0]:
+            best = residual, {columns[i]: float(v / scale[i]) for i, v in zip(active, solution, strict=True)}
+    assert best is not None, "a single positive column always has a non-negative solution"
+    found = Quadratic(best[1].get(2, 0.0), best[1].get(1, 0.0), best[1].get(0, 0.0)).rounded()
+    error = max(abs(found(at) / value - 1) for at, value in zip(x.tolist(), y.tolist(), strict=True))
+    return found, error

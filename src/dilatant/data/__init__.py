@@ -1,0 +1,114 @@
+"""Where samples come from: readers, encoding, sizes, sampling, packing, loading.
+
+The names below are imported when they are first used, so that worker processes start fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dilatant.data.audio_unit import AudioUnit
+    from dilatant.data.blend import Blend, StreamBlend, open_blend
+    from dilatant.data.chat import ChatTokenizer, chat_tokenizer
+    from dilatant.data.encode import Encoding, encode_prompt, encode_sample, measure_sample
+    from dilatant.data.errors import SampleError
+    from dilatant.data.image_unit import ImageUnit
+    from dilatant.data.lint import Problem
+    from dilatant.data.loader import GlobalBatch, Loader
+    from dilatant.data.packing import collate, pack_rows
+    from dilatant.data.processors import audio_processor, image_processor
+    from dilatant.data.reader import Reader, open_source
+    from dilatant.data.sample import EncodedSample, Media, MediaUnit, PackedRow, Sample, Turn
+    from dilatant.data.sampler import Sampler, SamplerState
+    from dilatant.data.sizes import SizesIndex, blend_sizes, reader_sizes
+    from dilatant.data.stats import DataStats, describe
+    from dilatant.data.stream_sampler import StreamSampler
+    from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
+
+_HOME = {
+    "AudioUnit": "audio_unit",
+    "Blend": "blend",
+    "ChatTokenizer": "chat",
+    "DataStats": "stats",
+    "EncodedSample": "sample",
+    "Encoding": "encode",
+    "GlobalBatch": "loader",
+    "ImageUnit": "image_unit",
+    "Loader": "loader",
+    "Media": "sample",
+    "MediaUnit": "sample",
+    "PackedRow": "sample",
+    "Problem": "lint",
+    "Reader": "reader",
+    "Sample": "sample",
+    "SampleError": "errors",
+    "Sampler": "sampler",
+    "SamplerState": "sampler",
+    "SizesIndex": "sizes",
+    "StreamBlend": "blend",
+    "StreamSampler": "stream_sampler",
+    "Turn": "sample",
+    "audio_processor": "processors",
+    "blend_sizes": "sizes",
+    "byte_tokenizer": "tokenizer",
+    "chat_tokenizer": "chat",
+    "collate": "packing",
+    "describe": "stats",
+    "encode_prompt": "encode",
+    "encode_sample": "encode",
+    "image_processor": "processors",
+    "load_tokenizer": "tokenizer",
+    "measure_sample": "encode",
+    "open_blend": "blend",
+    "open_source": "reader",
+    "pack_rows": "packing",
+    "reader_sizes": "sizes",
+}
+
+__all__ = [
+    "AudioUnit",
+    "Blend",
+    "ChatTokenizer",
+    "DataStats",
+    "EncodedSample",
+    "Encoding",
+    "GlobalBatch",
+    "ImageUnit",
+    "Loader",
+    "Media",
+    "MediaUnit",
+    "PackedRow",
+    "Problem",
+    "Reader",
+    "Sample",
+    "SampleError",
+    "Sampler",
+    "SamplerState",
+    "SizesIndex",
+    "StreamBlend",
+    "StreamSampler",
+    "Turn",
+    "audio_processor",
+    "blend_sizes",
+    "byte_tokenizer",
+    "chat_tokenizer",
+    "collate",
+    "describe",
+    "encode_prompt",
+    "encode_sample",
+    "image_processor",
+    "load_tokenizer",
+    "measure_sample",
+    "open_blend",
+    "open_source",
+    "pack_rows",
+    "reader_sizes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

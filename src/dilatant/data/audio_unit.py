@@ -1,0 +1,137 @@
+"""How an audio encoder sees sounds: log-mel features of fixed windows, as many windows as the sound needs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.media import decode_audio, media_size
+from dilatant.data.sample import Media, MediaKind, MediaSize
+
+
+class AudioProcessor(Protocol):
+    """Turns windows of sound into encoder inputs."""
+
+    @property
+    def sampling_rate(self) -> int: ...
+
+    @property
+    def window_samples(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
+        """windows: float32 [rows, window_samples], silence after the end. Arrays have rows first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogMelProcessor:
+    """Whisper's features: log10 of a Slaney mel spectrogram, at most 8 below its maximum, scaled to about [-1, 1].
+
+    A window of `window_frames` frames, one every `hop_length` samples.
+    """
+
+    window_frames: int = 3000
+    mel_bins: int = 80
+    sampling_rate: int = 16000
+    hop_length: int = 160
+    fft_length: int = 400
+
+    @property
+    def window_samples(self) -> int:
+        return self.window_frames * self.hop_length
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()
+
+    def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
+        """`input_features`: float32 [rows, mel_bins, window_frames]."""
+        half = self.fft_length // 2
+        padded = np.pad(windows.astype(np.float64), ((0, 0), (half, half)), mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.fft_length, axis=1)
+        frames = frames[:, : self.window_samples : self.hop_length]
+        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.fft_length) / self.fft_length)
+        power = np.abs(np.fft.rfft(frames * hann)) ** 2
+        mel = power @ mel_filters(self.mel_bins, self.fft_length, self.sampling_rate).T
+        log = np.log10(np.maximum(mel, 1e-10))
+        log = np.maximum(log, log.max(axis=(1, 2), keepdims=True) - 8.0)
+        return {
+            "input_features": np.ascontiguousarray(((log + 4.0) / 4.0).transpose(0, 2, 1).astype(np.float32))
+        }
+
+
+@lru_cache(maxsize=8)
+def mel_filters(bins: int, fft_length: int, sampling_rate: int) -> NDArray[np.float64]:
+    """Triangular filters of equal area on Slaney's mel scale: [bins, fft_length // 2 + 1].
+
+    Slaney, "Auditory Toolbox" (1998): linear to 1 kHz, 3 mel for 200 Hz, then 27 steps to a factor of 6.4.
+    """
+
+    def hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * math.log(6.4) / 27))
+
+    nyquist = sampling_rate / 2
+    top = nyquist * 3 / 200 if nyquist < 1000 else 15 + math.log(nyquist / 1000) * 27 / math.log(6.4)
+    edges = hertz(np.linspace(0, top, bins + 2))
+    frequencies = np.linspace(0, nyquist, fft_length // 2 + 1)
+    rising = (frequencies - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    falling = (edges[2:, None] - frequencies) / (edges[2:] - edges[1:-1])[:, None]
+    triangles = np.maximum(0, np.minimum(rising, falling))
+    return triangles * (2 / (edges[2:] - edges[:-2]))[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioUnit:
+    """A `MediaUnit` for an encoder with a fixed window: a longer sound becomes several rows, a shorter one is
+    followed by silence.
+
+    tokens_per_window: tokens the encoder works on. merged_per_window: tokens that reach the language model, which
+    are fewer where the projector pools; by default all.
+    """
+
+    name: str
+    placeholder_id: int
+    tokens_per_window: int
+    processor: AudioProcessor
+    merged_per_window: int | None = None
+    marker: str = "<audio>"
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "audio"
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.name, self.placeholder_id, self.tokens_per_window, self.merged_per_window, self.marker,
+                 self.merge, self.processor.fingerprint)  # fmt: skip
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def windows(self, size: MediaSize) -> int:
+        """Encoder rows of one item."""
+        samples = size.seconds * self.processor.sampling_rate
+        # Seconds come from a division of whole numbers; a hair above a full window is a full window.
+        return max(1, math.ceil(samples / self.processor.window_samples - 1e-6))
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return self.windows(size) * self.tokens_per_window
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        each = self.tokens_per_window if self.merged_per_window is None else self.merged_per_window
+        return self.windows(size) * each
+
+    def process(self, media: Media) -> dict[str, NDArray]:
+        # From the header, as everybody else counts; resampling may round a window's last sample up.
+        rows = self.windows(media_size(media))
+        wave = decode_audio(media, self.processor.sampling_rate)
+        window = self.processor.window_samples
+        windows = np.zeros(rows * window, np.float32)
+        windows[: len(wave)] = wave[: len(windows)]
+        return dict(self.processor(windows.reshape(rows, window)))

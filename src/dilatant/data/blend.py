@@ -1,0 +1,81 @@
+"""Several sources as one list of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dilatant.config.data import DataSource
+from dilatant.config.errors import UserError
+from dilatant.data.reader import Reader, open_source
+from dilatant.data.sample import Sample
+from dilatant.data.sampler import Sampler
+from dilatant.data.stream_sampler import Stream, StreamSampler
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The samples of several sources, one source after another. Picklable."""
+
+    readers: tuple[Reader, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(reader) for reader in self.readers)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        return self.readers[source][index - int(self._ends[source]) + self.lengths[source]]
+
+    def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> Sampler:
+        """The order in which training takes these samples."""
+        blocks = tuple(reader.blocks for reader in self.readers)
+        return Sampler(self.lengths, self.weights, seed, global_batch_size, shuffle, blocks)
+
+
+@dataclass(frozen=True)
+class StreamBlend:
+    """Several sources that are read as they come. It can be trained on, but neither counted nor indexed."""
+
+    streams: tuple[Stream, ...]
+    weights: tuple[float, ...]
+
+    def __len__(self) -> int:
+        raise UserError(
+            "a streamed data set has no known length; set 'train.steps', and do not stream 'data.eval'"
+        )
+
+    def __getitem__(self, index: int) -> Sample:
+        raise UserError("a streamed data set cannot be read by index; do not stream it here")
+
+    def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> StreamSampler:
+        """The order in which training takes these samples."""
+        block = StreamSampler.shuffle_block if shuffle else 1
+        return StreamSampler(self.streams, self.weights, seed, global_batch_size, block)
+
+
+def open_blend(sources: Sequence[DataSource]) -> Blend | StreamBlend:
+    """All sources of a config section. Raises UserError as `open_source` does."""
+    weights = tuple(source.weight for source in sources)
+    if any(source.streaming for source in sources):
+        from dilatant.data.hub_records import HubStream
+
+        if not all(source.streaming for source in sources):
+            raise UserError(
+                "data sets that are streamed cannot be blended with others; set 'streaming' on all or none"
+            )
+        return StreamBlend(tuple(HubStream(source) for source in sources), weights)
+    return Blend(tuple(open_source(source) for source in sources), weights)

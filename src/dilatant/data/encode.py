@@ -1,0 +1,311 @@
+"""A sample as a model is fed: token ids with places for media, labels, encoder inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer, Message
+from dilatant.data.errors import MediaError, SampleError
+from dilatant.data.media import media_size
+from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample
+
+LANGUAGE = "language"
+NO_LOSS = -100
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How samples become tokens: everything `encode_sample` needs besides the sample. Picklable.
+
+    max_length: most tokens of a sample in the language model, media included. decode: units whose media are decoded;
+    of the others only sizes are known, which is what a rank without their encoder needs. None decodes all.
+    """
+
+    chat: ChatTokenizer
+    units: Sequence[MediaUnit] = ()
+    train_on: Literal["assistant", "all"] = "assistant"
+    max_length: int | None = None
+    decode: frozenset[str] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the sizes of any sample may."""
+        parts = (self.chat.fingerprint, [unit.fingerprint for unit in self.units], self.train_on)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """The columns of sizes: the language model, then the encoders."""
+        return (LANGUAGE, *(unit.name for unit in self.units))
+
+    @cached_property
+    def around(self) -> dict[str, tuple[str, str]]:
+        """Unit → what the chat template writes before and after its items."""
+        return {unit.name: self.chat.around_media(unit.kind, unit.marker) for unit in self.units}
+
+    @cached_property
+    def markers(self) -> re.Pattern[str] | None:
+        """Finds the markers of all units in a text, the longest first."""
+        markers = sorted({unit.marker for unit in self.units}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, markers))) if markers else None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss."""
+
+    tokens: Mapping[str, int]
+    target_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A sample up to where the assistant's last answer starts, and that answer as text."""
+
+    sample: EncodedSample
+    answer: str
+
+
+def encode_sample(sample: Sample, encoding: Encoding) -> EncodedSample:
+    """Decode and tokenize a sample.
+
+    Raises SampleError naming it: media missing or damaged, markers that do not match the media, too long, or
+    nothing to learn.
+    """
+    layout = _lay_out(sample, encoding)
+    for refusal in _refusals(sample, encoding, layout):
+        raise refusal
+    return _encoded(sample, encoding, layout)
+
+
+def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
+    """A sample without its last answer, as a model continues it. Its ids are those that `encode_sample` starts with.
+
+    Raises SampleError naming it.
+    """
+    turns, answer = sample.turns, ""
+    if turns and turns[-1].role == "assistant":
+        answer = "".join(part for part in turns[-1].content if isinstance(part, str))
+        turns = turns[:-1]
+    if not turns:
+        raise SampleError(sample.id, "has no question, so nothing to answer", "remove it from data.eval")
+    prompt = Sample(sample.id, turns, sample.unplaced)
+    return EncodedPrompt(_encoded(prompt, encoding, _lay_out(prompt, encoding, for_generation=True)), answer)
+
+
+def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
+    """Every reason why `encode_sample` would refuse the sample; with `deep` off, media are not decoded."""
+    try:
+        layout = _lay_out(sample, encoding)
+    except SampleError as error:
+        return [error]
+    problems = list(_refusals(sample, encoding, layout))
+    for item in layout.items if deep else ():
+        try:
+            item.unit.process(item.media)
+        except MediaError as error:
+            problems.append(error.of(sample.id))
+    return problems
+
+
+def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
+    """What `encode_sample` would give, from headers alone. Raises SampleError naming it; a long sample is
+    measured, not refused."""
+    layout = _lay_out(sample, encoding)
+    return SampleSizes(layout.sizes(encoding), int(layout.targets.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A media item and the unit that reads it, with tokens in the encoder and in the language model."""
+
+    media: Media
+    unit: MediaUnit
+    encoder_tokens: int
+    merged_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    ids: NDArray[np.int64]
+    targets: NDArray[np.bool_]
+    items: tuple[_Item, ...]
+
+    def sizes(self, encoding: Encoding) -> dict[str, int]:
+        sizes = dict.fromkeys(encoding.unit_names, 0)
+        sizes[LANGUAGE] = len(self.ids)
+        for item in self.items:
+            sizes[item.unit.name] += item.encoder_tokens
+        return sizes
+
+
+def _refusals(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[SampleError]:
+    """What is wrong with a sample whose every part can be read."""
+    if encoding.max_length is not None and len(layout.ids) > encoding.max_length:
+        yield SampleError(
+            sample.id,
+            f"has {len(layout.ids)} tokens, more than the {encoding.max_length} allowed",
+            "raise 'data.max_length' (and 'train.row_tokens'), shorten it, or set 'data.on_error: skip'",
+        )
+    answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
+    if encoding.train_on == "assistant" and not layout.targets.any():
+        yield SampleError(sample.id, "has no assistant answer, so nothing to learn", "add one or remove it")
+    elif answers and not any(isinstance(part, Media) or part.strip() for part in answers):
+        yield SampleError(sample.id, "has only empty answers", "write one or remove it")
+
+
+def _encoded(sample: Sample, encoding: Encoding, layout: _Layout) -> EncodedSample:
+    media: dict[str, dict[str, list[NDArray]]] = {}
+    for item in layout.items:
+        if encoding.decode is not None and item.unit.name not in encoding.decode:
+            continue
+        try:
+            arrays = item.unit.process(item.media)
+        except MediaError as error:
+            raise error.of(sample.id) from None
+        collected = media.setdefault(item.unit.name, {})
+        for name, array in arrays.items():
+            collected.setdefault(name, []).append(array)
+    joined = {
+        unit: {
+            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in inputs.items()
+        }
+        for unit, inputs in media.items()
+    }
+    labels = np.where(layout.targets, layout.ids, NO_LOSS)
+    return EncodedSample(sample.id, layout.ids, labels, joined, layout.sizes(encoding))
+
+
+def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> _Layout:
+    """Token ids with every media item expanded, from sizes alone."""
+    messages, placed, prepended = _place_media(sample, encoding)
+    try:
+        tokens = encoding.chat.tokens(messages, for_generation)
+    except UserError as error:
+        raise SampleError(sample.id, str(error)) from None
+    items = tuple(_sized(sample, media, unit) for media, unit in (*prepended, *placed))
+    front, inside = items[: len(prepended)], items[len(prepended) :]
+    targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
+    at = np.flatnonzero(tokens.ids == -1)
+    if len(at) != len(inside):
+        raise SampleError(
+            sample.id,
+            f"the chat template wrote {len(at)} of {len(inside)} media items",
+            "it hides or repeats turns; choose another with 'data.chat_template'",
+        )
+    repeats = np.ones(len(tokens.ids), np.int64)
+    repeats[at] = [item.merged_tokens for item in inside]
+    ids = tokens.ids.copy()
+    ids[at] = [item.unit.placeholder_id for item in inside]
+    lead = [np.full(item.merged_tokens, item.unit.placeholder_id) for item in front]
+    ids = np.concatenate([*lead, np.repeat(ids, repeats)]).astype(np.int64)
+    targets = np.concatenate([np.zeros(len(ids) - repeats.sum(), bool), np.repeat(targets, repeats)])
+    targets[:1] = False  # nothing comes before it that could predict it
+    return _Layout(ids, targets, items)
+
+
+def _sized(sample: Sample, media: Media, unit: MediaUnit) -> _Item:
+    try:
+        size = media_size(media)
+    except MediaError as error:
+        raise error.of(sample.id) from None
+    return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size))
+
+
+_Placed = list[tuple[Media, MediaUnit]]
+
+
+def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Placed, _Placed]:
+    """Messages with a `MEDIA` character for every item, those items in order, and the items that go before all text.
+
+    Markers in the text take the unplaced media of their unit's kind, in order. Media of a kind that has no marker in
+    the text go before the first user turn.
+    """
+    waiting: dict[MediaKind, deque[Media]] = {"image": deque(), "audio": deque()}
+    for media in sample.unplaced:
+        waiting[media.kind].append(media)
+    marked = {unit.kind for unit in encoding.units for turn in sample.turns for part in turn.content
+              if isinstance(part, str) and unit.marker in part}  # fmt: skip
+    first_of_kind: dict[MediaKind, MediaUnit] = {}
+    for unit in encoding.units:
+        first_of_kind.setdefault(unit.kind, unit)
+    leading = tuple(media for media in sample.unplaced if media.kind not in marked)
+    for media in leading:
+        waiting[media.kind].popleft()
+    given = {kind: len(media) for kind, media in waiting.items()}
+    used = dict.fromkeys(waiting, 0)
+    first_user = next((at for at, turn in enumerate(sample.turns) if turn.role == "user"), 0)
+
+    messages: list[Message] = []
+    placed: _Placed = []
+    prepended: _Placed = []
+
+    def put(media: Media, unit: MediaUnit | None) -> str:
+        if unit is None:
+            raise SampleError(
+                sample.id,
+                f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder",
+                "add one under 'model.encoders'",
+            )
+        (prepended if unit.merge == "prepend" else placed).append((media, unit))
+        before, after = encoding.around[unit.name]
+        return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
+
+    for position, turn in enumerate(sample.turns):
+        content = (*leading, *turn.content) if position == first_user else turn.content
+        text = []
+        for part in content:
+            if isinstance(part, Media):
+                text.append(put(part, first_of_kind.get(part.kind)))
+                continue
+            if reserved := RESERVED.search(part):
+                raise SampleError(
+                    sample.id,
+                    f"the text holds U+{ord(reserved.group()):X}, a private character that is used internally",
+                    "remove it",
+                )
+            text.append(_fill_markers(part, encoding, waiting, used, put))
+        messages.append(Message(turn.role, "".join(text)))
+    problems = [
+        f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
+        for kind in waiting
+        if used[kind] != given[kind]
+    ]
+    if problems:
+        raise SampleError(
+            sample.id,
+            ", ".join(problems),
+            "write one marker for each item, or none at all to put them first",
+        )
+    order = {unit.name: at for at, unit in enumerate(encoding.units)}
+    prepended.sort(key=lambda item: order[item[1].name])
+    return messages, placed, prepended
+
+
+def _fill_markers(
+    text: str,
+    encoding: Encoding,
+    waiting: Mapping[MediaKind, deque[Media]],
+    used: dict[MediaKind, int],
+    put: Callable[[Media, MediaUnit], str],
+) -> str:
+    if encoding.markers is None:
+        return text
+    unit_of = {unit.marker: unit for unit in reversed(encoding.units)}
+
+    def fill(match: re.Match[str]) -> str:
+        unit = unit_of[match.group()]
+        used[unit.kind] += 1
+        return put(waiting[unit.kind].popleft(), unit) if waiting[unit.kind] else ""
+
+    return encoding.markers.sub(fill, text)

@@ -1,0 +1,207 @@
+"""Global batches, decoded and packed ahead of the training path."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+from dilatant.config.errors import UserError
+from dilatant.data.encode import Encoding, encode_sample
+from dilatant.data.errors import SampleError
+from dilatant.data.packing import collate, pack_rows
+from dilatant.data.sample import EncodedSample, PackedRow, Sample
+from dilatant.data.sampler import SamplerState
+from dilatant.data.workers import WorkerPool
+
+
+class Samples(Protocol):
+    """Undecoded samples by index; picklable. A `Reader` and a `Blend` are such."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples of one step, packed.
+
+    samples: in the sampler's order. rows: every sample of the batch in one of them. position: of the sampler after
+    this batch, which a checkpoint written after this step must hold. epoch: passes over the data by then. problems:
+    what was wrong with the samples left out. wait_seconds: how long the trainer waited for this batch.
+    """
+
+    samples: tuple[EncodedSample, ...]
+    rows: tuple[PackedRow, ...]
+    position: SamplerState
+    epoch: float
+    problems: tuple[str, ...] = ()
+    wait_seconds: float = 0.0
+
+    @property
+    def skipped(self) -> int:
+        """Corrupt samples left out."""
+        return len(self.problems)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(row.lengths) for row in self.rows)
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss, over the whole batch: what the loss is divided by."""
+        return sum(row.target_tokens for row in self.rows)
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Unit → tokens it processes in this step."""
+        total: dict[str, int] = {}
+        for row in self.rows:
+            for unit, tokens in row.sizes.items():
+                total[unit] = total.get(unit, 0) + tokens
+        return total
+
+
+Task = int | Sample | SampleError
+"""A sample to encode: its index, itself, or why it could not be read."""
+
+
+class Order(Protocol):
+    """Which samples come when. A `Sampler` and a `StreamSampler` are such."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+
+    def resume(self, state: SamplerState) -> SamplerState: ...
+
+    def batches(self, state: SamplerState) -> Iterator[tuple[Sequence[Task], SamplerState]]: ...
+
+    def epoch(self, state: SamplerState) -> float: ...
+
+
+@dataclass(frozen=True)
+class _EncodeJob:
+    samples: Samples
+    encoding: Encoding
+
+    def __call__(self, task: Task) -> EncodedSample:
+        if isinstance(task, SampleError):
+            raise task
+        sample = self.samples[task] if isinstance(task, int) else task
+        return encode_sample(sample, self.encoding)
+
+
+class Loader:
+    """Iterates over global batches, from `position` on, without end or for `steps` batches.
+
+    The batches are the same for any number of workers, and after the position of any batch the same batches follow.
+    row_tokens: most tokens of a row. workers: processes that decode and tokenize; 0 works in the caller, without
+    prefetch. prefetch: batches kept ahead of the trainer, beside the one being packed.
+    on_error: a corrupt sample raises UserError when its batch is due (`error`), or is left out of its batch and
+    reported (`skip`): the batch is then smaller, and the position moves on as if the sample had been used.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        encoding: Encoding,
+        sampler: Order,
+        *,
+        row_tokens: int,
+        position: SamplerState = SamplerState(),  # noqa: B008 - a frozen value
+        steps: int | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
+        on_error: Literal["error", "skip"] = "error",
+    ) -> None:
+        if encoding.max_length is None or encoding.max_length > row_tokens:
+            encoding = replace(encoding, max_length=row_tokens)
+        self._sampler = sampler
+        self._row_tokens = row_tokens
+        self._start = sampler.resume(position)
+        self._steps = steps
+        self._skip = on_error == "skip"
+        # One more batch lies packed, and one waits to take its place.
+        self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
+        self._positions: deque[SamplerState] = deque()
+        self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(_EncodeJob(samples, encoding), workers)
+        self._batches = self._make_batches()
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._closing = threading.Event()
+        self._thread = (
+            threading.Thread(target=self._fill, name="dilatant-loader", daemon=True) if workers else None
+        )
+        if self._thread:
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        return self
+
+    def __next__(self) -> GlobalBatch:
+        if self._closing.is_set():
+            raise StopIteration
+        start = time.perf_counter()
+        item = self._ready.get() if self._thread else next(self._batches, None)
+        if item is None or isinstance(item, BaseException):
+            self.close()
+            raise item or StopIteration
+        return replace(item, wait_seconds=time.perf_counter() - start)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes. Idempotent."""
+        self._closing.set()
+        self._pool.close()
+        if self._thread and self._thread is not threading.current_thread():
+            while self._thread.is_alive():
+                try:
+                    self._ready.get_nowait()  # the thread may wait for room
+                except queue.Empty:
+                    self._thread.join(timeout=0.05)
+
+    def _fill(self) -> None:
+        try:
+            for batch in self._batches:
+                self._ready.put(batch)
+                if self._closing.is_set():
+                    return
+            self._ready.put(None)
+        except BaseException as error:
+            if not self._closing.is_set():
+                self._ready.put(error)
+
+    def _make_batches(self) -> Iterator[GlobalBatch]:
+        results = self._pool.map(self._tasks(), self._ahead)
+        while batch := list(islice(results, self._sampler.global_batch_size)):
+            yield self._pack(batch, self._positions.popleft())
+
+    def _tasks(self) -> Iterator[Task]:
+        for tasks, position in islice(self._sampler.batches(self._start), self._steps):
+            self._positions.append(position)
+            yield from tasks
+
+    def _pack(self, results: Sequence[EncodedSample | UserError], position: SamplerState) -> GlobalBatch:
+        encoded = [result for result in results if not isinstance(result, UserError)]
+        wrong = [result for result in results if isinstance(result, UserError)]
+        if wrong and not self._skip:
+            raise wrong[0]
+        if not encoded:
+            raise UserError(f"every sample of a batch is corrupt; the first: {wrong[0]}")
+        lengths = [len(sample.input_ids) for sample in encoded]
+        rows = tuple(
+            collate([encoded[position] for position in row]) for row in pack_rows(lengths, self._row_tokens)
+        )
+        return GlobalBatch(
+            tuple(encoded), rows, position, self._sampler.epoch(position), tuple(map(str, wrong))
+        )

@@ -1,0 +1,51 @@
+"""What transformers calls our processors: the settings that its own classes, and `processors`, read back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dilatant.data.audio_unit import AudioProcessor, LogMelProcessor
+from dilatant.data.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
+from dilatant.data.processors import HuggingFaceImageProcessor
+
+
+def processor_settings(processor: ImageProcessor | AudioProcessor) -> dict[str, Any]:
+    """The content of `preprocessor_config.json` for a processor. Raises TypeError for one that is not ours."""
+    if isinstance(processor, HuggingFaceImageProcessor):
+        return json.loads(processor.settings_json)
+    if isinstance(processor, PixelProcessor):
+        return _image_settings(processor)
+    if isinstance(processor, LogMelProcessor):
+        return {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": processor.mel_bins,
+            "sampling_rate": processor.sampling_rate,
+            "hop_length": processor.hop_length,
+            "n_fft": processor.fft_length,
+            # transformers knows windows of whole seconds only; ours is kept beside it.
+            "chunk_length": -(-processor.window_samples // processor.sampling_rate),
+            "n_samples": processor.window_samples,
+            "nb_max_frames": processor.window_frames,
+            "padding_value": 0.0,
+        }
+    raise TypeError(f"{type(processor).__name__} has no settings that transformers reads")
+
+
+def _image_settings(processor: PixelProcessor) -> dict[str, Any]:
+    fixed = {"height": processor.height, "width": processor.width}
+    cropped = processor.shortest_edge is not None
+    return {
+        "image_processor_type": "CLIPImageProcessor" if cropped else "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": processor.shortest_edge} if cropped else fixed,
+        "do_center_crop": cropped,
+        **({"crop_size": fixed} if cropped else {}),
+        "resample": RESAMPLE_NAMES.index(processor.resample),
+        "do_rescale": True,
+        "rescale_factor": processor.rescale,
+        "do_normalize": True,
+        # transformers wants one value for each channel.
+        "image_mean": list(processor.mean) * (processor.channels // len(processor.mean)),
+        "image_std": list(processor.std) * (processor.channels // len(processor.std)),
+    }

@@ -1,0 +1,224 @@
+"""Open a source of samples: find its files, tell their form by their content, read samples by index."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from dilatant.config.data import DataSource
+from dilatant.config.errors import UserError
+from dilatant.data.json_records import JsonRecords
+from dilatant.data.parquet_records import ParquetRecords
+from dilatant.data.records import Blocks, Record, parse_record
+from dilatant.data.sample import Sample
+from dilatant.data.tar_records import TarRecords
+
+Form = Literal["parquet", "json", "tar"]
+FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar"}
+FORM_OF_FORMAT: Mapping[str, Form] = {
+    "parquet": "parquet",
+    "jsonl": "json",
+    "llava": "json",
+    "webdataset": "tar",
+}
+SUFFIXES: Mapping[str, Form] = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".tar": "tar",
+}
+
+
+class Records(Protocol):
+    """Records by number. Picklable, so that worker processes can read for themselves."""
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The runs of records that are cheap to read together; None where every record is as cheap as the next."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Record: ...
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
+
+    fingerprint changes when the files do (their names, sizes or times) or when they are read in another way.
+    home: the folder of the data, where files about it may be kept; None for the hub.
+    Indexing raises UserError naming the record that is wrong.
+    """
+
+    name: str
+    records: Records
+    fingerprint: str
+    home: Path | None = None
+    prompt: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+
+    def __len__(self) -> int:
+        length = len(self.records)
+        return length if self.limit is None else min(length, self.limit)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return parse_record(self.records.read(index), self.prompt, self.columns)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The runs of samples that are cheap to read together; None where every one is as cheap as the next."""
+        blocks = self.records.blocks
+        if blocks is None or self.limit is None:
+            return blocks
+        lengths = np.diff(np.minimum(np.cumsum(blocks.lengths), len(self)), prepend=0)
+        return Blocks(tuple(int(length) for length in lengths if length), blocks.window)
+
+
+def open_source(source: DataSource) -> Reader:
+    """The reader of a source. Raises UserError when nothing is there, the form is unknown or no sample is found."""
+    records: Records
+    home = None
+    if source.path is None:
+        from dilatant.data.hub_records import HubRecords
+
+        name = str(source.id)
+        records = HubRecords(source)
+        identity = records.fingerprint
+    else:
+        name = source.path
+        files = _files(source.path)
+        files, form = _common_form(source, files)
+        home = Path(os.path.commonpath([file.parent for file in files]))
+        names = [str(file.relative_to(home)) for file in files]
+        records = _RECORDS[form](files, names)
+        identity = "\n".join(_identity(file, name) for file, name in zip(files, names))
+    if len(records) == 0:
+        raise UserError(f"data set {name!r} is empty")
+    columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
+    fingerprint = hashlib.sha256(
+        repr((identity, source.prompt, sorted(source.columns.items()))).encode()
+    ).hexdigest()
+    return Reader(name, records, fingerprint, home, source.prompt, columns, source.limit)
+
+
+_RECORDS: Mapping[Form, Callable[[Sequence[Path], Sequence[str]], Records]] = {
+    "parquet": ParquetRecords,
+    "json": JsonRecords,
+    "tar": TarRecords,
+}
+
+
+def _identity(file: Path, name: str) -> str:
+    stat = file.stat()
+    return f"{name} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _files(path: str) -> tuple[Path, ...]:
+    """The data files a path, a folder or a pattern names, sorted."""
+    patterns = _expand_braces(str(Path(path).expanduser()))
+    found: list[Path] = []
+    for pattern in patterns:
+        place = Path(pattern)
+        if place.is_dir():
+            inside = [
+                file
+                for file in sorted(place.rglob("*"))
+                if file.suffix.lower() in SUFFIXES
+                and not any(part.startswith(".") for part in file.relative_to(place).parts)
+            ]
+            if not inside:
+                raise UserError(
+                    f"folder {str(place)!r} holds no data file; expected {', '.join(SUFFIXES)} files in it"
+                )
+            found += inside
+        elif place.exists():
+            found.append(place)
+        else:
+            matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+            if not matches:
+                nothing = "matches no file" if glob.has_magic(pattern) else "does not exist"
+                raise UserError(f"data path {pattern!r} {nothing}")
+            found += [match for match in matches if match.is_file()]
+    return tuple(dict.fromkeys(found))
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """`shard-{000..003}.tar` as WebDataset users write it, and `{a,b}`."""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None or Path(pattern).exists():
+        return [pattern]
+    body = match.group(1)
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", body)
+    if span:
+        width = len(span.group(1))
+        choices = [str(number).zfill(width) for number in range(int(span.group(1)), int(span.group(2)) + 1)]
+    else:
+        choices = body.split(",")
+    head, tail = pattern[: match.start()], pattern[match.end() :]
+    return [full for choice in choices for full in _expand_braces(head + choice + tail)]
+
+
+def _common_form(source: DataSource, files: Sequence[Path]) -> tuple[tuple[Path, ...], Form]:
+    """The files that are not empty, and the one form they have."""
+    forms = {file: form for file in files if (form := detect_form(file)) is not None}
+    wanted = FORM_OF_FORMAT.get(source.format)
+    if wanted is not None:
+        for file, form in forms.items():
+            if form != wanted:
+                raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")
+    kinds = sorted(set(forms.values()))
+    if len(kinds) > 1 and Path(str(source.path)).is_dir():
+        # JSON beside other files is often only about them, but that is for the user to say.
+        raise UserError(
+            f"{source.path!r} holds {' and '.join(FORMS[kind] for kind in kinds)} files; name the data by a pattern, "
+            f"for example {source.path}/*{next(suffix for suffix, form in SUFFIXES.items() if form != 'json')}"
+        )
+    if len(kinds) > 1:
+        raise UserError(
+            f"{source.path!r} mixes {' and '.join(FORMS[kind] for kind in kinds)}; use one source for each"
+        )
+    if not kinds:
+        raise UserError(f"data set {source.path!r} is empty")
+    return tuple(forms), kinds[0]
+
+
+def detect_form(file: Path) -> Form | None:
+    """What a file is by its first bytes; None if it is empty. Raises UserError saying what was found instead."""
+    try:
+        with open(file, "rb") as stream:
+            head = stream.read(512)
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+    if not head.strip():
+        return None
+    if head[:4] == b"PAR1":
+        return "parquet"
+    if head[257:262] == b"ustar":
+        return "tar"
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text[:1] in (b"{", b"["):
+        return "json"
+    known = {
+        b"\x1f\x8b": "a gzip file; unpack it first, so that samples can be read in any order",
+        b"\x28\xb5\x2f\xfd": "a zstd file; unpack it first, so that samples can be read in any order",
+        b"PK\x03\x04": "a zip file; unpack it first",
+        b"ARROW1": "an Arrow file; save it as Parquet",
+    }
+    found = next(
+        (what for magic, what in known.items() if head.startswith(magic)), f"unknown (starts {head[:12]!r})"
+    )
+    raise UserError(
+        f"{str(file)!r} is {found}. Known forms: Parquet, JSON Lines, a JSON array, a WebDataset tar"
+    )

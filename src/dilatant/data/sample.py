@@ -1,0 +1,139 @@
+"""The values of the data room, from a record on disk to what a model is fed.
+
+`Sample` (undecoded) → `EncodedSample` (token ids, labels, encoder inputs) → `PackedRow` (several samples in one
+row). A `MediaUnit` tells how one encoder sees its media.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+MediaKind = Literal["image", "audio"]
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """Bytes `offset` to `offset + length` of a file: a member of a tar, say."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image or a sound, not decoded: a file, a part of one, or its encoded bytes. `name` is for messages."""
+
+    kind: MediaKind
+    source: Path | FileSlice | bytes
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation. `content` keeps text and media in reading order."""
+
+    role: Role
+    content: tuple[str | Media, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A conversation. `id` is unique in its source and names the place it was read from.
+
+    unplaced: media that the record lists beside the conversation. Markers in the text say where they belong, and
+    which marker means which encoder is the model's affair, so they are placed when the sample is encoded.
+    """
+
+    id: str
+    turns: tuple[Turn, ...]
+    unplaced: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSize:
+    """What a header tells: pixels of an image, seconds of a sound."""
+
+    width: int = 0
+    height: int = 0
+    seconds: float = 0.0
+
+
+class MediaUnit(Protocol):
+    """How one encoder sees media. Every method but `process` works from a size alone, without decoding."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> MediaKind: ...
+
+    @property
+    def marker(self) -> str: ...
+
+    @property
+    def placeholder_id(self) -> int: ...
+
+    @property
+    def merge(self) -> Literal["placeholder", "prepend"]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        """Tokens the encoder works on for one item."""
+        ...
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        """Tokens of one item inside the language model's row."""
+        ...
+
+    def process(self, media: Media) -> dict[str, NDArray]:
+        """Decode one item into encoder inputs; arrays have encoder rows as their first dimension."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """A sample as a model is fed.
+
+    input_ids, labels: int64 [tokens]; a media item stands as `merged_tokens` copies of its unit's placeholder id;
+    labels are -100 where no loss is wanted, and already -100 at the first token.
+    media: unit → encoder input name → array [encoder rows, ...]; a unit without items is absent.
+    sizes: unit → tokens that the unit processes ("language" included).
+    """
+
+    id: str
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    media: Mapping[str, Mapping[str, NDArray]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Several samples one after another in one row, no padding.
+
+    input_ids, labels, position_ids: int64 [tokens]; positions restart at 0 with each sample.
+    lengths: tokens of each sample. media: as in `EncodedSample`, items of all samples concatenated in row order.
+    """
+
+    sample_ids: tuple[str, ...]
+    lengths: tuple[int, ...]
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    media: Mapping[str, Mapping[str, NDArray]]
+    sizes: Mapping[str, int]
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return int((self.labels != -100).sum())

@@ -1,0 +1,63 @@
+"""Tokenizers: any fast one of Hugging Face by name, and a built-in one over bytes that needs no download."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dilatant.config.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BYTES = "bytes"
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer of a hub id or a local folder, or the built-in one for `bytes`. Raises UserError."""
+    if name == BYTES:
+        return byte_tokenizer()
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"tokenizer {name!r} cannot be loaded: {first} "
+            "(give a local folder, an id that this machine can reach, or 'bytes' for the built-in one)"
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(
+            f"tokenizer {name!r} has no fast version (tokenizer.json), which is needed to place media"
+        )
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, then `<pad>`, `<s>` and `</s>`.
+
+    It saves to, and loads from, the Hugging Face layout without this package.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(
+        models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in names.values()]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **names
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte: printable Latin-1 as it is, the rest moved
+    above 255 in order."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    moved = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]

@@ -1,0 +1,94 @@
+"""A multimodal model from the `model:` section of the YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from dilatant.config.errors import UserError
+from dilatant.config.model import EncoderConfig, LanguageModelConfig, ModelConfig
+from dilatant.models.freeze import freeze
+from dilatant.models.geometry import encoder_geometry
+from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
+from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
+
+
+def build_model(
+    config: ModelConfig,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    tokenizer: Any = None,
+    processors: Mapping[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    hollow: Collection[str] | None = None,
+) -> MultimodalModel:
+    """Encoders, projectors and language model as the config says, frozen where it says so.
+
+    Random weights depend on `seed`, the unit's name and the layer alone. vocab_size: how many ids the tokenizer can
+    give (default: `len(tokenizer)`); it sizes a language model from scratch whose config does not say. hollow: for a
+    rank of a pipeline, the units that it holds nothing of; their pretrained weights are not read, and units from
+    scratch stay on the meta device until a rank materialises its layers. Raises UserError that names the key.
+    """
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = len(tokenizer)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
+    language_model = load_language_model(
+        _hollow(_language_source(config.language_model, vocab_size), LANGUAGE, hollow),
+        "model.language_model",
+        trust_remote_code=config.language_model.trust_remote_code,
+        **options,
+    )
+    _check_vocabulary(language_model, vocab_size)
+    encoders = {}
+    for name, entry in config.encoders.items():
+        where = f"model.encoders.{name}"
+        model = load_encoder(
+            _hollow(entry.id or entry.config, name, hollow),
+            where,
+            trust_remote_code=entry.trust_remote_code,
+            **options,
+        )
+        _check_kind(where, entry, model)
+        encoders[name] = Encoder(
+            model,
+            entry.projector,
+            merge=entry.merge,
+            features=entry.features,
+            processor=(processors or {}).get(name),
+        )
+    mllm = MultimodalModel(
+        encoders, language_model, tokenizer=tokenizer, seed=seed, device="cpu" if hollow is None else "meta"
+    )
+    freeze(mllm.units, config.freeze)
+    return mllm
+
+
+def _hollow(source: Any, unit: str, hollow: Collection[str] | None) -> Any:
+    """The config in the place of a pretrained model whose weights are not wanted."""
+    if hollow is not None and unit in hollow and isinstance(source, str):
+        return load_pretrained_config(source, unit)
+    return source
+
+
+def _language_source(config: LanguageModelConfig, vocab_size: int | None) -> Any:
+    if config.config is None:
+        return config.id
+    return {**({} if vocab_size is None else {"vocab_size": vocab_size}), **config.config}
+
+
+def _check_vocabulary(language_model: Any, vocab_size: int | None) -> None:
+    rows = language_model.get_input_embeddings().num_embeddings
+    if vocab_size is not None and vocab_size > rows:
+        raise UserError(
+            f"model.language_model: the tokenizer gives {vocab_size} ids, but the model embeds only {rows}; use the "
+            "model's own tokenizer, or leave out vocab_size for a model from scratch"
+        )
+
+
+def _check_kind(where: str, entry: EncoderConfig, model: Any) -> None:
+    kind = encoder_geometry(model.config).kind
+    if kind != entry.kind:
+        raise UserError(f"{where}: kind is {entry.kind!r}, but {model.config.model_type} reads {kind}")

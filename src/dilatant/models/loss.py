@@ -1,0 +1,43 @@
+"""The training loss: a sum over target tokens over a denominator that the caller fixes for the global batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED = -100
+
+
+def shift_labels(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    """What each position must predict: int64 [batch, tokens], -100 where there is nothing to learn.
+
+    `labels` are aligned with the tokens, as in transformers. A token at position 0 begins a sample: nothing before
+    it may predict it. Nor may padding.
+    """
+    if position_ids is not None:
+        labels = labels.masked_fill(position_ids.expand_as(labels) == 0, IGNORED)
+    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if attention_mask is not None:
+        targets = targets.masked_fill(attention_mask == 0, IGNORED)
+    return targets
+
+
+def positions_with_targets(targets: Tensor) -> Tensor:
+    """Positions, ascending, that have a target in any row of the batch: int64 [positions]."""
+    return (targets != IGNORED).any(dim=0).nonzero().squeeze(-1)
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, denominator: float | Tensor | None) -> Tensor:
+    """Cross entropy in fp32, summed over targets, divided by `denominator` (default: the number of targets).
+
+    logits: [batch, tokens, vocabulary]; targets: [batch, tokens], already shifted. Without a target the loss is 0.
+    Where nothing before it trains (text only, language model frozen), it can be differentiated all the same.
+    """
+    total = functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    if denominator is None:
+        denominator = torch.clamp((targets != IGNORED).sum(), min=1)
+    loss = total / denominator
+    return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss

@@ -1,0 +1,87 @@
+"""Random weights for layers on the meta device, fixed by seed and layer alone, whoever holds the other layers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from dilatant.models.unit import Unit
+
+
+@torch.no_grad()
+def materialize(unit: Unit, first: int, end: int, seed: int | None) -> None:
+    """Give layers `first <= layer < end` of `unit` CPU memory and their family's own random weights, once.
+
+    A model or projector that is real already keeps what it has; other layers stay on the meta device. Every layer
+    draws from a generator fixed by `seed` and its logical name, and torch's global generator is left as it was;
+    with seed None the global generator draws. Cut stages afterwards, for parameters become new objects.
+    """
+    held = set(unit.layers[first:end])
+    layer_of = {weight.name: weight.layer for weight in unit.weights}
+    # A tied weight is drawn where it has its name.
+    held |= {layer_of[weight.tied_to] for weight in unit.weights if weight.tied_to and weight.layer in held}
+    pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
+    inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
+    fresh = [(layer, path, piece) for layer, path, piece in pieces if layer in held and _is_meta(piece)]
+    for _, _, piece in fresh:
+        piece.to_empty(device="cpu")
+    drawn: set[int] = set()
+    if any(path != "projector" for _, path, _ in fresh):
+        # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
+        # in them begins (Whisper's encoder sets its positions), so they come last.
+        shared = [module for module in unit.model.modules() if id(module) not in inside]
+        for module in shared:
+            module.to_empty(device="cpu", recurse=False)
+        unit.model.tie_weights()
+    else:
+        shared = []
+    for layer, path, piece in fresh:
+        with seeded(seed, f"{layer}/{path}"):
+            if path == "projector":
+                _reset(piece)
+            else:
+                _draw(unit.model, piece, drawn)
+    with seeded(seed, unit.unit):
+        for module in reversed(shared):
+            unit.model._init_weights(module)
+
+
+@contextmanager
+def seeded(seed: int | None, name: str) -> Iterator[None]:
+    """Inside, torch's global generator draws what belongs to (seed, name); afterwards it is as it was before."""
+    if seed is None:
+        yield
+        return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+
+
+def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:
+    """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
+    for child in module.children():
+        _draw(model, child, drawn)
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    if not own or own - drawn:
+        model._init_weights(module)
+        drawn |= own
+
+
+def _reset(projector: nn.Module) -> None:
+    """torch's own initialisation: a projector belongs to no family."""
+    for module in projector.modules():
+        if hasattr(module, "reset_parameters"):
+            cast(Any, module).reset_parameters()
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))

@@ -1,0 +1,270 @@
+"""The multimodal model: encoders with projectors around one language model, whole, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError
+from dilatant.models.adapters import Adapter
+from dilatant.models.geometry import Features, encoder_geometry
+from dilatant.models.materialize import materialize
+from dilatant.models.merge import prepend_placeholders
+from dilatant.models.projector import build_projector
+from dilatant.models.sources import load_encoder, load_language_model
+from dilatant.models.stage import Callbacks, Inputs, MultimodalOutput
+from dilatant.models.unit import EncoderUnit, LanguageUnit, Unit
+
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What a user says about one encoder.
+
+    model: a transformers model, a config (random weights), or an id or folder. projector: "linear", "mlp",
+    "identity", or a module from the encoder's width to the language model's. placeholder_id: the token id that
+    stands for one encoder token in the text; by default an id of its own outside the vocabulary, so that any
+    tokenizer does. merge: at the placeholders, or in front of the text. features: "patch" leaves out class and
+    register tokens. Callbacks: see `Callbacks`. adapter: see `adapters`. processor: saved with the model.
+    """
+
+    model: Any
+    projector: str | nn.Module = "mlp"
+    placeholder_id: int | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    features: Features = "all"
+    before_encoder: Callable[[Inputs], Inputs] | None = None
+    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
+    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+    adapter: Adapter | None = None
+    processor: Any = None
+
+
+class MultimodalModel(nn.Module):
+    """Encoders and a language model, each a unit: `mllm.units`, `mllm["vision"]`, `mllm["language"]`.
+
+    language_model: a transformers causal language model, a config (random weights), or an id or folder.
+    tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
+    layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
+    without memory until `materialize` gives some of their layers weights. Raises UserError for parts that do not
+    fit together.
+    """
+
+    units: dict[str, Unit]
+    """In order: encoders, then "language". (A torch ModuleDict.)"""
+
+    def __init__(
+        self,
+        encoders: Mapping[str, Encoder],
+        language_model: Any,
+        tokenizer: Any = None,
+        before_language_model: Callable[[dict[str, Tensor], Inputs], Inputs] | None = None,
+        seed: int | None = None,
+        device: Literal["cpu", "meta"] = "cpu",
+    ) -> None:
+        super().__init__()
+        llm = load_language_model(language_model)
+        embedding = cast(nn.Embedding, llm.get_input_embeddings())
+        self.encoders = dict(encoders)
+        self.tokenizer = tokenizer
+        self.placeholder_ids: dict[str, int] = {
+            name: embedding.num_embeddings + position
+            if encoder.placeholder_id is None
+            else encoder.placeholder_id
+            for position, (name, encoder) in enumerate(encoders.items())
+        }
+        _check_names(self.encoders, self.placeholder_ids)
+        units: dict[str, Unit] = {
+            name: _encoder_unit(name, encoder, embedding.embedding_dim) for name, encoder in encoders.items()
+        }
+        units[LANGUAGE] = LanguageUnit(LANGUAGE, llm, self.placeholder_ids, before_language_model)
+        if device == "cpu":
+            for unit in units.values():
+                materialize(unit, 0, len(unit.layers), seed)
+        self.units = cast(Any, nn.ModuleDict(units))
+
+    def __getitem__(self, name: str) -> Any:
+        """The unit called `name`. Raises KeyError that names the units there are."""
+        if name not in self.units:
+            raise KeyError(f"no unit {name!r}; there are {', '.join(self.units)}")
+        return self.units[name]
+
+    @property
+    def language(self) -> LanguageUnit:
+        """The language model's unit."""
+        return self[LANGUAGE]
+
+    def encode(self, encoder_inputs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Projected encoder tokens: unit → [encoder tokens, hidden]. Units without rows do not run.
+
+        Raises UserError for inputs of an encoder that does not exist.
+        """
+        rows = {}
+        for name, inputs in encoder_inputs.items():
+            if name not in self.encoders:
+                raise UserError(
+                    f"inputs are given for encoder {name!r}; the encoders are {', '.join(self.encoders) or 'none'}"
+                )
+            if inputs and all(tensor.shape[0] for tensor in inputs.values()):
+                rows[name] = self.units[name](inputs).flatten(0, -2)
+        return rows
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        encoder_inputs: Mapping[str, Mapping[str, Tensor]] | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_denominator: float | Tensor | None = None,
+        return_logits: bool = True,
+        sample_ids: Sequence[str] | None = None,
+        lengths: Sequence[int] | None = None,
+        **attention_kwargs: Any,
+    ) -> MultimodalOutput:
+        """Loss and logits of a packed row or of a padded batch.
+
+        input_ids: [1, tokens] with `position_ids` that restart at every sample, which keeps the samples apart; or
+        [batch, tokens] with `attention_mask`. encoder_inputs: unit → keyword → tensor [encoder rows, ...], rows in
+        the order of their placeholders. labels: [batch, tokens], -100 where no loss is wanted, not shifted. The loss
+        is the fp32 sum over targets divided by `loss_denominator` (default: the targets here). Without
+        `return_logits` the head runs only where there are targets. sample_ids and lengths name samples in errors.
+        Other keywords go to the attention function. Where an encoder's rows are to be prepended and the batch has
+        no placeholders, every text gets an equal share in front, and logits cover them too.
+
+        Raises UserError when rows and placeholders do not match.
+        """
+        rows = self.encode(encoder_inputs or {})
+        input_ids, attention_mask, labels = self._prepend(
+            rows, input_ids, attention_mask, labels, is_packed=position_ids is not None
+        )
+        return self.language(
+            input_ids,
+            rows,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            labels=labels,
+            loss_denominator=loss_denominator,
+            return_logits=return_logits,
+            lengths=lengths,
+            sample_ids=sample_ids,
+            **attention_kwargs,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        encoder_inputs: Mapping[str, Mapping[str, Tensor]] | None = None,
+        attention_mask: Tensor | None = None,
+        **generation: Any,
+    ) -> Tensor:
+        """New token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
+
+        input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
+        on. Raises UserError when rows and placeholders do not match.
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        was_training = self.training
+        self.eval()
+        try:
+            rows = self.encode(encoder_inputs or {})
+            input_ids, attention_mask, _ = self._prepend(
+                rows, input_ids, attention_mask, None, is_packed=False
+            )
+            return cast(Any, self.language.model).generate(
+                inputs_embeds=self.language.embed(input_ids, rows),
+                attention_mask=attention_mask,
+                **generation,
+            )
+        finally:
+            self.train(was_training)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
+        from dilatant.models.saving import save_model
+
+        save_model(self, Path(folder))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> Self:
+        """Read what `save_pretrained` wrote; options as in `saving.load_model`. Raises UserError."""
+        from dilatant.models.saving import load_model
+
+        return cast(Self, load_model(cls, Path(folder), **options))
+
+    def _prepend(
+        self,
+        rows: Mapping[str, Tensor],
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        is_packed: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Placeholders in front of every text, for encoders that want it where the text has none."""
+        tokens = {}
+        batch = input_ids.shape[0]
+        for name, encoded in rows.items():
+            placeholder = self.placeholder_ids[name]
+            if self.encoders[name].merge == "prepend" and not bool((input_ids == placeholder).any()):
+                if is_packed or encoded.shape[0] % batch:
+                    raise UserError(
+                        f"{name}: {encoded.shape[0]} encoder tokens cannot be shared out in front of "
+                        + (f"{batch} texts" if not is_packed else "the samples of a packed row")
+                        + f"; put placeholder id {placeholder} where they belong"
+                    )
+                tokens[placeholder] = encoded.shape[0] // batch
+        if not tokens:
+            return input_ids, attention_mask, labels
+        return prepend_placeholders(input_ids, attention_mask, labels, tokens)
+
+
+def _encoder_unit(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
+    where = f"encoder {name!r}"
+    model = load_encoder(encoder.model, where)
+    geometry = encoder_geometry(model.config, encoder.features)
+    projector = encoder.projector
+    if isinstance(projector, str):
+        with torch.device("meta"):
+            projector = build_projector(projector, geometry.width, hidden_size, where)
+    elif encoder.after_encoder is None:
+        _check_projector(projector, geometry.width, hidden_size, where)
+    return EncoderUnit(
+        name,
+        model,
+        projector,
+        Callbacks(encoder.before_encoder, encoder.after_encoder, encoder.after_projector),
+        skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
+        adapter=encoder.adapter,
+    )
+
+
+@torch.no_grad()
+def _check_projector(projector: nn.Module, width: int, hidden_size: int, where: str) -> None:
+    weight = next(projector.parameters(), torch.empty(0))
+    try:
+        given = projector(torch.zeros(1, 4, width, dtype=weight.dtype, device=weight.device)).shape[-1]
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{where}: the projector does not take the encoder's width {width}: {reason}"
+        ) from None
+    if given != hidden_size:
+        raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")
+
+
+def _check_names(encoders: Mapping[str, Encoder], placeholder_ids: Mapping[str, int]) -> None:
+    for name in encoders:
+        if name == LANGUAGE or not name.isidentifier() or hasattr(nn.ModuleDict, name):
+            raise UserError(f"encoder name {name!r} cannot be used; take a plain word such as 'vision'")
+    if len(set(placeholder_ids.values())) != len(placeholder_ids):
+        raise UserError(f"encoders share a placeholder id: {placeholder_ids}")

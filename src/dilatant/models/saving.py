@@ -1,0 +1,165 @@
+"""A multimodal model on disk: every unit in the Hugging Face layout, and one JSON file that puts them together.
+
+    folder/
+      multimodal.json          what the parts are and how they are joined
+      language/                the language model and its tokenizer, as transformers saves them
+      <encoder>/               each encoder and its processor, as transformers saves them
+      projectors/<encoder>.safetensors
+
+Nothing is pickled. What is code (callbacks, projectors that are modules of the user's) is named, and must be given
+again when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoProcessor, AutoTokenizer
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.sources import load_encoder, load_language_model
+
+if TYPE_CHECKING:
+    from dilatant.models.multimodal import MultimodalModel
+
+FORMAT = 1
+MANIFEST = "multimodal.json"
+_CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
+_CODE = ("projector", "adapter", *_CALLBACKS)
+
+
+def save_model(mllm: MultimodalModel, folder: Path) -> None:
+    """Write the layout above into `folder`, made if need be; tokenizer and processors where the model has them."""
+    (folder / "projectors").mkdir(parents=True, exist_ok=True)
+    mllm.language.model.save_pretrained(folder / "language")
+    if mllm.tokenizer is not None:
+        mllm.tokenizer.save_pretrained(str(folder / "language"))
+    encoders = {}
+    for name, encoder in mllm.encoders.items():
+        unit = mllm[name]
+        unit.model.save_pretrained(folder / name)
+        if encoder.processor is not None:
+            encoder.processor.save_pretrained(str(folder / name))
+        state = {key: tensor.detach().contiguous() for key, tensor in unit.projector.state_dict().items()}
+        save_file(state, folder / "projectors" / f"{name}.safetensors", {"format": "pt"})
+        encoders[name] = {
+            "projector": encoder.projector if isinstance(encoder.projector, str) else None,
+            "placeholder_id": mllm.placeholder_ids[name],
+            "merge": encoder.merge,
+            "features": encoder.features,
+            "code": [key for key in ("adapter", *_CALLBACKS) if getattr(encoder, key) is not None],
+        }
+    manifest = {
+        "format": FORMAT,
+        "encoders": encoders,
+        "code": ["before_language_model"] if mllm.language.before_language_model is not None else [],
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def load_model(
+    model_class: type[MultimodalModel],
+    folder: Path,
+    *,
+    code: Mapping[str, Mapping[str, Any]] | None = None,
+    before_language_model: Callable[..., Any] | None = None,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+) -> MultimodalModel:
+    """The model that `save_model` wrote into `folder`, all of it trainable.
+
+    code: encoder → what of it is code ("projector", "adapter" or a callback) and so is not in the folder. dtype: as
+    saved, unless given. Raises UserError for a folder that is not such a model, and for code that is missing.
+    """
+    from dilatant.models.multimodal import Encoder
+
+    manifest = _read_manifest(folder)
+    code = code or {}
+    _check_code(folder, manifest, code, before_language_model)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    encoders = {
+        name: Encoder(
+            **{
+                "model": load_encoder(folder / name, f"{folder}: {name}", **options),
+                "projector": entry["projector"],
+                "placeholder_id": entry["placeholder_id"],
+                "merge": entry["merge"],
+                "features": entry["features"],
+                "processor": _load_processor(folder / name),
+                **code.get(name, {}),
+            }
+        )
+        for name, entry in manifest["encoders"].items()
+    }
+    mllm = model_class(
+        encoders,
+        load_language_model(folder / "language", f"{folder}: language", **options),
+        tokenizer=_load_tokenizer(folder / "language"),
+        before_language_model=before_language_model,
+        seed=0,
+    )
+    for name in encoders:
+        _load_projector(mllm[name].projector, folder / "projectors" / f"{name}.safetensors", dtype)
+    return mllm
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{str(folder)!r} is not a saved multimodal model: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(folder / MANIFEST)!r} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(f"{str(folder / MANIFEST)!r} is not of format {FORMAT}, which this version reads")
+    return manifest
+
+
+def _check_code(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    code: Mapping[str, Mapping[str, Any]],
+    before_language_model: Callable[..., Any] | None,
+) -> None:
+    entries = manifest["encoders"]
+    problems = [f"there is no encoder {name!r} to give code to" for name in code if name not in entries]
+    for name, given in code.items():
+        problems += [f"{name}: {key!r} is not one of {', '.join(_CODE)}" for key in given if key not in _CODE]
+    for name, entry in entries.items():
+        needed = [*entry["code"], *(["projector"] if entry["projector"] is None else [])]
+        problems += [
+            f"{name}: {key} is code; give it again as code={{{name!r}: {{{key!r}: ...}}}}"
+            for key in needed
+            if code.get(name, {}).get(key) is None
+        ]
+    if "before_language_model" in manifest["code"] and before_language_model is None:
+        problems.append("before_language_model is code; give it again")
+    if problems:
+        raise list_problems(f"{str(folder)!r} cannot be loaded as it was saved:", problems)
+
+
+def _load_projector(projector: nn.Module, path: Path, dtype: torch.dtype | None) -> None:
+    try:
+        state = load_file(path)
+        projector.load_state_dict(
+            {key: t if dtype is None else t.to(dtype) for key, t in state.items()}, assign=True
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{str(path)!r} does not hold the projector's weights: {reason}") from None
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").is_file() else None
+
+
+def _load_processor(folder: Path) -> Any:
+    names = ("preprocessor_config.json", "processor_config.json")
+    return AutoProcessor.from_pretrained(folder) if any((folder / name).is_file() for name in names) else None

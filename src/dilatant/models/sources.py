@@ -1,0 +1,231 @@
+"""Transformers models from what a user gives: an instance, a config, or an id."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+from dilatant.config.errors import UserError, list_problems
+
+HUB_TIMEOUT_SECONDS = 10.0
+_ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
+_TOWERS = ("vision_config", "audio_config")
+
+
+def load_language_model(source: Any, where: str = "language_model", **options: Any) -> PreTrainedModel:
+    """A causal language model with its head.
+
+    source: a transformers model, as it is; a config or mapping with `model_type`, on the meta device (see
+    `materialize`); or an id or folder, with its weights. options: dtype (default: fp32 from a config, as saved from
+    an id), attn_implementation (default: sdpa where the family has it, else eager), trust_remote_code.
+    Raises UserError that begins with `where`.
+    """
+    return _load(
+        source, where, _build_language_model, _pretrained_language_model, _check_language_model, options
+    )
+
+
+def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrainedModel:
+    """An encoder: the vision or audio tower alone where the model has more. See `load_language_model`."""
+    return _load(source, where, _build_encoder, _pretrained_encoder, _check_encoder, options)
+
+
+def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
+    """A transformers config from `model_type` and settings. Raises UserError for unknown types, keys and values."""
+    settings = dict(settings)
+    model_type = settings.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING_NAMES), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "see the model types of transformers"
+        raise UserError(f"{where}: transformers has no model_type {model_type!r}; {hint}")
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*config_class().to_dict(), *getattr(config_class, "attribute_map", {})} - {"model_type"}
+    unknown = []
+    for key in settings:
+        if key not in known and not _is_read_by_the_model(config_class, key):
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            unknown.append(f"{key!r} is not a setting of {model_type}{hint}")
+    if unknown:
+        raise list_problems(f"{where}:", unknown)
+    try:
+        return config_class(**settings)
+    except Exception as error:
+        raise UserError(f"{where}: {model_type} refuses these settings: {_one_line(error)}") from None
+
+
+def _is_read_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
+    """Some families read settings that their config class does not declare (as SigLIP its vision_use_head)."""
+    try:
+        module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        return re.search(rf"""(config\.|["']){re.escape(key)}\b""", inspect.getsource(module)) is not None
+    except (ImportError, OSError):
+        return False
+
+
+def _load(
+    source: Any,
+    where: str,
+    build: Callable[..., PreTrainedModel],
+    pretrained: Callable[..., PreTrainedModel],
+    check: Callable[[PreTrainedModel, str], None],
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
+    if isinstance(source, PreTrainedModel):
+        model = source
+    elif isinstance(source, PreTrainedConfig):
+        model = build(source, where, **options)
+    elif isinstance(source, Mapping):
+        model = build(parse_config(source, where), where, **options)
+    elif isinstance(source, str | Path):
+        model = pretrained(str(source), where, **options)
+    else:
+        raise UserError(f"{where}: give a transformers model, a config or an id, not {type(source).__name__}")
+    check(model, where)
+    return model
+
+
+def _build_language_model(config: PreTrainedConfig, where: str, **options: Any) -> PreTrainedModel:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{where}: {config.model_type!r} is not a causal language model")
+    return _on_meta(AutoModelForCausalLM.from_config, config, where, **options)
+
+
+def _build_encoder(config: PreTrainedConfig, where: str, **options: Any) -> PreTrainedModel:
+    tower = tower_config(config)
+    if type(tower) not in MODEL_MAPPING:
+        raise UserError(f"{where}: {tower.model_type!r} is not an encoder that transformers can build alone")
+
+    def construct(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+        model = AutoModel.from_config(config, **kwargs)
+        return model.get_encoder() if config.is_encoder_decoder else model
+
+    return _on_meta(construct, tower, where, **options)
+
+
+def _on_meta(
+    construct: Callable[..., PreTrainedModel],
+    config: PreTrainedConfig,
+    where: str,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return construct(config, attn_implementation=attn_implementation, dtype=dtype or torch.float32)
+    except Exception as error:
+        raise UserError(f"{where}: {config.model_type} cannot be built: {_one_line(error)}") from None
+
+
+def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrainedModel:
+    config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        raise UserError(f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model")
+    return _from_pretrained(AutoModelForCausalLM, name, where, config, options)
+
+
+def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedModel:
+    config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
+    tower = tower_config(config)
+    if tower is not config:
+        return _from_pretrained(MODEL_MAPPING[type(tower)], name, where, tower, options)
+    if not config.is_encoder_decoder:
+        return _from_pretrained(AutoModel, name, where, config, options)
+    with torch.device("meta"):
+        encoder_class = type(AutoModel.from_config(config).get_encoder())
+    if encoder_class.__name__ in (config.architectures or ()):
+        return _from_pretrained(encoder_class, name, where, config, options)
+    return _from_pretrained(AutoModel, name, where, config, options).get_encoder()
+
+
+def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of an id or folder, the cache first. Raises UserError, without long retries when offline."""
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise UserError(
+            f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout"
+        )
+    local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        return AutoConfig.from_pretrained(name, **local)
+    except OSError:
+        _require_on_hub(name, where)
+    except Exception as error:
+        raise UserError(f"{where}: {name!r} cannot be read: {_one_line(error)}") from None
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(f"{where}: {name!r} cannot be read: {_one_line(error)}") from None
+
+
+def _require_on_hub(name: str, where: str) -> None:
+    """Raise UserError when an id that is not here is not on the hub, or the hub is out of reach."""
+    from huggingface_hub import constants, model_info
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    absent = f"{where}: model {name!r} is neither a local folder nor in the Hugging Face cache"
+    remedy = "give a folder in the Hugging Face layout, or download the model first (`hf download`)"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{absent}, and HF_HUB_OFFLINE is set; {remedy}")
+    try:
+        model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except HFValidationError:
+        raise UserError(f"{absent}, and it is not a valid id (name or owner/name); {remedy}") from None
+    except GatedRepoError:
+        raise UserError(
+            f"{absent}; it is gated on the hub: accept its terms there and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{absent}, and the hub has no such model (or it is private: set HF_TOKEN)") from None
+    except Exception as error:
+        raise UserError(f"{absent}, and the hub cannot be reached ({_one_line(error)}); {remedy}") from None
+
+
+def _from_pretrained(
+    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    try:
+        return loader.from_pretrained(
+            name,
+            config=config,
+            dtype=options.get("dtype") or "auto",
+            attn_implementation=options.get("attn_implementation"),
+            **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
+        )
+    except Exception as error:
+        raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {_one_line(error)}") from None
+
+
+def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The vision or audio config inside a composite config (CLIP, SigLIP); otherwise the config itself."""
+    towers = [getattr(config, key) for key in _TOWERS if getattr(config, key, None) is not None]
+    return towers[0] if towers else config
+
+
+def _check_language_model(model: PreTrainedModel, where: str) -> None:
+    if model.get_input_embeddings() is None or model.get_output_embeddings() is None:
+        raise UserError(
+            f"{where}: {type(model).__name__} has no language-model head; give a ...ForCausalLM model"
+        )
+
+
+def _check_encoder(model: PreTrainedModel, where: str) -> None:
+    if model.main_input_name not in _ENCODER_INPUTS:
+        raise UserError(
+            f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
+            "audio"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,91 @@
+"""Where the parts of a transformers model are: what runs before its blocks, the blocks, what runs after.
+
+Found from the model itself, so that a plain family needs no code here: the blocks are the largest ModuleList; what
+is registered before it runs before it, what is registered after it (or called final) runs after it. A family that
+says otherwise in its config's `base_model_pp_plan` is believed. `selfcheck` tells whether that was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dilatant.config.errors import UserError
+
+# Names under which configs keep the number of blocks, and lists that hold one entry for each block.
+DEPTH_KEYS = ("num_hidden_layers", "encoder_layers", "num_layers", "n_layer", "depth")
+PER_LAYER_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Module paths inside one transformers model.
+
+    blocks: path of the ModuleList. before, after: modules with weights that run before the first block and after
+    the last one, in order. Modules without weights (rotary embeddings) are in neither: every stage has them.
+    """
+
+    blocks: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    num_blocks: int
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """Paths from the root ("") down to the module that holds the ModuleList."""
+        parts = self.blocks.split(".")[:-1]
+        return tuple(".".join(parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def find_structure(model: nn.Module) -> Structure:
+    """The structure of a transformers model. Raises UserError when it has no list of blocks."""
+    lists = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in _module_lists(model)
+        if len(module) > 0
+    ]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of blocks and cannot be cut into stages")
+    _, blocks, module_list = max(lists, key=lambda entry: entry[0])
+    before: list[str] = []
+    after: list[str] = []
+    *outer, last = blocks.split(".")
+    container, path = model, ""
+    for part in [*outer, last]:
+        plan = _pipeline_plan(model) if part == last else {}
+        passed = False
+        for name, child in container.named_children():
+            if name == part:
+                passed = True
+            elif _has_state(child):
+                is_after = plan.get(name, passed or name.startswith("final"))
+                (after if is_after else before).append(path + name)
+        container, path = getattr(container, part), f"{path}{part}."
+    # Outer modules that run after the blocks run after the inner ones.
+    after.sort(key=lambda name: -name.count("."))
+    return Structure(blocks, tuple(before), tuple(after), len(module_list))
+
+
+def _module_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Outermost ModuleLists, with their paths."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield prefix + name, child
+        else:
+            yield from _module_lists(child, f"{prefix}{name}.")
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or bool(module.state_dict())
+
+
+def _pipeline_plan(model: nn.Module) -> dict[str, bool]:
+    """Sibling of the blocks → whether it runs after them, as far as the config's pipeline plan says."""
+    config: Any = getattr(model, "config", None)
+    names = list(getattr(config, "base_model_pp_plan", None) or {})
+    if "layers" not in names:
+        return {}
+    return {name: position > names.index("layers") for position, name in enumerate(names)}

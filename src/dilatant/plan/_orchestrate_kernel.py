@@ -1,0 +1,143 @@
+"""Compiled option tables and joins of disaggregated orchestration.
+
+An option is a way to lay out one module: (GPUs, seconds of a stage, warm-up seconds, depth). Smaller is better in
+all four. The depth of a module before the language model is minus the number of stages that may follow it in memory;
+of a module after it, its own number of stages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+ANY_DEPTH = -(1 << 40)
+
+
+@njit(cache=True)
+def frontier(
+    gpus,
+    replicas,
+    tp,
+    pp,
+    seconds,
+    share,
+    state,
+    optimizer,
+    activation,
+    capacity,
+    divided,
+    samples,
+    after,
+    most,
+    keep_stages,
+):
+    """(rows kept, their options): those not dominated among rows whose replicas divide `divided`, by rising GPUs.
+
+    Rows must be sorted by GPUs. `seconds` is the whole module's for one sample, `share` the largest stage's part
+    of the layers, `samples` the samples of a language microbatch, `most` the microbatches of a step. With
+    `keep_stages` an option with fewer stages is not dominated: what feeds it keeps fewer microbatches.
+    """
+    kept = np.empty(gpus.size, np.int64)
+    options = np.empty((gpus.size, 4))
+    number = 0
+    for row in range(gpus.size):
+        if divided % replicas[row] != 0:
+            continue
+        merged = samples * (divided // replicas[row])
+        warm = seconds[row] * merged
+        stage = warm * share[row]
+        free = capacity - (state + optimizer / replicas[row]) * share[row] / tp[row]
+        each = activation * merged * share[row] / tp[row]
+        if free < 0.0:
+            continue
+        in_flight = most if each * most <= free else np.int64(free / each)
+        if in_flight < min(pp[row], most):
+            continue
+        if after:
+            depth = pp[row]
+        else:
+            depth = ANY_DEPTH if in_flight >= most else pp[row] - in_flight
+        dominated = False
+        for k in range(number):
+            if (
+                options[k, 1] <= stage
+                and options[k, 2] <= warm
+                and options[k, 3] <= depth
+                and (not keep_stages or pp[kept[k]] <= pp[row])
+            ):
+                dominated = True
+                break
+        if not dominated:
+            kept[number] = row
+            options[number, 0] = gpus[row]
+            options[number, 1] = stage
+            options[number, 2] = warm
+            options[number, 3] = depth
+            number += 1
+    return kept[:number].copy(), options[:number].copy()
+
+
+@njit(cache=True)
+def combine(one, other, budget):
+    """Non-dominated sums of two option tables on at most `budget` GPUs: (rows of one, rows of other, options)."""
+    size = one.shape[0] * other.shape[0]
+    options = np.empty((size, 4))
+    code = np.empty(size, np.int64)
+    count = 0
+    for i in range(one.shape[0]):
+        for j in range(other.shape[0]):
+            if one[i, 0] + other[j, 0] <= budget:
+                options[count, 0] = one[i, 0] + other[j, 0]
+                options[count, 1] = max(one[i, 1], other[j, 1])
+                options[count, 2] = one[i, 2] + other[j, 2]
+                options[count, 3] = max(one[i, 3], other[j, 3])
+                code[count] = i * other.shape[0] + j
+                count += 1
+    order = np.argsort(options[:count, 0], kind="mergesort")
+    kept = np.empty(count, np.int64)
+    number = 0
+    for row in order:
+        dominated = False
+        for k in range(number):
+            held = kept[k]
+            if (
+                options[held, 1] <= options[row, 1]
+                and options[held, 2] <= options[row, 2]
+                and options[held, 3] <= options[row, 3]
+            ):
+                dominated = True
+                break
+        if not dominated:
+            kept[number] = row
+            number += 1
+    kept = kept[:number]
+    return code[kept] // other.shape[0], code[kept] % other.shape[0], options[kept]
+
+
+@njit(cache=True)
+def join(before, middle, middle_stages, after, budget, num_microbatches, incumbent):
+    """The best (seconds, row of before, of middle, of after) on at most `budget` GPUs; seconds is `incumbent` if
+    nothing beats it. Tables are sorted by GPUs; `middle_stages` is the language model's number of stages."""
+    best = incumbent
+    found = (0, 0, 0)
+    steady = num_microbatches - 1
+    for m in range(middle.shape[0]):
+        if middle[m, 2] + steady * middle[m, 1] >= best:
+            continue
+        for b in range(before.shape[0]):
+            left = budget - middle[m, 0] - before[b, 0]
+            if left < after[0, 0]:
+                break
+            slowest = max(middle[m, 1], before[b, 1])
+            if middle[m, 2] + before[b, 2] + steady * slowest >= best:
+                continue
+            for a in range(after.shape[0]):
+                if after[a, 0] > left:
+                    break
+                if middle[m, 3] + after[a, 3] > 0 or before[b, 3] + middle_stages[m] + after[a, 3] > 0:
+                    continue
+                seconds = middle[m, 2] + before[b, 2] + after[a, 2] + steady * max(slowest, after[a, 1])
+                if seconds < best:
+                    best = seconds
+                    found = (b, m, a)
+    return best, found[0], found[1], found[2]

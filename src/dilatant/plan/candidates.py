@@ -1,0 +1,355 @@
+"""Every shape that pipelines can take on a number of devices, with an estimate and a lower bound of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.errors import PlanError
+from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.options import Option, OptionTable
+from dilatant.plan.placement import Chain
+from dilatant.plan.stable_batch import feasible_allocations, minimum_stable_batch
+
+
+class Placement(StrEnum):
+    """Where the encoders run."""
+
+    PARALLEL = "parallel"
+    COLOCATED = "colocated"
+    IN_LANGUAGE = "in-language"
+
+
+class Mode(StrEnum):
+    """Whose search: all that is known here, or one of the published systems' for comparison.
+
+    cornstarch: encoders parallel or colocated, aware of freezing (v3 4.1). entrain: encoders as one, devices handed
+    out in proportion to the data's mean work, then the best factors (thesis 4.4.3). megatron: encoders in one stage
+    before the language model with its degrees, layers spread as if everything trained.
+    """
+
+    BEST = "best"
+    CORNSTARCH = "cornstarch"
+    ENTRAIN = "entrain"
+    DISTTRAIN = "disttrain"
+    MEGATRON = "megatron"
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The units by what they do: encoders feed the language model, which feeds generators."""
+
+    encoders: tuple[str, ...]
+    language: str
+    generators: tuple[str, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return (*self.encoders, self.language, *self.generators)
+
+
+def roles_of(model: ModelSpec) -> Roles:
+    """The roles of a model's units. Of two units the second is the language model, unless the first has that name.
+
+    Raises PlanError for graphs other than encoders, one language model, generators.
+    """
+    feeds = {unit.name: set(unit.feeds) for unit in model.units}
+    for language in sorted(feeds, key=lambda name: (name != "language", bool(feeds[name]))):
+        encoders = tuple(name for name in feeds if feeds[name] == {language})
+        generators = tuple(name for name in feeds if name in feeds[language])
+        ends = all(not feeds[name] for name in generators)
+        if ends and {*encoders, language, *generators} == feeds.keys():
+            return Roles(encoders, language, generators)
+    raise PlanError(
+        "plans are searched for encoders that feed one language model, which may feed generators; "
+        f"this model is { ({name: sorted(targets) for name, targets in feeds.items()}) }"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """Chains of stages with their numbers of replicas; `replicas` is the language model's.
+
+    `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
+    of this candidate beats: the work of its slowest stage.
+    """
+
+    placement: Placement
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    options: tuple[Option, ...]
+    counts: tuple[int, ...]
+    estimate: float
+    bound: float
+
+    @property
+    def gpus(self) -> int:
+        return sum(count * option.gpus for count, option in zip(self.counts, self.options))
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        return tuple(
+            Chain(count, option.tp, option.cp, option.cuts)
+            for count, option in zip(self.counts, self.options)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """Chains that run side by side, before or after the language model."""
+
+    options: tuple[Option, ...] = ()
+    gpus: int = 0
+    slowest: float = 0.0
+    fill: float = 0.0
+    stages: int = 0
+
+    def beside(self, option: Option) -> _Side:
+        return _Side(
+            (*self.options, option),
+            self.gpus + option.gpus,
+            max(self.slowest, option.slowest),
+            max(self.fill, option.total),
+            max(self.stages, option.stages),
+        )
+
+
+@dataclass(eq=False)
+class Space:
+    """The candidates of one model on one cluster; options and their joins are computed once."""
+
+    model: ModelSpec
+    roles: Roles
+    table: OptionTable
+    unaware: OptionTable
+    cluster: Cluster
+    global_batch: int
+    _sides: dict[tuple[int, ...], dict[int, list[_Side]]] = field(default_factory=dict)
+
+    def candidates(
+        self, mode: Mode, devices: int, replicas: int, microbatch_size: int
+    ) -> Iterator[Candidate]:
+        """All candidates of `replicas` pipelines that use exactly `devices` devices."""
+        shape = _Shape(self, replicas, microbatch_size, self.global_batch // (replicas * microbatch_size))
+        budget = devices // replicas
+        if mode is Mode.MEGATRON:
+            yield from shape.megatron(budget)
+        elif mode is Mode.ENTRAIN:
+            yield from shape.entrain(budget)
+        else:
+            yield from shape.beside(budget, Placement.PARALLEL)
+            if len(self.roles.encoders) > 1:
+                yield from shape.beside(budget, Placement.COLOCATED)
+            if mode is Mode.BEST and self.roles.encoders:
+                yield from shape.inside(budget)
+
+    def joined(self, each: Sequence[Sequence[Option]], budget: int) -> dict[int, list[_Side]]:
+        """{devices: the undominated ways to run one option of each list side by side on them}."""
+        key = (budget, *(id(option) for options in each for option in options), *map(len, each))
+        if key not in self._sides:
+            sides = {0: [_Side()]}
+            for options in each:
+                sides = _extended(sides, options, budget)
+            self._sides[key] = sides
+        return self._sides[key]
+
+
+def _extended(
+    sides: Mapping[int, Sequence[_Side]], options: Sequence[Option], budget: int
+) -> dict[int, list[_Side]]:
+    """`sides` with one of `options` beside each, on at most `budget` devices; only undominated ones."""
+    old = [side for group in sides.values() for side in group]
+    gpus = np.add.outer([side.gpus for side in old], [option.gpus for option in options])
+    slowest = np.maximum.outer([side.slowest for side in old], [option.slowest for option in options])
+    fill = np.maximum.outer([side.fill for side in old], [option.total for option in options])
+    found: dict[int, list[_Side]] = defaultdict(list)
+    least = np.full(budget + 1, np.inf)
+    for flat in np.lexsort((fill.ravel(), slowest.ravel())).tolist():
+        row, column = divmod(flat, len(options))
+        devices = int(gpus[row, column])
+        if devices <= budget and fill[row, column] < least[devices]:
+            least[devices] = fill[row, column]
+            found[devices].append(old[row].beside(options[column]))
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """The candidates with some number of pipelines and samples per microbatch."""
+
+    space: Space
+    replicas: int
+    samples: int
+    microbatches: int
+
+    def beside(
+        self, budget: int, placement: Placement, allocation: tuple[int, int] | None = None
+    ) -> Iterator[Candidate]:
+        """Encoders on devices of their own; `allocation` fixes the devices of encoders and language model."""
+        for after in self._after(budget):
+            for language in self._language(budget - after.gpus, after.stages):
+                left = budget - after.gpus - language.gpus
+                if allocation is not None and (left, language.gpus) != allocation:
+                    continue
+                behind = language.stages + after.stages
+                for before in self._before(placement, budget, behind).get(left, ()):
+                    yield self._candidate(placement, before, language, after)
+
+    def inside(self, budget: int) -> Iterator[Candidate]:
+        """Encoders on the devices of the language model's first stage."""
+        roles = self.space.roles
+        for after in self._after(budget):
+            for tp, cp in self.space.table.degrees([*roles.encoders, roles.language]):
+                stages, rest = divmod(budget - after.gpus, tp * cp)
+                if rest or not 1 <= stages <= len(self.space.model.unit(roles.language).layers):
+                    continue
+                option = self.space.table.chain(
+                    roles.language,
+                    tp,
+                    cp,
+                    stages,
+                    self.samples,
+                    self.microbatches,
+                    after.stages,
+                    roles.encoders,
+                )
+                if option is not None:
+                    yield self._candidate(Placement.IN_LANGUAGE, _Side(), option, after)
+
+    def megatron(self, budget: int) -> Iterator[Candidate]:
+        """One stage for all encoders, one for all generators, the language model's degrees everywhere.
+
+        Cut and estimated as if every layer trained.
+        """
+        space, roles = self.space, self.space.roles
+        ends = [units for units in (roles.encoders, roles.generators) if units]
+        for tp, cp in space.table.degrees(roles.units):
+            stages, rest = divmod(budget, tp * cp)
+            stages -= len(ends)
+            if rest or not 1 <= stages <= len(space.model.unit(roles.language).layers):
+                continue
+            after = len(ends) - bool(roles.encoders)
+            given = tp, cp, stages, self.samples, self.microbatches, after
+            balance = space.unaware.layers(roles.language, tp, cp, self.samples).seconds
+            language = space.table.chain(roles.language, *given, balance=balance)
+            sides = [
+                space.table.colocated(units, tp, cp, 1, self.samples, self.microbatches) for units in ends
+            ]
+            believed = [
+                space.unaware.colocated(units, tp, cp, 1, self.samples, self.microbatches) for units in ends
+            ]
+            if language is None or None in sides:
+                continue
+            slowest = max(
+                float(np.add.reduceat(balance, language.cuts[roles.language]).max()),
+                *(option.slowest for option in believed if option),
+            )
+            total = float(balance.sum()) + sum(option.total for option in believed if option)
+            before, behind = _Side(), _Side()
+            if roles.encoders:
+                before = before.beside(sides[0])  # type: ignore[arg-type]
+            if roles.generators:
+                behind = behind.beside(sides[-1])  # type: ignore[arg-type]
+            candidate = self._candidate(Placement.COLOCATED, before, language, behind)
+            yield replace(candidate, estimate=total + (self.microbatches - 1) * slowest)
+
+    def entrain(self, budget: int) -> Iterator[Candidate]:
+        """Devices in proportion to mean work among the allocations that exist; then all factors of these."""
+        roles = self.space.roles
+        placement = Placement.COLOCATED if len(roles.encoders) > 1 else Placement.PARALLEL
+        if not roles.encoders:
+            yield from self.beside(budget, placement)
+            return
+        sizes = [
+            [devices for devices in self._before(placement, budget, 1) if devices],
+            [option.gpus for option in self._language(budget, 0)],
+        ]
+        if not all(sizes):
+            return
+        try:
+            allocations = feasible_allocations(sizes, budget)
+        except PlanError:
+            return
+        work = [
+            sum(self._device_seconds(unit) for unit in units) for units in (roles.encoders, (roles.language,))
+        ]
+        chosen = minimum_stable_batch([work], allocations, rule="nearest").allocation
+        yield from self.beside(budget, placement, (chosen[0], chosen[1]))
+
+    def _device_seconds(self, unit: str) -> float:
+        """Device seconds of the mean sample in a unit, at the smallest degrees that it has costs for."""
+        degrees = self.space.table.degrees([unit])
+        tp, cp = min(degrees, key=lambda degree: (degree[0] * degree[1], degree))
+        return float(self.space.table.layers(unit, tp, cp, 1).seconds.sum()) * tp * cp
+
+    def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
+        """The options of a unit on at most `budget` devices that let `behind` stages follow."""
+        most = len(self.space.model.unit(unit).layers)
+        found = [
+            self.space.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
+            for tp, cp in self.space.table.degrees([unit])
+            for stages in range(1, min(most, budget // (tp * cp)) + 1)
+        ]
+        return [option for option in found if option is not None]
+
+    def _language(self, budget: int, behind: int) -> list[Option]:
+        return self._chains(self.space.roles.language, budget, behind)
+
+    def _before(self, placement: Placement, budget: int, behind: int) -> dict[int, list[_Side]]:
+        encoders = self.space.roles.encoders
+        if placement is Placement.COLOCATED:
+            most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
+            options = [
+                self.space.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
+                for tp, cp in self.space.table.degrees(encoders)
+                for stages in range(1, min(most, budget // (tp * cp)) + 1)
+            ]
+            return self.space.joined(
+                [[option for option in options if option is not None and option.room >= behind]], budget
+            )
+        return self.space.joined([self._chains(unit, budget, behind) for unit in encoders], budget)
+
+    def _after(self, budget: int) -> list[_Side]:
+        chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
+        return [side for group in self.space.joined(chains, budget).values() for side in group]
+
+    def _candidate(self, placement: Placement, before: _Side, language: Option, after: _Side) -> Candidate:
+        options = (*before.options, language, *after.options)
+        slowest = max(before.slowest, language.slowest, after.slowest)
+        fill = before.fill + language.total + after.fill
+        return Candidate(
+            placement=placement,
+            replicas=self.replicas,
+            microbatch_size=self.samples,
+            num_microbatches=self.microbatches,
+            options=options,
+            counts=(self.replicas,) * len(options),
+            estimate=fill + (self.microbatches - 1) * slowest + self._sync(options),
+            bound=max(
+                self.microbatches * float(option.work.max()) + self._least_sync(option) for option in options
+            ),
+        )
+
+    def _least_sync(self, option: Option) -> float:
+        """A lower bound of the seconds in which the stage with the least gradients sums them over the replicas."""
+        cluster, group = self.space.cluster, self.replicas * option.cp
+        inside = self.replicas * option.tp * option.cp <= cluster.gpus_per_node
+        bandwidth = cluster.inside.bandwidth if inside else cluster.between.bandwidth / cluster.gpus_per_node
+        return 2 * (group - 1) / group * option.least_gradient_bytes / bandwidth
+
+    def _sync(self, options: Sequence[Option]) -> float:
+        """Seconds to sum the gradients of the fullest rank over the replicas, on a ring."""
+        cluster = self.space.cluster
+        share = 2 * (self.replicas - 1) / self.replicas
+        bandwidth = (
+            cluster.between.bandwidth / cluster.gpus_per_node
+            if cluster.nodes > 1
+            else cluster.inside.bandwidth
+        )
+        return share * max(option.gradient_bytes for option in options) / bandwidth

@@ -1,0 +1,40 @@
+"""The devices a plan may use and the links between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dilatant.cost.hardware import Hardware, Link
+
+__all__ = ["Cluster", "Link", "cluster_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`nodes` of `gpus_per_node` devices; rank r sits on node `r // gpus_per_node`.
+
+    `inside` links two devices of a node, `between` is one node's way to the others (shared by its devices).
+    """
+
+    nodes: int
+    gpus_per_node: int
+    bytes_per_device: float
+    inside: Link
+    between: Link
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node on which `rank` sits."""
+        return rank // self.gpus_per_node
+
+    def link(self, rank: int, other: int) -> Link:
+        """The link between two different ranks."""
+        return self.inside if self.node_of(rank) == self.node_of(other) else self.between
+
+
+def cluster_of(hardware: Hardware, nodes: int, gpus_per_node: int) -> Cluster:
+    """`nodes` nodes of `gpus_per_node` such devices."""
+    return Cluster(nodes, gpus_per_node, hardware.memory, hardware.inside, hardware.between)

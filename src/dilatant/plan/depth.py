@@ -1,0 +1,28 @@
+"""How many microbatches a stage has in flight: counted along its own path through the units."""
+
+from __future__ import annotations
+
+from dilatant.plan.plan import Plan
+
+
+def path_depths(plan: Plan) -> tuple[int, ...]:
+    """By stage number: the stages from it to the end of its own path, itself included (S - s on a chain).
+
+    A stage on several paths counts the longest. This is 1F1B's number of in-flight microbatches (Cornstarch v3 4.4:
+    each encoder together with the language model is a pipeline of its own).
+    """
+    behind: dict[str, int] = {}
+    for unit in reversed(plan.units):
+        after = max((behind[name] for name in unit.feeds), default=0)
+        behind[unit.name] = after + max(len(replica.stages) for replica in unit.replicas)
+    depths = []
+    for placed in plan.stages():
+        unit = plan.unit(placed.unit)
+        after = max((behind[name] for name in unit.feeds), default=0)
+        depths.append(after + len(unit.replicas[placed.replica].stages) - placed.position)
+    return tuple(depths)
+
+
+def eager_depths(plan: Plan) -> tuple[int, ...]:
+    """By stage number: 2(S - s) - 1 along the stage's own path, eager 1F1B's default depth."""
+    return tuple(2 * depth - 1 for depth in path_depths(plan))

@@ -1,0 +1,29 @@
+"""What is known of a plan once a step under it has been simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dilatant.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A step under a plan: `seconds` from the first action to synced gradients, of which `sync_seconds` are exposed.
+
+    `idle_seconds[cause]` sums over ranks, `bubble` is the idle share of all rank seconds. `peak_bytes` is by rank in
+    the order of `Plan.ranks`. `schedule` names the family and depth that was found best.
+    """
+
+    seconds: float
+    samples_per_second: float
+    bubble: float
+    idle_seconds: Mapping[str, float]
+    peak_bytes: tuple[float, ...]
+    sync_seconds: float = 0.0
+    schedule: str = ""
+
+
+Evaluator = Callable[[Plan, int], Evaluation]
+"""Simulates a plan with a number of microbatches per unit replica and step."""

@@ -1,0 +1,99 @@
+"""A plan as a user asks for it: replicas, stages and cuts of every unit, with or without ranks of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from dilatant.config.errors import list_problems
+from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
+
+
+def plan_from_specs(
+    layers: Mapping[str, int],
+    specs: Mapping[str, ParallelSpec],
+    feeds: Mapping[str, Sequence[str]],
+    colocated: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan that `specs` describe.
+
+    layers: unit → how many layers it has, in the order of computation. feeds: unit → units that use its output.
+    colocated: unit → the unit on whose ranks it runs, stage by stage (an encoder with the language model, or with
+    another encoder); others get ranks of their own (Cornstarch's modality parallelism). Ranks are numbered unit by
+    unit, replica by replica, stage by stage. Without `cuts`, stages get equal numbers of layers.
+
+    Raises UserError that lists every problem.
+    """
+    colocated = dict(colocated or {})
+    problems = _problems(layers, specs, colocated)
+    if problems:
+        raise list_problems("this layout cannot be planned:", problems)
+    units: dict[str, UnitPlan] = {}
+    next_rank = 0
+    # Units with ranks of their own first: the others are put on them.
+    for name in sorted(layers, key=lambda name: name in colocated):
+        spec = specs[name]
+        cuts = spec.cuts or even_cuts(layers[name], spec.pp)
+        bounds = [*cuts, layers[name]]
+        width = spec.tp * spec.cp
+        replicas = []
+        for replica in range(spec.replicas):
+            stages = []
+            for position in range(spec.pp):
+                if name in colocated:
+                    ranks = units[colocated[name]].replicas[replica].stages[position].ranks
+                else:
+                    ranks = tuple(range(next_rank, next_rank + width))
+                    next_rank += width
+                stages.append(Stage(bounds[position], bounds[position + 1], ranks, spec.tp, spec.cp))
+            replicas.append(Replica(tuple(stages)))
+        units[name] = UnitPlan(name, tuple(replicas), tuple(feeds.get(name, ())))
+    return Plan(tuple(units[name] for name in layers))
+
+
+def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The first layer of each stage when stages get equal numbers of layers, earlier ones one fewer if need be."""
+    return tuple(num_layers * stage // num_stages for stage in range(num_stages))
+
+
+def _problems(
+    layers: Mapping[str, int], specs: Mapping[str, ParallelSpec], colocated: Mapping[str, str]
+) -> list[str]:
+    problems = [
+        f"{name!r} is no unit of this model; it has {', '.join(layers)}"
+        for name in [*specs, *colocated]
+        if name not in layers
+    ]
+    problems += [f"unit {name!r} has no spec" for name in layers if name not in specs]
+    for name, count in layers.items():
+        spec = specs.get(name)
+        if spec is None:
+            continue
+        for key in ("replicas", "tp", "cp", "pp"):
+            if getattr(spec, key) < 1:
+                problems.append(f"{name}: {key} is {getattr(spec, key)}; it must be at least 1")
+        if spec.pp > count:
+            problems.append(f"{name}: pp is {spec.pp}, but the unit has only {count} layers")
+        if spec.cuts is not None:
+            rising = all(a < b for a, b in itertools.pairwise(spec.cuts))
+            if len(spec.cuts) != spec.pp or spec.cuts[:1] != (0,) or not rising or spec.cuts[-1] >= count:
+                problems.append(
+                    f"{name}: cuts {list(spec.cuts)} must be {spec.pp} rising layer numbers from 0 to below {count}"
+                )
+        host = colocated.get(name)
+        if host is None:
+            continue
+        if host in colocated:
+            problems.append(f"{name}: it cannot be colocated with {host!r}, which is colocated itself")
+        elif host in specs:
+            other = specs[host]
+            if spec.replicas > other.replicas or spec.pp > other.pp:
+                problems.append(
+                    f"{name}: {spec.replicas} replicas of {spec.pp} stages do not fit on {host!r}, which has "
+                    f"{other.replicas} of {other.pp}"
+                )
+            if spec.tp * spec.cp != other.tp * other.cp:
+                problems.append(
+                    f"{name}: stages of tp x cp ranks as many as those of {host!r} can be colocated"
+                )
+    return problems

@@ -1,0 +1,56 @@
+"""What a planner needs to know of a model: its units and layers, by name, kind, size and freezing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: its logical name, its type in the cost model, its parameters, and whether it trains."""
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """One unit's layers in order, and the units that consume its output.
+
+    `recompute` says that its activations are recomputed in the backward.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    feeds: tuple[str, ...] = ()
+    recompute: bool = False
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        return tuple(layer.trainable for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All units, in topological order."""
+
+    units: tuple[UnitSpec, ...]
+
+    def unit(self, name: str) -> UnitSpec:
+        """The unit called `name`; KeyError names the units there are."""
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise KeyError(f"no unit {name!r} in this model; it has {[unit.name for unit in self.units]}")
+
+    @property
+    def trainable(self) -> dict[str, tuple[bool, ...]]:
+        """`trainable[unit][layer]`."""
+        return {unit.name: unit.trainable for unit in self.units}
+
+    def upstream_trainable(self, name: str) -> bool:
+        """Does any parameter of the units before `name`, directly or not, train?"""
+        feeding = [unit for unit in self.units if name in unit.feeds]
+        return any(any(unit.trainable) or self.upstream_trainable(unit.name) for unit in feeding)

@@ -1,0 +1,220 @@
+"""Node traces: when nodes of a cluster came and went.
+
+Several public collections are read as they are published: Bamboo's and Oobleck's `milliseconds,add|remove,node`,
+Parcae's and Bamboo's counts over time, Parcae's JSON lines and SkyPilot's sampled counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from dilatant.config.errors import UserError
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "h": 3600.0}
+# A count file has no unit. 10^7 s are four months, longer than any published trace; 10^7 ms are under three hours.
+_SURELY_MILLISECONDS = 1e7
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEvent:
+    """At `seconds`, nodes `joined` and nodes `lost`; no node is in both."""
+
+    seconds: float
+    joined: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTrace:
+    """Events in time order, at most one at a time; the cluster is empty before the first. Ends at `seconds`."""
+
+    name: str
+    events: tuple[NodeEvent, ...]
+    seconds: float
+
+    def counts(self) -> tuple[tuple[float, int], ...]:
+        """(seconds, nodes alive from then on)."""
+        alive, counts = 0, []
+        for event in self.events:
+            alive += len(event.joined) - len(event.lost)
+            counts.append((event.seconds, alive))
+        return tuple(counts)
+
+    @property
+    def mean_nodes(self) -> float:
+        """Time average of the nodes alive from the first event on."""
+        counts = self.counts()
+        ends = [*(seconds for seconds, _ in counts[1:]), self.seconds]
+        area = sum((end - start) * alive for (start, alive), end in zip(counts, ends))
+        return area / (self.seconds - counts[0][0]) if self.seconds > counts[0][0] else 0.0
+
+    def within(self, start: float, end: float) -> NodeTrace:
+        """The part between `start` and `end` seconds, counted from `start`; nodes alive at `start` join at 0."""
+        alive: set[int] = set()
+        events: list[NodeEvent] = []
+        for event in self.events:
+            if event.seconds >= end:
+                break
+            if event.seconds <= start:
+                alive = (alive | set(event.joined)) - set(event.lost)
+            else:
+                events.append(NodeEvent(event.seconds - start, event.joined, event.lost))
+        first = (NodeEvent(0.0, tuple(sorted(alive)), ()),) if alive else ()
+        return NodeTrace(self.name, (*first, *events), min(end, self.seconds) - start)
+
+
+def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) -> NodeTrace:
+    """Read a trace file of any of the known formats.
+
+    Files that only count nodes do not say which were lost: those are drawn with `seed`. `unit` ("ms", "s" or "h")
+    is that of a `time,count` file; without it they are seconds, or milliseconds where the last is above 10^7.
+    Raises UserError naming the line that does not fit.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"node trace {str(path)!r} cannot be read: {error}") from None
+    try:
+        changes, end = _changes(text, seed, unit)
+    except _Misfit as misfit:
+        raise UserError(f"node trace {str(path)!r}, {misfit}") from None
+    trace = NodeTrace(path.stem, _merge(changes), end)
+    if not any(event.joined for event in trace.events):
+        raise UserError(f"node trace {str(path)!r} has no node at any time")
+    return trace
+
+
+class _Misfit(ValueError):
+    """A line that does not fit its format."""
+
+
+Change = tuple[float, bool, int]  # seconds, joined rather than lost, node
+
+
+def _changes(text: str, seed: int, unit: str | None) -> tuple[list[Change], float]:
+    """Every change in time order, and when the trace ends."""
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise _Misfit("line 1: the file is empty")
+    first = lines[0][1]
+    if first.startswith("["):
+        return _named([_json_line(number, line) for number, line in lines])
+    if first.count(",") == 2 and not re.match(r"\d{4}-\d\d-\d\d", first):
+        return _named([_csv_line(number, line) for number, line in lines])
+    if first.startswith("{"):
+        return _counted(_sampled(text), seed)
+    if first.count(",") == 2:
+        return _counted(_dated(lines), seed)
+    return _counted(_plain_counts(lines, unit), seed)
+
+
+def _named(entries: list[tuple[int, float, str, list[str]]]) -> tuple[list[Change], float]:
+    """Changes of named nodes; names become numbers in order of appearance."""
+    numbers: dict[str, int] = {}
+    alive: set[int] = set()
+    changes: list[Change] = []
+    for line, seconds, action, names in entries:
+        for name in names if action in ("add", "remove") else ():
+            node = numbers.setdefault(name, len(numbers))
+            joined = action == "add"
+            if joined == (node in alive):
+                raise _Misfit(f"line {line}: {name} {'is already there' if joined else 'is not there'}")
+            (alive.add if joined else alive.discard)(node)
+            changes.append((seconds, joined, node))
+    return changes, entries[-1][1]
+
+
+def _csv_line(number: int, line: str) -> tuple[int, float, str, list[str]]:
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) != 3 or parts[1] not in ("add", "remove"):
+        raise _Misfit(f"line {number}: expected milliseconds,add|remove,node but found {line!r}")
+    return number, _number(number, parts[0]) / 1000.0, parts[1], [parts[2]]
+
+
+def _json_line(number: int, line: str) -> tuple[int, float, str, list[str]]:
+    try:
+        milliseconds, action, detail = json.loads(line)
+        return number, milliseconds / 1000.0, str(action), [str(name) for name in detail["nodes"]]
+    except (ValueError, TypeError, KeyError):
+        raise _Misfit(f"line {number}: expected [milliseconds, action, {{nodes: [...]}}]") from None
+
+
+def _counted(counts: Iterable[tuple[float, int]], seed: int) -> tuple[list[Change], float]:
+    """Changes that lead from count to count; who leaves is drawn among those alive."""
+    draw = random.Random(seed)
+    alive: list[int] = []
+    changes: list[Change] = []
+    made, seconds = 0, 0.0
+    for seconds, count in sorted(counts, key=lambda entry: entry[0]):
+        while len(alive) < count:
+            alive.append(made)
+            changes.append((seconds, True, made))
+            made += 1
+        while len(alive) > count:
+            changes.append((seconds, False, alive.pop(draw.randrange(len(alive)))))
+    return changes, seconds
+
+
+def _sampled(text: str) -> list[tuple[float, int]]:
+    try:
+        document = json.loads(text)
+        gap, counts = float(document["metadata"]["gap_seconds"]), [int(count) for count in document["data"]]
+    except (ValueError, TypeError, KeyError):
+        raise _Misfit("line 1: expected {metadata: {gap_seconds}, data: [counts]}") from None
+    return [(index * gap, count) for index, count in enumerate(counts)]
+
+
+def _dated(lines: list[tuple[int, str]]) -> list[tuple[float, int]]:
+    entries = []
+    for number, line in lines:
+        day, clock, count = (
+            [part.strip() for part in line.split(",")] if line.count(",") == 2 else ("", "", "")
+        )
+        try:
+            entries.append((datetime.fromisoformat(f"{day} {clock}").timestamp(), int(count)))
+        except ValueError:
+            raise _Misfit(f"line {number}: expected YYYY-MM-DD, HH:MM:SS, count but found {line!r}") from None
+    begin = min(when for when, _ in entries)
+    return [(when - begin, count) for when, count in entries]
+
+
+def _plain_counts(lines: list[tuple[int, str]], unit: str | None) -> list[tuple[float, int]]:
+    entries = []
+    for number, line in lines:
+        parts = line.split(",")
+        if len(parts) != 2:
+            raise _Misfit(f"line {number}: expected time,count but found {line!r}")
+        entries.append((_number(number, parts[0]), int(_number(number, parts[1]))))
+    scale = _SECONDS[unit or ("ms" if entries[-1][0] > _SURELY_MILLISECONDS else "s")]
+    return [(time * scale, count) for time, count in entries]
+
+
+def _number(line: int, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise _Misfit(f"line {line}: {text!r} is not a number") from None
+
+
+def _merge(changes: list[Change]) -> tuple[NodeEvent, ...]:
+    """One event for each moment; a node that comes and goes in the same moment is left out."""
+    moments: dict[float, tuple[set[int], set[int]]] = {}
+    for seconds, is_join, node in changes:
+        joined, lost = moments.setdefault(seconds, (set(), set()))
+        mine, other = (joined, lost) if is_join else (lost, joined)
+        if node in other:
+            other.discard(node)
+        else:
+            mine.add(node)
+    return tuple(
+        NodeEvent(seconds, tuple(sorted(joined)), tuple(sorted(lost)))
+        for seconds, (joined, lost) in sorted(moments.items())
+        if joined or lost
+    )

@@ -1,0 +1,100 @@
+"""From the shape of a pipeline to a Plan: which ranks run which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.errors import PlanError
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """`replicas` chains of stages, each on tp * cp devices of its own.
+
+    `cuts[unit]` are the first layers of that unit's stages. Several units in one chain are colocated: their k-th
+    stages share devices. A unit may have fewer stages than the chain; they are its first ones.
+    """
+
+    replicas: int
+    tp: int
+    cp: int
+    cuts: Mapping[str, tuple[int, ...]]
+
+    @property
+    def stages(self) -> int:
+        return max(len(cuts) for cuts in self.cuts.values())
+
+    @property
+    def gpus(self) -> int:
+        """Devices of all replicas."""
+        return self.replicas * self.tp * self.cp * self.stages
+
+
+def place(
+    chains: Sequence[Chain],
+    layers: Mapping[str, int],
+    feeds: Mapping[str, tuple[str, ...]],
+    cluster: Cluster,
+) -> Plan:
+    """The plan of some chains: units in the order of `layers` (their number of layers), edges from `feeds`.
+
+    Wide stages are placed first, so that no tensor group crosses a node, and among equally wide ones the stages of one
+    pipeline side by side. Raises PlanError when the chains do not fit the cluster that way.
+    """
+    pipelines = max(chain.replicas for chain in chains)
+    slots = [
+        # (width, pipeline it belongs to, chain, stage): replicas are spread evenly over the pipelines
+        (-chain.tp * chain.cp, replica * pipelines // chain.replicas, number, stage, replica)
+        for number, chain in enumerate(chains)
+        for replica in range(chain.replicas)
+        for stage in range(chain.stages)
+    ]
+    ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    following = 0
+    for _, _, number, stage, replica in sorted(slots):
+        tp, width = chains[number].tp, chains[number].tp * chains[number].cp
+        following = _aligned(following, tp, width, cluster.gpus_per_node)
+        ranks[number, replica, stage] = tuple(range(following, following + width))
+        following += width
+    if following > cluster.num_devices:
+        raise PlanError(
+            f"the stages need {following} devices with tensor groups inside nodes of {cluster.gpus_per_node}, "
+            f"there are {cluster.num_devices}"
+        )
+    units = []
+    for name, count in layers.items():
+        number = next(n for n, chain in enumerate(chains) if name in chain.cuts)
+        chain = chains[number]
+        ends = (*chain.cuts[name][1:], count)
+        units.append(
+            UnitPlan(
+                name,
+                tuple(
+                    Replica(
+                        tuple(
+                            Stage(first, end, ranks[number, replica, stage], chain.tp, chain.cp)
+                            for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
+                        )
+                    )
+                    for replica in range(chain.replicas)
+                ),
+                tuple(feeds.get(name, ())),
+            )
+        )
+    return Plan(tuple(units))
+
+
+def _aligned(first: int, tp: int, width: int, node: int) -> int:
+    """The first rank from `first` on where tensor groups stay inside nodes, and the stage does if it can."""
+    left = node - first % node
+    if width <= node:
+        return first if width <= left else first + left
+    # A stage over several nodes (context parallel): its tensor groups must not straddle a border.
+    while any((first + g) // node != (first + g + tp - 1) // node for g in range(0, width, tp)):
+        first += 1
+        if first % node == 0 and node % tp:
+            raise PlanError(f"tensor groups of {tp} on {width} devices cannot stay inside nodes of {node}")
+    return first

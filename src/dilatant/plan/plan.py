@@ -1,0 +1,131 @@
+"""The Plan: which rank holds which layers of which unit replica.
+
+A plan is a plain value: it is searched, simulated, drawn, saved as JSON and executed, and none of that
+needs torch. Reading order: `Plan` → `UnitPlan` → `Replica` → `Stage`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSpec:
+    """How a user asks for one unit to be laid out.
+
+    `replicas` copies of the unit, each a chain of `pp` stages of `tp * cp` ranks. `cuts` names the first layer
+    of every stage explicitly, beginning with 0; without it the partitioner chooses.
+    """
+
+    replicas: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    cuts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers `first <= layer < end` of one unit on `tp * cp` ranks (tp varies fastest)."""
+
+    first: int
+    end: int
+    ranks: tuple[int, ...]
+    tp: int = 1
+    cp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A chain of stages, in layer order, that holds one whole unit."""
+
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """All replicas of one unit, and the units that consume its output (`feeds`, empty for the last unit)."""
+
+    name: str
+    replicas: tuple[Replica, ...]
+    feeds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStage:
+    """A stage together with its place in the plan.
+
+    `index` is its number in `Plan.stages()`: the stage id that actions and timelines carry.
+    """
+
+    index: int
+    unit: str
+    replica: int
+    position: int
+    stage: Stage
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Units in topological order (encoders, language model, generators).
+
+    Stages of different units that name the same ranks are colocated: those ranks run the actions of both.
+    """
+
+    units: tuple[UnitPlan, ...]
+
+    def unit(self, name: str) -> UnitPlan:
+        """The unit called `name`; KeyError names the units there are."""
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise KeyError(f"no unit {name!r} in this plan; it has {[unit.name for unit in self.units]}")
+
+    def stages(self) -> tuple[PlacedStage, ...]:
+        """Every stage of every replica, unit by unit, replica by replica, in layer order."""
+        placed: list[PlacedStage] = []
+        for unit in self.units:
+            for replica_index, replica in enumerate(unit.replicas):
+                last = len(replica.stages) - 1
+                for position, stage in enumerate(replica.stages):
+                    placed.append(
+                        PlacedStage(
+                            index=len(placed),
+                            unit=unit.name,
+                            replica=replica_index,
+                            position=position,
+                            stage=stage,
+                            is_first=position == 0,
+                            is_last=position == last,
+                        )
+                    )
+        return tuple(placed)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank the plan uses, ascending."""
+        return tuple(sorted({rank for placed in self.stages() for rank in placed.stage.ranks}))
+
+    def to_json(self) -> str:
+        """A JSON document that `from_json` reads back to an equal value."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan written by `to_json`. Raises ValueError, naming the place, when the document is not a plan."""
+        try:
+            return cls(units=tuple(_unit_from_dict(unit) for unit in json.loads(text)["units"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a Dilatant plan: {error}") from error
+
+
+def _unit_from_dict(unit: dict[str, Any]) -> UnitPlan:
+    replicas = tuple(
+        Replica(tuple(Stage(**{**stage, "ranks": tuple(stage["ranks"])}) for stage in replica["stages"]))
+        for replica in unit["replicas"]
+    )
+    return UnitPlan(unit["name"], replicas, tuple(unit["feeds"]))

@@ -1,0 +1,135 @@
+"""Why a search finds no plan: batches, devices, memory; each refusal says what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from dilatant.plan.candidates import Candidate, Mode, Roles, Space
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
+from dilatant.plan.evaluation import Evaluation
+from dilatant.plan.options import Option, OptionTable
+from dilatant.plan.plan import Plan
+
+
+def microbatch_sizes_for(global_batch: int, sizes: Sequence[int]) -> list[int]:
+    """The sizes that divide the global batch. Raises BatchError, naming the nearest batches, if none does."""
+    dividing = sorted({size for size in sizes if size > 0 and global_batch % size == 0})
+    if dividing and global_batch > 0:
+        return dividing
+    least = min((size for size in sizes if size > 0), default=1)
+    low = global_batch // least * least
+    nearest = tuple(batch for batch in (low, low + least) if batch > 0)
+    raise BatchError(
+        f"a global batch of {global_batch} does not divide into microbatches of "
+        f"{' or '.join(map(str, sorted(set(sizes))))}; the nearest that do are {' and '.join(map(str, nearest))}",
+        nearest,
+    )
+
+
+def check_devices(table: OptionTable, roles: Roles, cluster: Cluster, mode: Mode) -> None:
+    def least(units: Sequence[str]) -> int:
+        return min((tp * cp for tp, cp in table.degrees(units)), default=1 << 30)
+
+    apart = sum(least([unit]) for unit in roles.units)
+    needed = {
+        Mode.BEST: min(
+            apart, least([*roles.encoders, roles.language]) + sum(least([unit]) for unit in roles.generators)
+        ),
+        Mode.CORNSTARCH: min(apart, _colocated(least, roles)),
+        Mode.ENTRAIN: _colocated(least, roles),
+        Mode.DISTTRAIN: apart,
+        Mode.MEGATRON: least(roles.units) * (1 + bool(roles.encoders) + bool(roles.generators)),
+    }[mode]
+    if cluster.num_devices < needed:
+        raise TooFewDevicesError(
+            f"{cluster.num_devices} devices are fewer than the {needed} that units {', '.join(roles.units)} need "
+            f"(smallest degrees with costs, mode {mode})",
+            needed,
+        )
+
+
+def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
+    encoders = least(roles.encoders) if roles.encoders else 0
+    return encoders + least([roles.language]) + sum(least([unit]) for unit in roles.generators)
+
+
+def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
+    """Which unit overflows by most with one pipeline and the smallest microbatches, or that only all together do."""
+    excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
+    capacity = space.cluster.bytes_per_device / 2**30
+    devices = space.cluster.num_devices
+    unit = max(excess, key=lambda name: excess[name])
+    remedy = "add devices, use recomputation or smaller microbatches, or freeze more layers"
+    if 0.0 < excess[unit] < math.inf:
+        return DoesNotFitError(
+            f"no plan fits memory: unit {unit!r} needs about {excess[unit] / 2**30:.2f} GiB more than the "
+            f"{capacity:.2f} GiB of a device on {devices} devices; {remedy}",
+            unit,
+            excess[unit],
+        )
+    return DoesNotFitError(
+        f"no plan uses {devices} devices of {capacity:.2f} GiB: each unit fits, all together do not; {remedy}"
+    )
+
+
+def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) -> dict[str, float]:
+    """The bytes that a device lacks under each unit's most frugal chain on all devices the others can spare.
+
+    Tried are the most stages there can be, half as many, and so on.
+    """
+    table, roles = space.table, space.roles
+    least = {unit: min(tp * cp for tp, cp in table.degrees([unit])) for unit in roles.units}
+    excess = {}
+    for unit in roles.units:
+        extra = roles.encoders if mode is Mode.BEST and unit == roles.language else ()
+        others = sum(least[other] for other in roles.units if other != unit and other not in extra)
+        behind = (unit in roles.encoders) + (unit not in roles.generators and bool(roles.generators))
+        excess[unit] = min(
+            (
+                table.excess(unit, tp, cp, stages, samples, microbatches, behind, extra)
+                for tp, cp in table.degrees([unit, *extra])
+                for stages in _halving(
+                    min(
+                        (space.cluster.num_devices - others) // (tp * cp),
+                        len(space.model.unit(unit).layers),
+                    )
+                )
+            ),
+            default=0.0,
+        )
+    return excess
+
+
+def _halving(number: int) -> Iterator[int]:
+    while number > 0:
+        yield number
+        number //= 2
+
+
+def rejection(plan: Plan, candidate: Candidate, evaluation: Evaluation, excess: float) -> tuple[Option, str]:
+    """(the option that overflows, what to tell the user) of a plan that does not fit once it is simulated."""
+    rank = plan.ranks[int(np.argmax(evaluation.peak_bytes))]
+    held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
+    where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)
+    culprit = next(option for option in candidate.options if held[0].unit in option.cuts)
+    return culprit, (
+        f"{candidate.replicas} pipelines, {candidate.placement}: rank {rank} ({where}) overflows by "
+        f"{excess / 2**30:.2f} GiB"
+    )
+
+
+def nothing_survived(rejected: Sequence[tuple[float, str]], cluster: Cluster) -> PlanError:
+    if not rejected:
+        return PlanError(
+            f"no plan keeps its tensor groups inside nodes of {cluster.gpus_per_node} devices; profile other degrees"
+        )
+    excess, text = min(rejected)
+    return DoesNotFitError(
+        f"no plan fits memory once its largest microbatches are simulated; the nearest, {text}. Add devices, use "
+        "recomputation or smaller microbatches",
+        excess_bytes=excess,
+    )

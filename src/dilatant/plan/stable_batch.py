@@ -1,0 +1,275 @@
+"""How many samples it takes before the data's ratio of work between units stops changing the allocation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.plan.errors import PlanError, TooFewDevicesError
+
+Allocation = tuple[int, ...]
+Rule = Literal["fastest", "nearest"]
+Method = Literal["delta", "trials"]
+
+
+@dataclass(frozen=True, slots=True)
+class StableBatch:
+    """From how many samples on a random batch asks for the same devices per unit.
+
+    `batch` is that number, rounded up; None if not even `largest` samples suffice. `allocation` is the devices of
+    each unit that the data as a whole ask for, `shares` the units' part of all work (ratio of means).
+    `confidence` is the probability that a batch of `batch` samples (of `largest`, if that is None) asks for the
+    same; where `method` is "trials", what the trials certify. `equivalents` are allocations whose slowest unit is
+    within the tolerance of the best: asking for one of them counts as the same, and simulation should choose.
+    `seen` are all the allocations met, by batch size, where `method` is "trials".
+    """
+
+    batch: int | None
+    allocation: Allocation
+    shares: tuple[float, ...]
+    confidence: float
+    equivalents: tuple[Allocation, ...]
+    largest: int
+    method: Method
+    seen: Mapping[int, tuple[Allocation, ...]] = field(default_factory=dict)
+    wall_seconds: float = field(default=0.0, compare=False)
+
+    def warning(self, global_batch: int) -> str | None:
+        """What to tell a user who trains with `global_batch` samples a step; None if all is well."""
+        if self.batch is None:
+            return (
+                f"the data set is too small for a stable ratio of work: batches of {self.largest} samples ask for "
+                f"{self.allocation} devices in {self.confidence:.0%} of the cases only; index more data, or choose "
+                "the plan by hand"
+            )
+        if global_batch < self.batch:
+            return (
+                f"the global batch of {global_batch} is below the {self.batch} samples from which on batches ask for "
+                f"the same devices per unit; single steps will be unbalanced, a larger batch is steadier"
+            )
+        return None
+
+
+def feasible_allocations(sizes: Sequence[Sequence[int]], budget: int) -> tuple[Allocation, ...]:
+    """All ways to hand out exactly `budget` devices, unit u getting one of `sizes[u]` (its tp * cp * pp products).
+
+    Raises TooFewDevicesError when the smallest sizes are more than `budget`, PlanError when nothing adds up.
+    """
+    needed = sum(min(own) for own in sizes)
+    if needed > budget:
+        raise TooFewDevicesError(f"the units need at least {needed} devices, there are {budget}", needed)
+    *first, last = [sorted(set(own)) for own in sizes]
+    found = tuple(
+        (*head, budget - sum(head)) for head in itertools.product(*first) if budget - sum(head) in last
+    )
+    if not found:
+        raise PlanError(
+            f"no choice of {[sorted(set(own)) for own in sizes]} devices per unit adds up to {budget}"
+        )
+    return found
+
+
+def minimum_stable_batch(
+    work: ArrayLike,
+    allocations: Sequence[Allocation],
+    *,
+    confidence: float = 0.95,
+    error: float = 0.05,
+    method: Method = "delta",
+    rule: Rule = "fastest",
+    tolerance: float = 0.0,
+    smallest: int = 1,
+    largest: int | None = None,
+    seed: int = 0,
+) -> StableBatch:
+    """Entrain's b_min: the batch size from which on random batches ask for the same of the feasible `allocations`.
+
+    `work` is [samples, units] seconds on one device. A batch asks, with `rule` "fastest", for the allocation whose
+    slowest unit is fastest; with "nearest" for the one nearest to proportional (as printed). Allocations no plan
+    can have must not be among them: 9:7 devices with tensor degree 2 do not exist.
+
+    "delta": a batch of n disagrees when the mean of some linear function of its samples changes sign; by the
+    central limit theorem this has probability Phi(-sqrt(n) * distance / deviation). The smallest n is found for
+    which these add up to at most `error` over all rival allocations. "trials" is Algorithm 2 as printed: draw a
+    reference batch and ceil(ln(1 - confidence) / ln(1 - error)) more, double n from `smallest` until all agree. Its
+    answer varies between runs by a factor of 2 to 4, more near a breakpoint, where the printed loop does not
+    end; here it ends at `largest`, by default the number of samples there are.
+
+    Allocations within `tolerance` (relative, slowest unit) of the best are not told apart: a distance of
+    almost nothing would ask for endless samples to decide what makes no difference.
+
+    Raises PlanError for work that is negative, not finite, or all zero.
+
+    Source: Entrain, thesis 4.4.2 Alg. 2 and App. C.1-C.2; means of work rather than of ratios, distance by the delta
+    method (reference planning.md E14-E16).
+    """
+    started = time.perf_counter()
+    samples = np.asarray(work, dtype=np.float64)
+    if samples.ndim != 2 or not len(samples) or not np.isfinite(samples).all() or (samples < 0).any():
+        raise PlanError("work must be [samples, units] seconds, at least one sample, finite and not negative")
+    if not samples.any():
+        raise PlanError("no unit has any work in these samples")
+    table = np.array(allocations, dtype=np.float64)
+    if not len(allocations) or table.ndim != 2 or table.shape[1] != samples.shape[1] or (table < 1).any():
+        raise PlanError(f"allocations must name at least one device for each of {samples.shape[1]} units")
+    largest = largest or len(samples)
+    mean = samples.mean(axis=0)
+    chosen = int(_choose(mean[None], table, rule)[0])
+    slowest = (mean / table).max(axis=1)
+    same = slowest <= slowest[chosen] * (1.0 + tolerance)
+    same[chosen] = True
+    if method == "delta":
+        batch, reached = _delta(samples, table, chosen, same, rule, error, largest, seed)
+        seen: dict[int, tuple[Allocation, ...]] = {}
+    else:
+        batch, reached, seen = _trials(
+            samples, table, same, rule, confidence, error, smallest, largest, seed, allocations
+        )
+    return StableBatch(
+        batch=batch,
+        allocation=tuple(allocations[chosen]),
+        shares=tuple((mean / mean.sum()).tolist()),
+        confidence=reached,
+        equivalents=tuple(tuple(allocations[k]) for k in np.flatnonzero(same).tolist() if k != chosen),
+        largest=largest,
+        method=method,
+        seen=seen,
+        wall_seconds=time.perf_counter() - started,
+    )
+
+
+def _choose(means: NDArray[np.float64], table: NDArray[np.float64], rule: Rule) -> NDArray[np.int64]:
+    """For each row of `means` [batches, units], the number of the allocation it asks for; the first of equals."""
+    if rule == "fastest":
+        return (means[:, None, :] / table[None]).max(axis=2).argmin(axis=1)
+    shares = means / means.sum(axis=1, keepdims=True)
+    return (
+        ((shares[:, None, :] - (table / table.sum(axis=1, keepdims=True))[None]) ** 2)
+        .sum(axis=2)
+        .argmin(axis=1)
+    )
+
+
+def _delta(
+    samples: NDArray[np.float64],
+    table: NDArray[np.float64],
+    chosen: int,
+    same: NDArray[np.bool_],
+    rule: Rule,
+    error: float,
+    largest: int,
+    seed: int,
+) -> tuple[int | None, float]:
+    """(smallest sufficient number of samples or None, probability of agreement there: counted if there is none)."""
+    mean, covariance = samples.mean(axis=0), np.atleast_2d(np.cov(samples, rowvar=False, bias=True))
+    ratios = [
+        [
+            [_distance(weights, mean, covariance) for weights in row]
+            for row in _borders(table, chosen, k, rule)
+        ]
+        for k in range(len(table))
+        if not same[k]
+    ]
+
+    def disagreement(n: int) -> float:
+        """A bound on the probability that a batch of n asks for a rival."""
+        root = math.sqrt(n)
+        return sum(min(sum(_tail(root * ratio) for ratio in row) for row in rows) for rows in ratios)
+
+    if disagreement(largest) > error:
+        picks = _draw(samples, table, rule, largest, 400, np.random.default_rng(seed))
+        agreeing = float(same[picks].mean())  # with many rivals the sum above is a loose bound
+        return largest if agreeing >= 1.0 - error else None, agreeing
+    low, high = 0, largest
+    while high - low > 1:
+        middle = (low + high) // 2
+        if disagreement(middle) <= error:
+            high = middle
+        else:
+            low = middle
+    return high, 1.0 - disagreement(high)
+
+
+def _borders(
+    table: NDArray[np.float64], chosen: int, rival: int, rule: Rule
+) -> list[list[NDArray[np.float64]]]:
+    """Linear functions of a batch's mean work that are positive while the chosen allocation wins.
+
+    At least one function of each row must change sign before the rival wins. So each row bounds the probability
+    of that by the sum over its functions, and the best row counts.
+
+    "fastest": the rival's slowest unit must be faster than the chosen one's, so for any one unit j some unit k has
+    w_j / rival_j < w_k / chosen_k. "nearest": the squared distances differ by a linear function.
+    """
+    if rule == "nearest":
+        own, other = table[chosen] / table[chosen].sum(), table[rival] / table[rival].sum()
+        return [[2.0 * (own - other) - ((own**2).sum() - (other**2).sum())]]
+    unit = np.eye(table.shape[1])
+    return [
+        [unit[j] / table[rival, j] - unit[k] / table[chosen, k] for k in range(table.shape[1])]
+        for j in range(table.shape[1])
+    ]
+
+
+def _distance(
+    weights: NDArray[np.float64], mean: NDArray[np.float64], covariance: NDArray[np.float64]
+) -> float:
+    """Mean over standard deviation of weights @ work; infinite where work, which is never negative, fixes its sign."""
+    value = float(weights @ mean)
+    variance = float(weights @ covariance @ weights)
+    if (weights >= 0.0).all() or (weights <= 0.0).all() or variance <= (1e-12 * value) ** 2:
+        return math.copysign(math.inf, value) if value else 0.0
+    return value / math.sqrt(variance)
+
+
+def _tail(z: float) -> float:
+    """Probability that a standard normal is above z."""
+    return 0.5 * math.erfc(z / math.sqrt(2.0))
+
+
+def _draw(
+    samples: NDArray[np.float64],
+    table: NDArray[np.float64],
+    rule: Rule,
+    n: int,
+    batches: int,
+    generator: np.random.Generator,
+) -> NDArray[np.int64]:
+    """The numbers of the allocations that random batches of n samples ask for."""
+    means = np.stack([samples[generator.integers(len(samples), size=n)].mean(axis=0) for _ in range(batches)])
+    return _choose(means, table, rule)
+
+
+def _trials(
+    samples: NDArray[np.float64],
+    table: NDArray[np.float64],
+    same: NDArray[np.bool_],
+    rule: Rule,
+    confidence: float,
+    error: float,
+    smallest: int,
+    largest: int,
+    seed: int,
+    allocations: Sequence[Allocation],
+) -> tuple[int | None, float, dict[int, tuple[Allocation, ...]]]:
+    """(batch size at which all trials agree or None, share of agreeing trials, allocations seen by size)."""
+    trials = math.ceil(math.log(1.0 - confidence) / math.log(1.0 - error))
+    generator = np.random.default_rng(seed)
+    seen: dict[int, tuple[Allocation, ...]] = {}
+    n, agreeing = smallest, 0.0
+    while n <= largest:
+        picks = _draw(samples, table, rule, n, trials + 1, generator)
+        seen[n] = tuple(tuple(allocations[k]) for k in np.unique(picks))
+        agree = (picks[1:] == picks[0]) | (same[picks[1:]] & same[picks[0]])
+        agreeing = float(agree.mean())
+        if agree.all():
+            return n, 1.0 - error, seen
+        n *= 2
+    return None, agreeing, seen

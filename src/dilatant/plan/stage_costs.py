@@ -1,0 +1,107 @@
+"""What every stage of a plan takes: the cost model summed over its layers under the frozen rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.cost.layer import frozen_work, trainable_before
+from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
+from dilatant.plan.model_spec import ModelSpec, UnitSpec
+from dilatant.plan.plan import Plan
+
+KIND_ORDER = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageCosts:
+    """Every coefficient triple is (per token², per token, per call), of the tokens of the stage's own unit.
+
+    `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
+    `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
+    backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
+    `[stages]` bytes per rank, through the whole step.
+    """
+
+    seconds: NDArray[np.float64]
+    kept_bytes: NDArray[np.float64]
+    weight_bytes: NDArray[np.float64]
+    transient_bytes: NDArray[np.float64]
+    output_bytes: NDArray[np.float64]
+    static_bytes: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTable:
+    """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]`."""
+
+    seconds: NDArray[np.float64]
+    kept_bytes: NDArray[np.float64]
+    weight_bytes: NDArray[np.float64]
+    transient_bytes: NDArray[np.float64]
+    output_bytes: NDArray[np.float64]
+    static_bytes: NDArray[np.float64]
+
+
+def layer_table(
+    unit: UnitSpec, upstream: bool, costs: CostModel, tp: int = 1, cp: int = 1, rules: ParameterBytes = BF16
+) -> LayerTable:
+    """What each layer of `unit` takes; `upstream`: does anything in the units before it train?
+
+    Raises UserError when the cost model lacks a layer type or degree.
+    """
+    seconds, kept, weight, transient, output, static = [], [], [], [], [], []
+    for layer, before in zip(unit.layers, trainable_before(unit.trainable, upstream), strict=True):
+        cost = costs.layer(layer.kind, tp, cp)
+        work = frozen_work(cost, layer.trainable, before, unit.recompute)
+        seconds.append(
+            [_triple(q) for q in (work.forward, work.backward, work.input_gradient, work.weight_gradient)]
+        )
+        kept.append(_triple(work.kept_bytes))
+        weight.append(_triple(work.weight_bytes))
+        transient.append(_triple(work.transient_bytes))
+        output.append(_triple(cost.output_bytes))
+        static.append(rules.of(layer.parameters, layer.trainable) / tp)
+    return LayerTable(
+        *(
+            np.asarray(values, dtype=np.float64)
+            for values in (seconds, kept, weight, transient, output, static)
+        )
+    )
+
+
+def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: ParameterBytes = BF16) -> StageCosts:
+    """The costs of every stage of `plan`. Raises UserError when the cost model lacks a layer type or degree."""
+    tables: dict[tuple[str, int, int], LayerTable] = {}
+    placed = plan.stages()
+    seconds = np.empty((len(placed), len(KIND_ORDER), 3))
+    kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
+    static = np.empty(len(placed))
+    for entry in placed:
+        key = entry.unit, entry.stage.tp, entry.stage.cp
+        if key not in tables:
+            upstream = model.upstream_trainable(entry.unit)
+            tables[key] = layer_table(model.unit(entry.unit), upstream, costs, *key[1:], rules)
+        table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
+        seconds[entry.index] = table.seconds[layers].sum(axis=0)
+        kept[entry.index] = table.kept_bytes[layers].sum(axis=0)
+        weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
+        transient[entry.index] = table.transient_bytes[layers].max(axis=0)
+        output[entry.index] = table.output_bytes[entry.stage.end - 1]
+        static[entry.index] = table.static_bytes[layers].sum()
+    return StageCosts(seconds, kept, weight, transient, output, static)
+
+
+def polynomial(coefficients: NDArray[np.float64], tokens: Sequence[int]) -> NDArray[np.float64]:
+    """The value of coefficient triples `[..., 3]` for one packed row of samples: `[...]`."""
+    sums = np.asarray([sum(x * x for x in tokens), sum(tokens), 1.0 if sum(tokens) else 0.0])
+    return coefficients @ sums
+
+
+def _triple(value: Quadratic) -> tuple[float, float, float]:
+    return value.a, value.b, value.c

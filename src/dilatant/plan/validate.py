@@ -1,0 +1,242 @@
+"""Can this plan train this model on this cluster? Every reason why not, at once, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.depth import path_depths
+from dilatant.plan.model_spec import ModelSpec, UnitSpec
+from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.stage_costs import StageCosts, polynomial
+
+
+class InvalidPlanError(UserError):
+    """A plan that cannot train; the message lists every reason."""
+
+
+def validate(
+    plan: Plan,
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    split_layers: bool = True,
+    costs: StageCosts | None = None,
+    tokens: Mapping[str, Sequence[int]] | None = None,
+    num_microbatches: int = 1 << 30,
+    depths: Sequence[int] | None = None,
+) -> None:
+    """Return if the plan is valid; else raise InvalidPlanError listing all that is wrong.
+
+    Every layer of every unit must be held once in every replica, in order; a rank belongs to one group of ranks, which
+    may hold stages of several units or several stages of one replica, but not two replicas of one unit; ranks exist
+    in the cluster; the tensor-parallel ranks of a stage share a node. `split_layers` False refuses tp and cp above 1.
+    With `costs` and `tokens` (those of the samples of a large microbatch, by unit) every device must hold what its
+    stages keep, with `depths` microbatches in flight by stage (by default 1F1B's, the least that runs full speed).
+    """
+    problems = plan_problems(
+        plan,
+        model,
+        cluster,
+        split_layers=split_layers,
+        costs=costs,
+        tokens=tokens,
+        num_microbatches=num_microbatches,
+        depths=depths,
+    )
+    if problems:
+        raise InvalidPlanError(str(list_problems("this plan cannot train:", problems)))
+
+
+def plan_problems(
+    plan: Plan,
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    split_layers: bool = True,
+    costs: StageCosts | None = None,
+    tokens: Mapping[str, Sequence[int]] | None = None,
+    num_microbatches: int = 1 << 30,
+    depths: Sequence[int] | None = None,
+) -> list[str]:
+    """Everything `validate` would complain about."""
+    problems = [
+        *_unit_problems(plan, model),
+        *_layer_problems(plan, model),
+        *_rank_problems(plan, cluster, split_layers),
+    ]
+    if costs is not None and tokens is not None and not problems:
+        problems += _memory_problems(plan, cluster, costs, tokens, num_microbatches, depths)
+    return problems
+
+
+def _place(entry: PlacedStage) -> str:
+    return f"{entry.unit} replica {entry.replica} stage {entry.position}"
+
+
+def _unit_problems(plan: Plan, model: ModelSpec) -> list[str]:
+    """Units that are missing, unknown or twice; edges that differ from the model's or point backwards."""
+    problems = []
+    planned = [unit.name for unit in plan.units]
+    known = [unit.name for unit in model.units]
+    problems += [
+        f"unit {name!r} is in the plan twice" for name in sorted({n for n in planned if planned.count(n) > 1})
+    ]
+    problems += [f"unit {name!r} of the model is not in the plan" for name in known if name not in planned]
+    problems += [
+        f"unit {name!r} of the plan is not in the model, which has {known}"
+        for name in dict.fromkeys(planned)
+        if name not in known
+    ]
+    for index, unit in enumerate(plan.units):
+        if not unit.replicas:
+            problems.append(f"unit {unit.name!r} has no replica")
+        if unit.name in known and sorted(unit.feeds) != sorted(model.unit(unit.name).feeds):
+            feeds = list(model.unit(unit.name).feeds)
+            problems.append(f"unit {unit.name!r} feeds {list(unit.feeds)} in the plan, {feeds} in the model")
+        for target in unit.feeds:
+            if target in planned[: index + 1]:
+                problems.append(f"unit {unit.name!r} feeds {target!r}, which must come after it in the plan")
+    return problems
+
+
+def _layer_problems(plan: Plan, model: ModelSpec) -> list[str]:
+    """Layers that a replica holds twice or not at all, and stages that hold nothing or what does not exist."""
+    problems = []
+    units = {unit.name: unit for unit in model.units}
+    for planned in plan.units:
+        unit = units.get(planned.name)
+        if unit is None:
+            continue
+        for number, replica in enumerate(planned.replicas):
+            where = f"{planned.name} replica {number}"
+            held = np.zeros(len(unit.layers), dtype=np.int64)
+            for position, stage in enumerate(replica.stages):
+                if stage.first >= stage.end:
+                    problems.append(f"{where} stage {position} holds no layer ({stage.first} to {stage.end})")
+                if stage.first < 0 or stage.end > len(unit.layers):
+                    problems.append(
+                        f"{where} stage {position} holds layers {stage.first} to {stage.end}, but {planned.name} has "
+                        f"layers 0 to {len(unit.layers)}"
+                    )
+                held[max(stage.first, 0) : max(stage.end, 0)] += 1
+            problems += [f"{where} holds {_names(unit, held > 1)} twice"] if (held > 1).any() else []
+            problems += [f"{where} lacks {_names(unit, held == 0)}"] if (held == 0).any() else []
+            firsts = [stage.first for stage in replica.stages]
+            if firsts != sorted(firsts):
+                problems.append(f"the stages of {where} are not in layer order: they begin at {firsts}")
+    return problems
+
+
+def _names(unit: UnitSpec, chosen: np.ndarray) -> str:
+    """The names of these layers, runs of them shortened."""
+    numbers = np.flatnonzero(chosen).tolist()
+    runs = [run for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1) if len(run)]
+    names = [
+        unit.layers[int(run[0])].name + (f" to {unit.layers[int(run[-1])].name}" if len(run) > 1 else "")
+        for run in runs
+    ]
+    return ("layer " if len(numbers) == 1 else "layers ") + ", ".join(names)
+
+
+def _rank_problems(plan: Plan, cluster: Cluster, split_layers: bool) -> list[str]:
+    """Groups of the wrong size, ranks in two groups, ranks that do not exist, tensor parallelism across nodes."""
+    problems = []
+    groups: dict[int, PlacedStage] = {}
+    holders: dict[tuple[str, tuple[int, ...]], PlacedStage] = {}
+    for entry in plan.stages():
+        stage = entry.stage
+        if stage.tp < 1 or stage.cp < 1 or len(stage.ranks) != stage.tp * stage.cp:
+            problems.append(
+                f"{_place(entry)} has ranks {list(stage.ranks)}, but tp {stage.tp} times cp {stage.cp} ranks are needed"
+            )
+        if len(set(stage.ranks)) < len(stage.ranks):
+            problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
+        if not split_layers and (stage.tp > 1 or stage.cp > 1):
+            problems.append(
+                f"{_place(entry)} asks for tp {stage.tp}, cp {stage.cp}; this runtime runs tp = cp = 1 only, so give "
+                f"the unit more stages or replicas instead"
+            )
+        for rank in dict.fromkeys(stage.ranks):
+            other = groups.setdefault(rank, entry)
+            same = other.stage.ranks == stage.ranks and (other.stage.tp, other.stage.cp) == (
+                stage.tp,
+                stage.cp,
+            )
+            if not same:
+                problems.append(
+                    f"rank {rank} is in two groups: {_place(other)} on {list(other.stage.ranks)} (tp {other.stage.tp}, "
+                    f"cp {other.stage.cp}) and {_place(entry)} on {list(stage.ranks)} (tp {stage.tp}, cp {stage.cp})"
+                )
+        other = holders.setdefault((entry.unit, stage.ranks), entry)
+        if other.replica != entry.replica:
+            problems.append(
+                f"ranks {list(stage.ranks)} hold two replicas of one unit: {_place(other)}, {_place(entry)}"
+            )
+        beyond = [rank for rank in stage.ranks if not 0 <= rank < cluster.num_devices]
+        if beyond:
+            problems.append(
+                f"{_place(entry)} uses ranks {beyond}, but the cluster has {cluster.num_devices} devices "
+                f"({cluster.nodes} nodes of {cluster.gpus_per_node})"
+            )
+        for start in range(0, len(stage.ranks), max(stage.tp, 1)):
+            group = stage.ranks[start : start + stage.tp]
+            nodes = sorted({cluster.node_of(rank) for rank in group})
+            if stage.tp > 1 and len(nodes) > 1:
+                problems.append(
+                    f"{_place(entry)} puts tensor-parallel ranks {list(group)} on nodes {nodes}; they must share one"
+                )
+    if len(plan.ranks) > cluster.num_devices:
+        problems.append(f"the plan needs {len(plan.ranks)} devices, the cluster has {cluster.num_devices}")
+    return problems
+
+
+def _memory_problems(
+    plan: Plan,
+    cluster: Cluster,
+    costs: StageCosts,
+    tokens: Mapping[str, Sequence[int]],
+    num_microbatches: int,
+    depths: Sequence[int] | None,
+) -> list[str]:
+    """Devices that cannot hold what their stages keep."""
+    needed = plan_bytes(plan, costs, tokens, num_microbatches, depths)
+    on_rank: dict[tuple[int, ...], list[PlacedStage]] = {}
+    for entry in plan.stages():
+        on_rank.setdefault(entry.stage.ranks, []).append(entry)
+    problems = []
+    for ranks, entries in on_rank.items():
+        total = sum(float(needed[entry.index]) for entry in entries)
+        if total > cluster.bytes_per_device:
+            largest = max(entries, key=lambda entry: float(needed[entry.index]))
+            problems.append(
+                f"ranks {list(ranks)} need {total / 1e9:.2f} GB, "
+                f"{(total - cluster.bytes_per_device) / 1e9:.2f} GB more than a device has, most of it for "
+                f"{_place(largest)} ({float(needed[largest.index]) / 1e9:.2f} GB); "
+                f"give {largest.unit} more stages, more tensor parallelism, smaller microbatches or recomputation"
+            )
+    return problems
+
+
+def plan_bytes(
+    plan: Plan,
+    costs: StageCosts,
+    tokens: Mapping[str, Sequence[int]],
+    num_microbatches: int = 1 << 30,
+    depths: Sequence[int] | None = None,
+) -> np.ndarray:
+    """Bytes per rank that every stage needs: `[stages]`.
+
+    Parameters, gradients and optimizer states, the activations of `depths` microbatches of `tokens[unit]` in flight
+    (at most `num_microbatches`; by default 1F1B's depth along the stage's path), and what it holds while it runs.
+    """
+    in_flight = np.minimum(path_depths(plan) if depths is None else depths, num_microbatches)
+    result = costs.static_bytes.copy()
+    for entry in plan.stages():
+        sums = tokens[entry.unit]
+        result[entry.index] += in_flight[entry.index] * polynomial(costs.kept_bytes[entry.index], sums)
+        result[entry.index] += polynomial(costs.transient_bytes[entry.index], sums)
+    return result

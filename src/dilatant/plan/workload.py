@@ -1,0 +1,45 @@
+"""The measured samples that a planner plans for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Samples as the units see them: `tokens[unit]` is [samples]; `squares[unit]` [samples] replaces tokens² where a
+    sample is several pieces that do not attend to each other."""
+
+    tokens: Mapping[str, NDArray[np.float64]]
+    squares: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = {unit: len(tokens) for unit, tokens in (*self.tokens.items(), *self.squares.items())}
+        if len(set(sizes.values())) != 1 or 0 in sizes.values():
+            raise PlanError(f"every unit needs the tokens of the same samples, at least one; got {sizes}")
+
+    @property
+    def num_samples(self) -> int:
+        return len(next(iter(self.tokens.values())))
+
+    def batches(self, global_batch: int, steps: int, seed: int = 0) -> Workload:
+        """`steps` global batches drawn from these samples: without repetition while there are enough of them."""
+        draw = np.random.default_rng(seed)
+        wanted, have = global_batch * steps, self.num_samples
+        rows = np.concatenate([draw.permutation(have) for _ in range(-(-wanted // have))])[:wanted]
+        return Workload(
+            {unit: np.asarray(tokens)[rows] for unit, tokens in self.tokens.items()},
+            {unit: np.asarray(squares)[rows] for unit, squares in self.squares.items()},
+        )
+
+    def mean(self, unit: str) -> NDArray[np.float64]:
+        """Mean tokens² and tokens of a sample in `unit`, and the share of samples that have any: [3]."""
+        tokens = np.asarray(self.tokens[unit], dtype=np.float64)
+        squares = np.asarray(self.squares.get(unit, tokens**2), dtype=np.float64)
+        return np.array([squares.mean(), tokens.mean(), (tokens > 0).mean()])

@@ -1,0 +1,1 @@
+"""Showing it: the run folder, the live line, the trackers, the plan page and replays of failures."""

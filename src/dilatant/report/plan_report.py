@@ -1,0 +1,146 @@
+"""The plan report: every fact of the plan page as one plain value.
+
+The page, the terminal table and `--json` show this value and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from dilatant.plan import Plan
+from dilatant.report.plain import from_plain, to_plain
+from dilatant.report.timeline import StepTimeline
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What a unit is. `role` is "encoder", "language model" or "generator"; `model` names it for a reader."""
+
+    name: str
+    role: str
+    model: str
+    layers: int
+    parameters: int
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizeDistribution:
+    """Tokens per sample in one unit: `counts[i]` samples have `edges[i] <= tokens < edges[i + 1]`.
+
+    The last bin includes its upper edge. `samples` were looked at; those without work in the unit count as 0.
+    """
+
+    unit: str
+    samples: int
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    mean: float
+    median: float
+    p95: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRatio:
+    """How a step's compute divides among units, and how sure that is.
+
+    `shares[unit]` sum to 1; `low` and `high` bound each share with `confidence`. `stable_batch` is Entrain's
+    b_min: batches at least this large keep leading to the same allocation of devices.
+    """
+
+    shares: dict[str, float]
+    low: dict[str, float]
+    high: dict[str, float]
+    confidence: float
+    samples: int
+    global_batch: int
+    stable_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Peak bytes on each of `ranks` by what holds them, against what the device has."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    bytes_by_use: dict[str, int]
+    capacity_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.bytes_by_use.values())
+
+    @property
+    def fraction(self) -> float:
+        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence.
+
+    `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
+    """
+
+    name: str
+    layout: str
+    devices: int
+    step_seconds: float
+    peak_memory: float
+    idle: dict[str, float]
+    chosen: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """All that is known about a plan before (and, with `measured`, after) it runs.
+
+    `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
+    step time that no plan for these devices can beat; `proven` that the search was exhaustive. `reasons` for this plan,
+    `advice` and `warnings` are sentences of whoever planned, shown as they are.
+    """
+
+    title: str
+    hardware: str
+    cost_source: str
+    schedule: str
+    plan: Plan
+    units: tuple[UnitFacts, ...]
+    timeline: StepTimeline
+    global_batch: int
+    sizes: tuple[SizeDistribution, ...] = ()
+    ratio: WorkloadRatio | None = None
+    memory: tuple[MemoryUse, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    lower_bound_seconds: float | None = None
+    proven: bool = False
+    planning_seconds: float | None = None
+    allocated_devices: int | None = None
+    measured: StepTimeline | None = None
+    reasons: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self.timeline.seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch / self.step_seconds if self.step_seconds > 0.0 else 0.0
+
+    def to_json(self) -> str:
+        """A JSON document that `from_json` reads back to an equal value."""
+        return json.dumps(to_plain(self), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanReport:
+        """Read what `to_json` wrote. Raises ValueError naming the place that does not fit."""
+        try:
+            return from_plain(cls, json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"not a plan report: {error}") from error

@@ -1,0 +1,184 @@
+"""What a plan report says in plain sentences."""
+
+from __future__ import annotations
+
+from dilatant.report.plan_report import Candidate, PlanReport
+from dilatant.report.wording import (
+    bytes_text,
+    count_text,
+    layers_text,
+    listed,
+    percent_text,
+    ranks_text,
+    seconds_text,
+)
+
+_LOST = {
+    "warm-up": "filling the pipeline",
+    "drain": "draining the pipeline",
+    "imbalance": "uneven work of stages and microbatches",
+    "communication": "moving data between devices",
+}
+_REMEDY = {
+    "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
+    "drain": "more microbatches in a step, or fewer stages, would shorten the draining of the pipeline",
+    "imbalance": "work that is spread more evenly, over stages by other cuts or over microbatches by the policies "
+    "balanced and searched, would shorten the waits",
+    "communication": "faster links, or cuts that keep neighbours on one machine, would shorten transfers",
+}
+_NOTABLE = 0.01  # Losses below one percent of device time are not worth a reader's attention.
+
+
+def summarize(report: PlanReport) -> tuple[str, ...]:
+    """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
+    sentences = [_speed(report), _losses(report), *_pace(report), *_memory(report), *_data(report)]
+    sentences += [*_optimality(report), *_rivals(report), *_measurement(report)]
+    return tuple(sentences)
+
+
+def suggest(report: PlanReport) -> tuple[str, ...]:
+    """What would help: the planner's own advice, then a remedy for each large loss with the most it can save."""
+    advice = list(report.advice)
+    for cause, fraction in report.timeline.idle_fractions().items():
+        if fraction < 3 * _NOTABLE or len(advice) >= len(report.advice) + 2:
+            break
+        remedy = _REMEDY.get(cause)
+        if remedy is None and cause.startswith("waiting for "):
+            unit = cause.removeprefix("waiting for ")
+            remedy = f"more devices for {unit}, or fewer of its layers on the slowest stage, would shorten the wait"
+        if remedy:
+            advice.append(
+                f"{remedy[0].upper()}{remedy[1:]}: {percent_text(fraction)} of device time at most."
+            )
+    return tuple(advice)
+
+
+def explain(candidate: Candidate, chosen: Candidate) -> str:
+    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
+    if candidate.why:
+        return candidate.why
+    if candidate.chosen:
+        return "The fastest plan that fits."
+    if candidate.peak_memory > 1.0:
+        return f"Does not fit: {percent_text(candidate.peak_memory)} of a device's memory."
+    extra = {cause: part - chosen.idle.get(cause, 0.0) for cause, part in candidate.idle.items()}
+    worst = max(extra, key=lambda cause: extra[cause], default="")
+    if worst and extra[worst] >= _NOTABLE:
+        return f"Loses {percent_text(extra[worst])} more of device time to {lost_to(worst)}."
+    if candidate.devices < chosen.devices:
+        return f"Leaves {chosen.devices - candidate.devices} devices unused."
+    if candidate.step_seconds <= chosen.step_seconds:
+        return "As fast, within the accuracy of the prediction."
+    return "The slowest stage has more work."
+
+
+def lost_to(cause: str) -> str:
+    """A cause of idle time in words."""
+    return _LOST.get(cause, cause)
+
+
+def _speed(report: PlanReport) -> str:
+    devices = len(report.plan.ranks)
+    unused = (report.allocated_devices or devices) - devices
+    sentence = (
+        f"One step should take {seconds_text(report.step_seconds)} for {report.global_batch:,} samples: "
+        f"{count_text(report.samples_per_second)} samples per second on {devices:,} devices."
+    )
+    return f"{sentence} {unused:,} allocated devices stay unused." if unused > 0 else sentence
+
+
+def _losses(report: PlanReport) -> str:
+    busy = report.timeline.busy_fraction()
+    sentence = f"Devices compute {percent_text(busy)} of the time."
+    lost = [
+        f"{percent_text(part)} on {lost_to(cause)}"
+        for cause, part in report.timeline.idle_fractions().items()
+        if part >= _NOTABLE
+    ]
+    return f"{sentence} The rest is lost: {listed(lost[:4])}." if lost else sentence
+
+
+def _pace(report: PlanReport) -> list[str]:
+    busy = report.timeline.busy_seconds()
+    if not busy or report.step_seconds <= 0.0:
+        return []
+    slowest = max(range(len(busy)), key=lambda lane: busy[lane])
+    lane = report.timeline.lanes[slowest]
+    placed = [report.plan.stages()[index] for index in lane.stages]
+    names = listed(
+        [f"{stage.unit} (layers {layers_text(stage.stage.first, stage.stage.end)})" for stage in placed]
+    )
+    who = f"{'ranks' if len(lane.ranks) > 1 else 'rank'} {ranks_text(lane.ranks)}"
+    part = percent_text(busy[slowest] / report.step_seconds)
+    return [f"The busiest stage sets the pace: {names} on {who} computes {part} of the step."]
+
+
+def _memory(report: PlanReport) -> list[str]:
+    if not report.memory:
+        return []
+    fullest = max(report.memory, key=lambda use: use.fraction)
+    who = f"rank {min(fullest.ranks)}"
+    need, capacity = bytes_text(fullest.peak_bytes), bytes_text(fullest.capacity_bytes)
+    if fullest.fraction > 1.0:
+        over = bytes_text(fullest.peak_bytes - fullest.capacity_bytes)
+        return [f"It does not fit: {who} needs {need} of {capacity}, {over} too much."]
+    return [
+        f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)})."
+    ]
+
+
+def _data(report: PlanReport) -> list[str]:
+    ratio = report.ratio
+    if ratio is None or not ratio.shares:
+        return []
+    shares = listed(
+        [
+            f"{unit} {percent_text(share)} (±{100 * max(ratio.high[unit] - share, share - ratio.low[unit]):.2g})"
+            for unit, share in ratio.shares.items()
+        ]
+    )
+    sentences = [
+        f"Of a step's work, {shares}: from {ratio.samples:,} samples, with {percent_text(ratio.confidence)} confidence."
+    ]
+    if ratio.stable_batch is not None and ratio.global_batch < ratio.stable_batch:
+        sentences.append(
+            f"The global batch of {ratio.global_batch:,} is too small for a steady ratio: batches of at least "
+            f"{ratio.stable_batch:,} samples would keep asking for the same division of devices."
+        )
+    return sentences
+
+
+def _optimality(report: PlanReport) -> list[str]:
+    bound = report.lower_bound_seconds
+    if report.proven:
+        return ["The search was exhaustive: no plan that was allowed is faster in this model of costs."]
+    if bound is None or bound <= 0.0:
+        return []
+    gap = percent_text(max(report.step_seconds / bound - 1.0, 0.0))
+    return [
+        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within {gap} of that."
+    ]
+
+
+def _rivals(report: PlanReport) -> list[str]:
+    chosen = next((candidate for candidate in report.candidates if candidate.chosen), None)
+    others = [
+        candidate for candidate in report.candidates if not candidate.chosen and candidate.peak_memory <= 1.0
+    ]
+    if chosen is None or not others:
+        return []
+    second = min(others, key=lambda candidate: candidate.step_seconds)
+    slower = second.step_seconds / chosen.step_seconds - 1.0
+    relation = "slower" if slower >= 0.0 else "faster"
+    name = f"{second.name}: {second.layout}" if second.layout else second.name
+    return [f"The runner-up ({name}) is {percent_text(abs(slower))} {relation}. {explain(second, chosen)}"]
+
+
+def _measurement(report: PlanReport) -> list[str]:
+    if report.measured is None or report.measured.seconds <= 0.0:
+        return []
+    error = report.step_seconds / report.measured.seconds - 1.0
+    return [
+        f"A measured step took {seconds_text(report.measured.seconds)}; "
+        f"the prediction was {percent_text(abs(error))} too {'long' if error > 0 else 'short'}."
+    ]

@@ -1,0 +1,158 @@
+"""The plan report on a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dilatant.report.plan_report import PlanReport
+from dilatant.report.plan_summary import explain, lost_to, suggest, summarize
+from dilatant.report.wording import (
+    bytes_text,
+    count_text,
+    layers_text,
+    percent_text,
+    ranks_text,
+    seconds_text,
+)
+
+_STAGES_SHOWN = 24
+_WIDE = 120  # columns from which on tables show all they have
+
+
+def print_plan(report: PlanReport, console: Console) -> None:
+    """Print the summary, the layout with what each stage does, and the plans that were compared."""
+    console.print(
+        f"[bold]{escape(report.title)}[/]  [dim]{escape(report.hardware)}, {escape(report.schedule)}, "
+        f"costs {escape(report.cost_source)}[/]",
+        highlight=False,
+    )
+    for warning in report.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+    for sentence in summarize(report):
+        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+    for sentence in suggest(report):
+        console.print(Padding(Text.assemble(("→ ", "cyan"), sentence), (0, 0, 0, 2)))
+    wide = console.width >= _WIDE
+    console.print()
+    console.print(_stages(report, wide))
+    if report.sizes:
+        console.print(_sizes(report, wide))
+    if report.candidates:
+        console.print(_candidates(report, wide))
+
+
+def _stages(report: PlanReport, wide: bool) -> Table:
+    """One line a stage; stages that are cut alike in several replicas share one."""
+    extra = ("tp×cp", "") if wide else ()
+    table = _table("stage", "layers", "ranks", *extra, "computes", "largest loss", "memory")
+    stages, timeline = report.plan.stages(), report.timeline
+    memory = {index: use for use in report.memory for index in use.stages}
+    busy = timeline.busy_seconds()
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, lane in enumerate(timeline.lanes):
+        key = tuple(
+            (stages[i].unit, stages[i].position, stages[i].stage.first, stages[i].stage.end)
+            for i in lane.stages
+        )
+        alike.setdefault(key, []).append(number)
+    for lanes in list(alike.values())[:_STAGES_SHOWN]:
+        placed = [stages[index] for index in timeline.lanes[lanes[0]].stages]
+        if not placed:
+            continue
+        part = sum(busy[lane] for lane in lanes) / len(lanes) / (timeline.seconds or 1.0)
+        lost = _mean_idle(report, lanes)
+        worst = max(lost, key=lambda cause: lost[cause], default="")
+        use = memory.get(placed[0].index)
+        ranks = [rank for lane in lanes for rank in timeline.lanes[lane].ranks]
+        shown = ranks_text(ranks)
+        table.add_row(
+            " + ".join(f"{one.unit} {one.position}" for one in placed)
+            + (f" ×{len(lanes)}" if len(lanes) > 1 else ""),
+            " + ".join(layers_text(one.stage.first, one.stage.end) for one in placed),
+            shown if len(shown) <= 20 else f"{len(ranks):,} ranks",
+            *((f"{placed[0].stage.tp}×{placed[0].stage.cp}", _bar(part)) if wide else ()),
+            percent_text(part),
+            f"{lost_to(worst)} {percent_text(lost[worst])}" if worst else "",
+            f"{bytes_text(use.peak_bytes)} ({percent_text(use.fraction)})" if use else "",
+            style="red" if use and use.fraction > 1.0 else None,
+        )
+    if len(alike) > _STAGES_SHOWN:
+        table.caption = f"{len(alike) - _STAGES_SHOWN} more stages: see the page or --json"
+    return table
+
+
+def _mean_idle(report: PlanReport, lanes: list[int]) -> dict[str, float]:
+    idle = report.timeline.idle
+    lost: dict[str, float] = {}
+    for lane in lanes if idle else ():
+        for cause, seconds in idle[lane].items():
+            lost[cause] = lost.get(cause, 0.0) + seconds / len(lanes) / (report.step_seconds or 1.0)
+    return lost
+
+
+def _sizes(report: PlanReport, wide: bool) -> Table:
+    title, extra = ("tokens per sample", ("median",)) if wide else ("tokens", ())
+    table = _table(title, "distribution", "mean", *extra, "95 %", "largest", "share of work")
+    for sizes in report.sizes:
+        share = ""
+        if report.ratio and sizes.unit in report.ratio.shares:
+            low, high = report.ratio.low[sizes.unit], report.ratio.high[sizes.unit]
+            share = f"{percent_text(report.ratio.shares[sizes.unit])} ({100 * low:.1f}–{100 * high:.1f})"
+        table.add_row(
+            sizes.unit,
+            sparkline(sizes.counts),
+            count_text(sizes.mean),
+            *((count_text(sizes.median),) if wide else ()),
+            *(count_text(value) for value in (sizes.p95, sizes.largest)),
+            share,
+        )
+    return table
+
+
+def _candidates(report: PlanReport, wide: bool) -> Table:
+    extra = ("memory", "devices", "layout", "why") if wide else ("layout",)
+    table = _table("plan", "step", "against ours", *extra)
+    chosen = next((one for one in report.candidates if one.chosen), report.candidates[0])
+    for one in sorted(
+        report.candidates, key=lambda candidate: (not candidate.chosen, candidate.step_seconds)
+    ):
+        table.add_row(
+            f"✓ {one.name}" if one.chosen else one.name,
+            seconds_text(one.step_seconds),
+            "" if one.chosen else f"{100 * (one.step_seconds / chosen.step_seconds - 1):+.1f} %",
+            *(
+                (percent_text(one.peak_memory), f"{one.devices:,}", one.layout, explain(one, chosen))
+                if wide
+                else (one.layout,)
+            ),
+            style="bold" if one.chosen else "red" if one.peak_memory > 1.0 else None,
+        )
+    return table
+
+
+def sparkline(values: tuple[float, ...] | list[float]) -> str:
+    """Values as eight heights of block characters; the largest is full, zero a blank."""
+    tallest = max(values, default=0) or 1
+    return "".join(" ▁▂▃▄▅▆▇█"[min(int(8 * value / tallest + 0.999), 8)] for value in values)
+
+
+def _bar(part: float, width: int = 12) -> Text:
+    filled = round(min(max(part, 0.0), 1.0) * width)
+    return Text("█" * filled, style="green") + Text("░" * (width - filled), style="dim")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    right = {"devices", "step", "against ours", "memory", "mean", "median", "95 %", "largest", "computes"}
+    for name in columns:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name in ("stage", "plan", "step", "distribution", "against ours"),
+        )
+    return table

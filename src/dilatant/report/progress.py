@@ -1,0 +1,82 @@
+"""The live line of a run: step, loss, speed by unit, data wait, time to finish."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dilatant.runtime.metrics import StepMetrics
+
+_SMOOTHING = 0.9
+_PLAIN_INTERVAL_SECONDS = 5.0
+
+
+class ProgressLine:
+    """A progress bar on a terminal; elsewhere (a log file, Slurm) a plain line every few seconds."""
+
+    def __init__(self, console: Console, total_steps: int, completed_steps: int = 0) -> None:
+        self._console = console
+        self._seconds: float | None = None
+        self._last_plain = 0.0
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(
+            "train", total=total_steps, completed=completed_steps, figures=""
+        )
+
+    def __enter__(self) -> ProgressLine:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show a finished step."""
+        seconds = metrics.step_seconds
+        self._seconds = (
+            seconds if self._seconds is None else _SMOOTHING * self._seconds + (1 - _SMOOTHING) * seconds
+        )
+        figures = describe(metrics, self._seconds)
+        self._progress.update(self._task, completed=metrics.step, figures=figures)
+        now = time.monotonic()
+        last = metrics.step == metrics.total_steps
+        if not self._console.is_terminal and (last or now - self._last_plain >= _PLAIN_INTERVAL_SECONDS):
+            self._last_plain = now
+            self._console.print(
+                f"step {metrics.step}/{metrics.total_steps}  {figures}", highlight=False, soft_wrap=True
+            )
+
+
+def describe(metrics: StepMetrics, smoothed_seconds: float) -> str:
+    """The figures of the line, for example `loss 0.412  12.3k tok/s (vision 4.1k)  data 2%  left 1:02`."""
+    seconds = max(metrics.step_seconds, 1e-9)
+    units = "  ".join(f"{name} {_short(count / seconds)}" for name, count in metrics.tokens.items())
+    wait = 100 * metrics.data_wait_seconds / seconds
+    left = smoothed_seconds * (metrics.total_steps - metrics.step)
+    return f"loss {metrics.loss:.4f}  tok/s {units}  data {wait:.0f}%  left {_clock(left)}"
+
+
+def _short(value: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,201 @@
+"""Replays of a node trace on a terminal and as a page: throughput over time, and what time was lost to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dilatant.plan.replay import Replay
+from dilatant.report.page import asset, template
+from dilatant.report.plain import to_plain
+from dilatant.report.plan_table import sparkline
+from dilatant.report.wording import count_text, percent_text, seconds_text
+
+_WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
+_SPARKS = 60
+
+
+def replays_to_plain(replays: Sequence[Replay]) -> dict[str, Any]:
+    """What `--json` prints: every replay with its rate, and segments as they are."""
+    return {"replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays]}
+
+
+def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
+    """The first replay in sentences, and what the others would have reached."""
+    ours = replays[0]
+    lost = sum(ours.lost.values())
+    useful = 1.0 - lost / ours.seconds if ours.seconds else 0.0
+    sentences = [
+        f"Over {seconds_text(ours.seconds)} the cluster changed {ours.changes:,} times; "
+        f"{ours.name} trained {count_text(ours.samples_per_second)} samples per second on average "
+        f"and computed for {percent_text(useful)} of the time."
+    ]
+    if ours.lost:
+        cause, seconds = next(iter(ours.lost.items()))
+        sentences.append(f"Most time was lost to {cause}: {seconds_text(seconds)}.")
+    if ours.rollbacks:
+        changes = "1 change" if ours.rollbacks == 1 else f"{ours.rollbacks:,} changes"
+        sentences.append(f"{changes} cost finished steps: training fell back to a checkpoint.")
+    if ours.exposed_seconds:
+        part = percent_text(ours.exposed_seconds / ours.seconds)
+        sentences.append(
+            f"For {part} of the time there were fewer replicas than the fault tolerance asks for."
+        )
+    for other in replays[1:]:
+        if other.samples_per_second > 0.0:
+            factor = ours.samples_per_second / other.samples_per_second
+            sentences.append(
+                f"That is {factor:.2f} times {other.name} ({count_text(other.samples_per_second)})."
+            )
+        else:
+            sentences.append(f"{other.name[0].upper()}{other.name[1:]} would not have finished a step.")
+    return tuple(sentences)
+
+
+def print_replays(replays: Sequence[Replay], console: Console) -> None:
+    """Print the sentences, a line of throughput over time for each replay, and the seconds lost by cause."""
+    for sentence in summarize_replays(replays):
+        console.print(sentence, highlight=False, markup=False)
+    most = max((rate for one in replays for rate in _rates(one)), default=0.0) or 1.0
+    table = _table("throughput over time", "", "samples/s", right=("samples/s",))
+    for one in replays:
+        # A last bin of full height gives all lines one scale; it is cut off again.
+        table.add_row(sparkline([*_rates(one), most])[:-1], one.name, count_text(one.samples_per_second))
+    table.add_row(sparkline(_nodes(replays[0])), "nodes alive", "", style="dim")
+    console.print(table)
+    names = [one.name for one in replays]
+    table = _table("time lost to", *names, right=names)
+    for cause in _causes(replays):
+        table.add_row(cause, *(seconds_text(one.lost[cause]) if cause in one.lost else "" for one in replays))
+    console.print(table)
+
+
+def _table(*columns: str, right: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    return table
+
+
+def write_replay_page(replays: Sequence[Replay], path: str | Path) -> Path:
+    """Write the page to `path` and return it."""
+    path = Path(path)
+    path.write_text(render_replay_page(replays), encoding="utf-8")
+    return path
+
+
+def render_replay_page(replays: Sequence[Replay]) -> str:
+    """A page without scripts: the first replay against the others over time, and lost time by cause."""
+    from markupsafe import Markup
+
+    causes = _causes(replays)
+    tones = {cause: f"c{order % 6}" for order, cause in enumerate(causes)}
+    rows = []
+    for order, one in enumerate(replays):
+        useful = max(one.seconds - sum(one.lost.values()), 0.0)
+        parts = [("training", useful, f"shade u{order % 6} B")]
+        parts += [(cause, one.lost[cause], tones[cause]) for cause in causes if cause in one.lost]
+        rows.append(
+            {
+                "name": one.name,
+                "rate": count_text(one.samples_per_second),
+                "useful": percent_text(useful / one.seconds) if one.seconds else "",
+                "parts": [
+                    {
+                        "name": cause,
+                        "percent": round(100 * seconds / one.seconds, 3) if one.seconds else 0.0,
+                        "tone": tone,
+                        "text": seconds_text(seconds),
+                    }
+                    for cause, seconds, tone in parts
+                ],
+            }
+        )
+    return template("replay.html").render(
+        trace=replays[0].trace,
+        summary=summarize_replays(replays),
+        chart=_chart(replays),
+        rows=rows,
+        causes=[{"name": cause, "tone": tone} for cause, tone in tones.items()],
+        lines=[{"name": one.name, "tone": f"shade u{order % 6} B"} for order, one in enumerate(replays)],
+        style=Markup(asset("page.css")),
+    )
+
+
+def _causes(replays: Sequence[Replay]) -> list[str]:
+    """Causes of lost time over all replays, the largest first."""
+    totals: dict[str, float] = {}
+    for one in replays:
+        for cause, seconds in one.lost.items():
+            totals[cause] = totals.get(cause, 0.0) + seconds
+    return sorted(totals, key=lambda cause: -totals[cause])
+
+
+def _binned(one: Replay, area: list[float]) -> list[float]:
+    """Averages over `_SPARKS` equal spans of time; `area[i]` is what segment i adds up to."""
+    start, span = one.segments[0].start, one.seconds / _SPARKS
+    bins = [0.0] * _SPARKS
+    for segment, amount in zip(one.segments, area):
+        first, end = (segment.start - start) / span, (segment.start + segment.seconds - start) / span
+        for index in range(int(first), min(int(end) + 1, _SPARKS)):
+            common = min(end, index + 1) - max(first, index)
+            bins[index] += amount * max(common, 0.0) * span / segment.seconds
+    return [amount / span for amount in bins]
+
+
+def _rates(one: Replay) -> list[float]:
+    return _binned(one, [segment.samples for segment in one.segments]) if one.segments else []
+
+
+def _nodes(one: Replay) -> list[float]:
+    return _binned(one, [segment.nodes * segment.seconds for segment in one.segments]) if one.segments else []
+
+
+def _chart(replays: Sequence[Replay]) -> dict[str, Any]:
+    """Step lines of throughput, and below them the nodes alive."""
+    start, seconds = replays[0].segments[0].start, replays[0].seconds or 1.0
+    rates = [part.samples / part.seconds for one in replays for part in one.segments]
+    top = max(rates, default=0.0) or 1.0
+    most = max((part.nodes for part in replays[0].segments), default=1) or 1
+
+    def x(moment: float) -> float:
+        return _LEFT + (moment - start) / seconds * (_WIDTH - _LEFT)
+
+    def steps(one: Replay, value: Any, floor: float, height: float) -> str:
+        points = []
+        for part in one.segments:
+            y = floor - height * value(part)
+            points.append(f"{x(part.start):.1f},{y:.1f} {x(part.start + part.seconds):.1f},{y:.1f}")
+        return " ".join(points)
+
+    base = _HEIGHT + 26 + _NODES
+    area = steps(replays[0], lambda part: part.nodes / most, base, _NODES)
+    return {
+        "width": _WIDTH,
+        "height": base + 24,
+        "left": _LEFT,
+        "floor": _HEIGHT,
+        "base": base,
+        "lines": [
+            {
+                "tone": f"u{order % 6}",
+                "name": one.name,
+                "points": steps(one, lambda part: part.samples / part.seconds / top, _HEIGHT, _HEIGHT - 14),
+            }
+            for order, one in reversed(list(enumerate(replays)))
+        ],
+        "nodes": f"{x(start):.1f},{base:.1f} {area} {x(start + seconds):.1f},{base:.1f}",
+        "marks": [
+            {"y": _HEIGHT - (_HEIGHT - 14) * part, "text": count_text(top * part)} for part in (0.0, 0.5, 1.0)
+        ],
+        "most": most,
+        "ticks": [
+            {"x": x(start + seconds * part), "text": seconds_text(seconds * part) if part else "0"}
+            for part in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ],
+    }

@@ -1,0 +1,208 @@
+"""The plan report of a search: the winner drawn, the runners-up explained, memory and data taken apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.plan.candidates import roles_of
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.explain import reasons
+from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.search import RankedPlan, SearchResult
+from dilatant.plan.stable_batch import StableBatch
+from dilatant.plan.workload import Workload
+from dilatant.report.plan_report import (
+    Candidate,
+    MemoryUse,
+    PlanReport,
+    SizeDistribution,
+    UnitFacts,
+    WorkloadRatio,
+)
+from dilatant.report.step_timeline import step_timeline
+from dilatant.schedule import Timeline
+
+_BINS = 24
+_RUNNERS_UP = 6
+_CONFIDENCE = 0.95
+
+
+def search_report(
+    title: str,
+    hardware: str,
+    cost_source: str,
+    result: SearchResult,
+    timeline: Timeline,
+    model: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    work: ArrayLike,
+    global_batch: int,
+    *,
+    names: Mapping[str, str] | None = None,
+    stable: StableBatch | None = None,
+    rules: ParameterBytes = BF16,
+) -> PlanReport:
+    """The report of the winner of `result`, with `timeline` its typical step (without the exposed gradient sync).
+
+    `work` is [samples, units] seconds on one device, units as in `model`. `names[unit]` says what a unit is ("Llama
+    3.2 1B"). Without `stable` nothing is said about the size of the global batch.
+    """
+    roles = roles_of(model)
+    warning = stable.warning(global_batch) if stable else None
+    return PlanReport(
+        title=title,
+        hardware=hardware,
+        cost_source=cost_source,
+        schedule=result.winner.evaluation.schedule or "1F1B",
+        plan=result.winner.plan,
+        units=tuple(
+            UnitFacts(
+                name=unit.name,
+                role="encoder" if unit.name in roles.encoders else _role(unit.name == roles.language),
+                model=(names or {}).get(unit.name, unit.name),
+                layers=len(unit.layers),
+                parameters=sum(layer.parameters for layer in unit.layers),
+                trainable_parameters=sum(layer.parameters for layer in unit.layers if layer.trainable),
+            )
+            for unit in model.units
+        ),
+        timeline=step_timeline(timeline, result.winner.evaluation.sync_seconds),
+        global_batch=global_batch,
+        sizes=tuple(size_distribution(unit.name, workload.tokens[unit.name]) for unit in model.units),
+        ratio=workload_ratio([unit.name for unit in model.units], work, global_batch, stable),
+        memory=memory_use(timeline, model, cluster, rules),
+        candidates=(
+            _candidate(result.winner, cluster, chosen=True),
+            *(_candidate(one, cluster) for one in result.runners_up[:_RUNNERS_UP]),
+        ),
+        lower_bound_seconds=result.lower_bound,
+        proven=result.proven,
+        planning_seconds=result.wall_seconds,
+        allocated_devices=cluster.num_devices,
+        reasons=reasons(result, cluster.bytes_per_device),
+        warnings=(warning,) if warning else (),
+    )
+
+
+def size_distribution(unit: str, tokens: ArrayLike) -> SizeDistribution:
+    """Tokens per sample in equal bins from 0; samples without work count as 0."""
+    values = np.asarray(tokens, dtype=np.float64)
+    top = max(float(values.max(initial=0.0)), 1.0)
+    counts, edges = np.histogram(values, bins=_BINS, range=(0.0, top))
+    return SizeDistribution(
+        unit=unit,
+        samples=len(values),
+        edges=tuple(edges.tolist()),
+        counts=tuple(counts.tolist()),
+        mean=float(values.mean()),
+        median=float(np.median(values)),
+        p95=float(np.percentile(values, 95)),
+        largest=top if len(values) else 0.0,
+    )
+
+
+def workload_ratio(
+    units: Sequence[str], work: ArrayLike, global_batch: int, stable: StableBatch | None = None
+) -> WorkloadRatio:
+    """Shares of mean work with their confidence interval.
+
+    A share is a ratio of means, s = mean(w) / mean(W); to first order its error is that of the mean of
+    (w - s W) / mean(W), which is normal for many samples.
+    """
+    samples = np.asarray(work, dtype=np.float64)
+    total = samples.sum(axis=1)
+    shares = samples.mean(axis=0) / total.mean()
+    residual = (samples - shares * total[:, None]) / total.mean()
+    z = NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2.0)
+    margin = z * residual.std(axis=0, ddof=1 if len(samples) > 1 else 0) / math.sqrt(len(samples))
+    low, high = np.maximum(shares - margin, 0.0), np.minimum(shares + margin, 1.0)
+    return WorkloadRatio(
+        shares=dict(zip(units, shares.tolist(), strict=True)),
+        low=dict(zip(units, low.tolist(), strict=True)),
+        high=dict(zip(units, high.tolist(), strict=True)),
+        confidence=_CONFIDENCE,
+        samples=len(samples),
+        global_batch=global_batch,
+        stable_batch=stable.batch if stable else None,
+    )
+
+
+def memory_use(
+    timeline: Timeline, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
+) -> tuple[MemoryUse, ...]:
+    """Peak memory by use; ranks that hold the same stages and peak alike are one entry. Empty when no memory was
+    simulated."""
+    if timeline.peak_bytes is None:
+        return ()
+    held: dict[int, list[PlacedStage]] = {rank: [] for rank in timeline.ranks}
+    for placed in timeline.plan.stages():
+        for rank in placed.stage.ranks:
+            held[rank].append(placed)
+    groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for rank, peak in zip(timeline.ranks, timeline.peak_bytes.tolist(), strict=True):
+        groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
+    uses = []
+    for (stages, peak), ranks in groups.items():
+        fixed = _parameter_bytes(held[ranks[0]], model, rules)
+        uses.append(
+            MemoryUse(
+                ranks=tuple(ranks),
+                stages=stages,
+                bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0)},
+                capacity_bytes=round(cluster.bytes_per_device)
+                if math.isfinite(cluster.bytes_per_device)
+                else peak,
+            )
+        )
+    return tuple(uses)
+
+
+def _parameter_bytes(held: Sequence[PlacedStage], model: ModelSpec, rules: ParameterBytes) -> dict[str, int]:
+    weights = gradients = optimizer = 0.0
+    for placed in held:
+        layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
+        trained = sum(layer.parameters for layer in layers if layer.trainable) / placed.stage.tp
+        weights += rules.weight * sum(layer.parameters for layer in layers) / placed.stage.tp
+        gradients += rules.gradient * trained
+        optimizer += rules.optimizer * trained
+    return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
+
+
+def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Candidate:
+    evaluation, plan = ranked.evaluation, ranked.plan
+    total = evaluation.seconds * len(plan.ranks)
+    idle = {cause: seconds / total for cause, seconds in evaluation.idle_seconds.items() if seconds > 0.0}
+    return Candidate(
+        name=f"{ranked.placement}, {ranked.replicas} {'pipeline' if ranked.replicas == 1 else 'pipelines'}",
+        layout=f"{layout_text(plan)}; {ranked.num_microbatches} microbatches of {ranked.microbatch_size}",
+        devices=len(plan.ranks),
+        step_seconds=evaluation.seconds,
+        peak_memory=max(evaluation.peak_bytes, default=0.0) / cluster.bytes_per_device,
+        idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
+        chosen=chosen,
+    )
+
+
+def layout_text(plan: Plan) -> str:
+    """Every unit's replicas, stages and degrees: `vision 4 × 2 stages, tp 1; language 4 × 3 stages, tp 2`."""
+    texts = []
+    for unit in plan.units:
+        stages = unit.replicas[0].stages
+        degrees = sorted({(stage.tp, stage.cp) for stage in stages})
+        grid = ", ".join(f"tp {tp}" + (f" cp {cp}" if cp > 1 else "") for tp, cp in degrees)
+        texts.append(
+            f"{unit.name} {len(unit.replicas)} × {len(stages)} {'stage' if len(stages) == 1 else 'stages'}, {grid}"
+        )
+    return "; ".join(texts)
+
+
+def _role(is_language: bool) -> str:
+    return "language model" if is_language else "generator"

@@ -1,0 +1,107 @@
+"""From the steps of ranks, predicted or measured, to the lines that are drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from dilatant.plan import Plan
+from dilatant.report.timeline import Lane, StepTimeline, TimelineRow
+from dilatant.schedule import Action, Timeline
+from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
+
+BETWEEN = "between actions"
+"""Measured time in which a rank neither computed nor waited for rows."""
+
+
+def step_timeline(timeline: Timeline, sync_seconds: float = 0.0) -> StepTimeline:
+    """One lane for all ranks that did the same at the same time (the tp x cp ranks of a predicted stage).
+
+    An action's samples are its part where it names one, and its whole microbatch otherwise. After the last action
+    every rank waits `sync_seconds` for gradients, which counts as communication.
+    """
+    placed = timeline.plan.stages()
+    held: dict[int, list[int]] = {rank: [] for rank in timeline.ranks}
+    for stage in placed:
+        for rank in stage.stage.ranks:
+            held[rank].append(stage.index)
+
+    def samples(action: Action) -> tuple[int, ...]:
+        if action.samples is not None:
+            return action.samples
+        stage = placed[action.stage]
+        return timeline.assignment.microbatches[stage.unit][stage.replica][action.microbatch]
+
+    members: dict[tuple[tuple[int, ...], bytes, bytes], list[int]] = {}
+    for index, rank in enumerate(timeline.ranks):
+        rows = slice(int(timeline.offsets[index]), int(timeline.offsets[index + 1]))
+        key = (tuple(held[rank]), timeline.start[rows].tobytes(), timeline.end[rows].tobytes())
+        members.setdefault(key, []).append(index)
+    lanes: list[Lane] = []
+    lines: list[TimelineRow] = []
+    idle: list[dict[str, float]] = []
+    for (stages, _, _), indices in members.items():
+        lane = len(lanes)
+        lanes.append(Lane(tuple(timeline.ranks[index] for index in indices), stages))
+        idle.append(
+            {
+                cause: seconds
+                for cause, seconds in zip(timeline.causes, timeline.idle[indices[0]].tolist(), strict=True)
+                if seconds > 0.0
+            }
+        )
+        if sync_seconds > 0.0:
+            idle[lane][COMMUNICATION] = idle[lane].get(COMMUNICATION, 0.0) + sync_seconds
+        for action, start, end in timeline.of_rank(timeline.ranks[indices[0]]):
+            kind = str(action.kind)
+            lines.append(
+                TimelineRow(lane, action.stage, kind, action.microbatch, samples(action), start, end - start)
+            )
+    return StepTimeline(timeline.seconds + sync_seconds, tuple(lanes), tuple(lines), tuple(idle))
+
+
+def measured_timeline(actions: Sequence[MeasuredAction], plan: Plan) -> StepTimeline:
+    """One lane for every rank of `plan`, from the first action's start to the last one's end.
+
+    Idle time is named as in a prediction: before a rank's first action it warms up, after its last it drains, and it
+    waits for the unit whose rows it awaited (its own unit: imbalance). Raises ValueError without actions.
+    """
+    if not actions:
+        raise ValueError("nothing was measured")
+    begin, end = min(one.start for one in actions), max(one.end for one in actions)
+    held: dict[int, list[int]] = {rank: [] for rank in plan.ranks}
+    unit_of: dict[int, str] = {}
+    for placed in plan.stages():
+        for rank in placed.stage.ranks:
+            held[rank].append(placed.index)
+            unit_of.setdefault(rank, placed.unit)
+    of_rank: dict[int, list[MeasuredAction]] = {rank: [] for rank in plan.ranks}
+    for one in sorted(actions, key=lambda action: action.start):
+        of_rank[one.rank].append(one)
+    rows: list[TimelineRow] = []
+    idle: list[dict[str, float]] = []
+    for lane, (_, own) in enumerate(of_rank.items()):
+        causes: defaultdict[str, float] = defaultdict(float)
+        before = begin
+        for number, one in enumerate(own):
+            causes[BETWEEN if number else WARM_UP] += max(one.start - before, 0.0)
+            awaited = one.unit if one.waited_for is None else unit_of[one.waited_for]
+            causes[IMBALANCE if awaited == one.unit else waiting_for(awaited)] += one.waited_seconds
+            before = one.end
+            start = one.start + one.waited_seconds - begin
+            rows.append(
+                TimelineRow(
+                    lane,
+                    one.action.stage,
+                    str(one.action.kind),
+                    one.action.microbatch,
+                    one.samples,
+                    start,
+                    one.seconds,
+                )
+            )
+        causes[DRAIN] += end - before
+        idle.append({cause: seconds for cause, seconds in causes.items() if seconds > 0.0})
+    lanes = tuple(Lane((rank,), tuple(stages)) for rank, stages in held.items())
+    return StepTimeline(end - begin, lanes, tuple(rows), tuple(idle))

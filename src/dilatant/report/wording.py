@@ -1,0 +1,65 @@
+"""How numbers are written for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def seconds_text(seconds: float) -> str:
+    """Three significant digits with the unit that fits: `1.84 s`, `12.4 ms`, `820 µs`, `2 min 05 s`, `3 h 20 min`."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 0.9995 or unit == "µs":
+            return f"{_three_digits(seconds * factor)} {unit}"
+    raise AssertionError
+
+
+def bytes_text(count: float) -> str:
+    """Binary units: `38.2 GiB`, `512 MiB`."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 0.9995 * 1024**power:
+            return f"{_three_digits(count / 1024**power)} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_text(count: float) -> str:
+    """A large count in short: `7.24 B`, `630 M`, `48.1 k`, `512`."""
+    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if count >= factor:
+            return f"{_three_digits(count / (1e3 if unit == 'k' else factor))} {unit}"
+    return f"{count:,.0f}" if count >= 100 or float(count).is_integer() else _three_digits(count)
+
+
+def percent_text(fraction: float) -> str:
+    """`81 %`; below ten one decimal, so that small shares stay distinguishable."""
+    percent = 100.0 * fraction
+    return f"{percent:.1f} %" if 0.05 <= abs(percent) < 9.95 else f"{percent:.0f} %"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ascending ranks with runs joined: `0–7, 12`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs)
+
+
+def layers_text(first: int, end: int) -> str:
+    """Layers `first <= layer < end`: `0–7`, or `7` alone."""
+    return str(first) if end - first == 1 else f"{first}–{end - 1}"
+
+
+def listed(items: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}"

@@ -1,0 +1,1 @@
+"""Doing it: the step, the optimizer, checkpoints and the loop around them."""

@@ -1,0 +1,374 @@
+"""Process groups of one generation: made by their members alone, aborted from any thread, closed with the runtime.
+
+This is the only file that touches what torch.distributed keeps private. It uses backends directly: there is no
+default group, no global registry and no group name that a later generation could resolve by mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_POKE_TAG = 1 << 20
+"""A tag that no transfer uses (`Group.send` counts below it)."""
+_WATCH_SECONDS = 3600.0
+
+
+class CommAborted(RuntimeError):
+    """Communication of this generation was ended; the message says by whom and why."""
+
+
+class CommTimeout(RuntimeError):
+    """A peer did not answer in time; the message says what was awaited."""
+
+
+class Pending:
+    """A transfer or collective under way. `tensors` stay alive until it is done.
+
+    On a GPU `wait` makes the current stream wait, not the host.
+    """
+
+    def __init__(self, comm: Comm, work: Any, what: str, tensors: Sequence[Tensor]) -> None:
+        self._comm = comm
+        self._work = work
+        self._what = what
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Return when the tensors may be used. Raises CommAborted or CommTimeout."""
+        if self._work is not None:
+            with self._comm._explained(self._what):
+                self._work.wait()
+            self._work = None
+        self._tensors = ()
+
+    def is_done(self) -> bool:
+        """Whether the transfer is over; Gloo says so only after `wait`."""
+        if self._work is not None and self._work.is_completed():
+            self.wait()
+        return self._work is None
+
+
+class Group:
+    """Ranks that communicate: one communicator, on a GPU with a stream of its own.
+
+    `ranks` are those of the generation, in group order. Tensors must be contiguous and on the group's device.
+    Every method returns at once; empty tensors are legal and send nothing.
+    """
+
+    def __init__(self, comm: Comm, name: str, ranks: tuple[int, ...], backend: Any) -> None:
+        self.name = name
+        self.ranks = ranks
+        self._comm = comm
+        self._backend = backend
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0, what: str = "") -> Pending:
+        """Send to rank `to`. Transfers between two ranks must be posted in the same order at both."""
+        return self._transfer("send", tensor, to, tag, what)
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0, what: str = "") -> Pending:
+        """Fill `tensor` from rank `source`, which sends one of the same shape."""
+        return self._transfer("recv", tensor, source, tag, what)
+
+    def sum_(self, tensor: Tensor, what: str = "") -> Pending:
+        """Replace `tensor` by its sum over the ranks."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+
+    def max_(self, tensor: Tensor, what: str = "") -> Pending:
+        """Replace `tensor` by its elementwise maximum over the ranks."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+
+    def gather(self, tensor: Tensor, what: str = "") -> tuple[list[Tensor], Pending]:
+        """Every rank's `tensor`, in group order; the list may be read after waiting."""
+        gathered = [torch.empty_like(tensor) for _ in self.ranks]
+        if self._backend is None:
+            gathered[0].copy_(tensor)
+            return gathered, self._pending(None, what, ())
+        with self._comm._explained(what or self.name):
+            work = self._backend.allgather([gathered], [tensor])
+        return gathered, self._pending(work, what, (tensor, *gathered))
+
+    def barrier(self, what: str = "") -> None:
+        """Return when every rank has called it."""
+        device = "cpu" if self._backend is None or self._backend.name() == "gloo" else self._comm.device
+        flag = torch.ones(1, device=device)
+        self.sum_(flag, what or f"barrier of {self.name}").wait()
+        flag.item()
+
+    def _transfer(self, direction: str, tensor: Tensor, peer: int, tag: int, what: str) -> Pending:
+        if not tensor.numel():
+            return self._pending(None, what, ())
+        if not 0 <= tag < _POKE_TAG:
+            raise ValueError(f"tag {tag} is not in [0, {_POKE_TAG})")
+        with self._comm._explained(what or self.name):
+            work = getattr(self._backend, direction)([tensor], self.ranks.index(peer), tag)
+        return self._pending(work, what, (tensor,))
+
+    def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Pending:
+        if self._backend is None or not tensor.numel():
+            return self._pending(None, what, ())
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        with self._comm._explained(what or self.name):
+            work = self._backend.allreduce([tensor], options)
+        return self._pending(work, what, (tensor,))
+
+    def _pending(self, work: Any, what: str, tensors: Sequence[Tensor]) -> Pending:
+        return Pending(self._comm, work, what or self.name, tensors)
+
+
+class Comm:
+    """One rank's communication in one generation, until `close()`.
+
+    store: a torch store that all ranks reach, best held by a process that is none of them. It also carries news: a
+    rank that fails calls `abort`, and a watchdog thread in every other rank then ends what that rank is blocked in.
+    `device` decides the backend of groups (NCCL for CUDA, else Gloo); `world` is always Gloo, for values on the CPU.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        generation: int = 0,
+        device: torch.device | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.generation = generation
+        self.device = device or torch.device("cpu")
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._root = store
+        self._store = dist.PrefixStore(f"generation{generation}", store)
+        store.set("generation", f"{generation} {size}")
+        self._groups: dict[str, Group] = {}
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._closed = False
+        self._meeting: tuple[str, list[str]] | None = None
+        self._watchdog = threading.Thread(target=self._watch, name="dilatant-watchdog", daemon=True)
+        self._watchdog.start()
+        self.world = self._open("world", tuple(range(size)), torch.device("cpu"))
+
+    @property
+    def aborted(self) -> str | None:
+        """Why communication was ended, or None."""
+        return self._reason
+
+    def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
+        """The group called `name`, made by its members alone at its first mention; every member gives equal ranks.
+
+        A group of one rank is legal and communicates with nobody.
+        """
+        known = self._groups.get(name)
+        if known is None:
+            return self._open(name, tuple(ranks), device or self.device)
+        if known.ranks != tuple(ranks):
+            raise ValueError(f"group {name!r} has ranks {known.ranks}, not {tuple(ranks)}")
+        return known
+
+    def edge(self, name: str, source: int, target: int) -> Group:
+        """The group of a directed edge, ready for `source` to send without waiting for `target`."""
+        known = self._groups.get(name)
+        if known is not None:
+            return known
+        group = self.group(name, (source, target))
+        if _is_nccl(group):
+            # NCCL connects two ranks at their first transfer, and both must take part: now, not in the first step.
+            flag = torch.zeros(1, device=self.device)
+            first = group.send(flag, target) if self.rank == source else group.receive(flag, source)
+            first.wait()
+            flag.item()
+        return group
+
+    def abort(self, reason: str, tell: bool = True) -> None:
+        """End all communication of this generation: whoever is blocked in it raises CommAborted. Never raises.
+
+        Tells the other ranks through the store unless `tell` is False. The first reason stays.
+        """
+        with self._lock:
+            if self._reason is not None or self._closed:
+                return
+            self._reason = reason
+            groups = list(self._groups.values())
+        if tell:
+            with contextlib.suppress(Exception):
+                keys = [f"news/{rank}" for rank in range(self.size) if rank != self.rank]
+                for key in keys:
+                    self._store.set(key, reason)
+        with contextlib.suppress(Exception):
+            self._call_off()
+        threads = [threading.Thread(target=_end, args=(group,), daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5.0)
+
+    def close(self) -> None:
+        """Give back every group of this generation. What was not awaited is lost. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            groups = list(self._groups.values())
+            self._groups.clear()
+        with contextlib.suppress(Exception):
+            self._store.set(f"news/{self.rank}", "")
+        if threading.current_thread() is not self._watchdog:
+            self._watchdog.join(5.0)
+        for group in groups:
+            if self._reason is None and _is_nccl(group):
+                with contextlib.suppress(Exception):
+                    group._backend.shutdown()
+            group._backend = None
+
+    def _open(self, name: str, ranks: tuple[int, ...], device: torch.device) -> Group:
+        if self.rank not in ranks:
+            raise ValueError(f"rank {self.rank} is no member of group {name!r} with ranks {ranks}")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"group {name!r} lists a rank twice: {ranks}")
+        backend = None
+        if len(ranks) > 1:
+            store = dist.PrefixStore(f"group/{name}", self._store)
+            what = f"making group {name!r} with ranks {ranks}"
+            self._meet(name, store, ranks, what)
+            with self._explained(what):
+                backend = _open_backend(store, ranks.index(self.rank), len(ranks), device, self._timeout)
+        group = Group(self, name, ranks, backend)
+        with self._lock:
+            self._groups[name] = group
+            aborted = self._reason is not None
+        if aborted:
+            raise CommAborted(self._reason)
+        return group
+
+    def _meet(self, name: str, store: Any, ranks: tuple[int, ...], what: str) -> None:
+        """Return when every member is about to make the group: an abort can end this, but not a backend's start."""
+        keys = [f"here/{rank}" for rank in ranks]
+        self._meeting = f"group/{name}", keys
+        with self._explained(what):
+            store.set(f"here/{self.rank}", "")
+            store.wait(keys, self._timeout)
+            called_off = b"no" in store.multi_get(keys)
+        self._meeting = None
+        if called_off:
+            self._await_news(self._timeout.total_seconds())
+            raise CommAborted(self._reason or f"{what} was called off")
+
+    def _call_off(self) -> None:
+        """Wake who waits in `_meet`, in a store connection of our own: the usual one is blocked there."""
+        meeting = self._meeting
+        if meeting is None:
+            return
+        prefix, keys = meeting
+        store = dist.PrefixStore(prefix, self._own_store())
+        for key in keys:
+            store.set(key, "no")
+
+    def _own_store(self) -> Any:
+        return dist.PrefixStore(f"generation{self.generation}", self._root.clone())
+
+    def _watch(self) -> None:
+        """Wait for news in a store connection of its own: the main one may be blocked in making a group."""
+        try:
+            store = self._own_store()
+        except Exception as error:
+            return self.abort(f"the store cannot be reached: {error}", tell=False)
+        key = f"news/{self.rank}"
+        while not self._closed:
+            begun = time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=_WATCH_SECONDS))
+            except Exception as error:
+                if time.monotonic() - begun < _WATCH_SECONDS - 1:
+                    # The launcher holds the store; without it nobody could tell us anything any more.
+                    return self.abort(f"the store is gone: {' '.join(str(error).split())[:200]}", tell=False)
+                continue
+            reason = store.get(key).decode()
+            if reason:
+                self.abort(reason, tell=False)
+            return None
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Any:
+        """Turn a backend's error into ours: the abort it follows from, or what was being awaited."""
+        if self._reason is not None:
+            raise CommAborted(self._reason)
+        if self._closed:
+            raise CommAborted(f"{what}: communication of generation {self.generation} is closed")
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if self._reason is None:
+                self._await_news(1.0)
+            if self._reason is not None:
+                raise CommAborted(self._reason) from None
+            text = " ".join(str(error).split())
+            if "imed out" in text or "imeout" in text:
+                raise CommTimeout(
+                    f"rank {self.rank} waited over {self._timeout.total_seconds():g} s for {what}"
+                ) from error
+            raise CommAborted(f"rank {self.rank} lost its peer in {what}: {text[:200]}") from error
+
+    def _await_news(self, seconds: float) -> None:
+        """A peer's connection often closes a moment before the news of why: let the news arrive."""
+        deadline = time.monotonic() + seconds
+        while self._reason is None and time.monotonic() < deadline:
+            self._watchdog.join(0.02)
+            if not self._watchdog.is_alive():
+                return
+
+
+def announce_failure(store: Any, reason: str) -> None:
+    """Tell all ranks of the newest generation to end their communication; for a launcher that saw a worker die."""
+    if not store.check(["generation"]):
+        return
+    generation, size = map(int, store.get("generation").split())
+    news = dist.PrefixStore(f"generation{generation}", store)
+    for rank in range(size):
+        news.set(f"news/{rank}", reason)
+
+
+def _open_backend(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    # NCCL's own error handling kills the process; ours aborts, explains and may go on under the next generation.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _is_nccl(group: Group) -> bool:
+    return group._backend is not None and group._backend.name() == "nccl"
+
+
+def _end(group: Group) -> None:
+    """Make everything that is blocked in a group raise.
+
+    Gloo's own abort does nothing (pytorch #130345). But a Gloo operation that times out closes all connections of its
+    group, so a receive that nobody answers, with a timeout of a millisecond, is an abort.
+    """
+    backend = group._backend
+    if backend is None:
+        return
+    if _is_nccl(group):
+        with contextlib.suppress(Exception):
+            backend.abort()
+        return
+    size = len(group.ranks)
+    own = group.ranks.index(group._comm.rank)
+    with contextlib.suppress(Exception):
+        backend.recv([torch.zeros(1)], (own + 1) % size, _POKE_TAG).wait(timedelta(milliseconds=1))

@@ -1,0 +1,165 @@
+"""Split backward: linear layers that put off their weight gradients.
+
+`I` is an ordinary backward pass while `WeightGradients.deferring` is set: a linear layer passes on the gradient of its
+input and only notes what its weight gradient needs. `W` computes what was noted. All other weights (norms,
+embeddings, convolutions) get their gradients in `I`, as they cost little.
+
+torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times over and
+loses gradients behind frozen stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class WeightGradients:
+    """Weight gradients of one stage that are owed. Set `deferring` around a backward pass to put them off."""
+
+    def __init__(self) -> None:
+        self._deferring = False
+        self._owed: list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]] = []
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Inside, backward passes note weight gradients instead of computing them."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    @property
+    def is_deferring(self) -> bool:
+        return self._deferring
+
+    def owe(
+        self, weight: nn.Parameter | None, bias: nn.Parameter | None, inputs: Tensor, gradient: Tensor
+    ) -> None:
+        """Note a linear layer's weight gradient; None stands for what does not train.
+
+        inputs: [rows, in_features]; gradient: [rows, out_features].
+        """
+        self._owed.append((weight, bias, inputs, gradient))
+
+    def take(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]]:
+        """What was noted since the last call, in the order of the backward pass; hand it to `settle`."""
+        owed, self._owed = self._owed, []
+        return owed
+
+
+@torch.no_grad()
+def settle(owed: list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]]) -> None:
+    """Add weight gradients that were put off to `grad`, and drop what they needed one by one."""
+    owed.reverse()
+    while owed:
+        weight, bias, inputs, gradient = owed.pop()
+        if weight is not None:
+            _accumulate(weight, gradient.t() @ inputs)
+        if bias is not None:
+            _accumulate(bias, gradient.sum(dim=0))
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer that shares the weights of `linear` and can owe their gradients."""
+
+    def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.training = linear.training
+        self.gradients = gradients
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight_trains = self.weight.requires_grad
+        bias_trains = self.bias is not None and self.bias.requires_grad
+        if not torch.is_grad_enabled() or not (weight_trains or bias_trains):
+            return functional.linear(input, self.weight, self.bias)
+        return _Linear.apply(input, self.weight, self.bias, self.gradients)
+
+
+def replace_linears(stage: nn.Module, gradients: WeightGradients) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Put a DeferredLinear in the place of every plain linear layer; returns what `restore_linears` takes.
+
+    A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear` without hooks
+    is replaced; what derives from it may compute something else, and gets its gradients in `I`.
+    """
+    places = [
+        (parent, name, child)
+        for parent in stage.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and not _has_hooks(child)
+    ]
+    # `named_children` skips a second name of one module in one parent; those are rare and keep working undeferred.
+    made: dict[int, DeferredLinear] = {}
+    for parent, name, child in places:
+        parent._modules[name] = made.setdefault(id(child), DeferredLinear(child, gradients))
+    return places
+
+
+def restore_linears(replaced: list[tuple[nn.Module, str, nn.Linear]]) -> None:
+    """Undo `replace_linears`; what was loaded, frozen or moved in between stays so."""
+    for parent, name, linear in replaced:
+        current = parent._modules[name]
+        assert isinstance(current, DeferredLinear)
+        linear.weight, linear.bias = current.weight, current.bias
+        linear.training = current.training
+        parent._modules[name] = linear
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients
+    ) -> Tensor:
+        output = functional.linear(input, weight, bias)
+        # Under autocast the product was taken in the output's dtype; keep the input in that dtype, as autograd does.
+        ctx.save_for_backward(input.to(output.dtype))
+        ctx.input_dtype = input.dtype
+        # The Parameter itself: a saved one comes back from a checkpoint's recomputation as a copy, and its gradient
+        # would be lost.
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (inputs,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
+        rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        if ctx.gradients.is_deferring:
+            ctx.gradients.owe(
+                weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach()
+            )
+        else:
+            grad_weight = (flat.t() @ rows).to(weight.dtype) if trains[0] else None
+            grad_bias = flat.sum(dim=0).to(bias.dtype) if trains[1] else None
+        return grad_input, grad_weight, grad_bias, None
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

@@ -1,0 +1,300 @@
+"""The executor: runs one rank's actions in their order.
+
+It knows stages, rows and gradients, but no schedule family and no unit. Before an action it awaits the rows that the
+routes name; after it, it sends what others need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dilatant.config.errors import UserError
+from dilatant.plan.plan import PlacedStage
+from dilatant.runtime.comm import CommAborted
+from dilatant.runtime.deferred import WeightGradients, settle
+from dilatant.runtime.recorder import Recorder
+from dilatant.runtime.routes import Routes
+from dilatant.runtime.stage_runner import Boundary, StageRunner, StepData
+from dilatant.runtime.sync import GradientSync
+from dilatant.runtime.transport import Transport
+from dilatant.schedule.dependencies import Message
+from dilatant.schedule.schedule import Action, ActionKind
+
+
+class ActionFailed(RuntimeError):
+    """An action raised; the message names rank, stage, action and samples, `__cause__` is what it raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStage:
+    """A stage on this rank.
+
+    boundary: of the rows it makes. inbound: unit → boundary of the rows it takes, and whether they need gradients.
+    needs_backward: something at or before this stage trains.
+    """
+
+    placed: PlacedStage
+    runner: StageRunner
+    boundary: Boundary
+    inbound: Mapping[str, tuple[Boundary, bool]]
+    needs_backward: bool
+    gradients: WeightGradients
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A forward whose backward is still to come."""
+
+    inputs: dict[str, Tensor]
+    rows: Tensor | None
+    loss: Tensor | None
+    owed: list = field(default_factory=list)
+
+
+PieceKey = tuple[int, int, tuple[int, ...] | None]
+
+
+class Executor:
+    """Runs steps on the stages of one rank, given by stage number."""
+
+    def __init__(
+        self,
+        rank: int,
+        stages: Mapping[int, LocalStage],
+        unit_of_stage: Mapping[int, str],
+        transport: Transport,
+        sync: GradientSync,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        self._rank = rank
+        self._stages = stages
+        self._unit_of_stage = unit_of_stage
+        self._transport = transport
+        self._sync = sync
+        self._recorder = recorder
+        self._device = device
+        self._pieces: dict[PieceKey, _Piece] = {}
+        self._handed_over: dict[Message, Tensor] = {}
+
+    def run(
+        self, actions: Sequence[Action], routes: Routes, data: StepData
+    ) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """Run `actions`; returns the losses of their forwards, scalars on the device, with their samples.
+
+        Raises ActionFailed, or UserError (a mistake in a sample) as it is, and CommAborted when another rank failed.
+        """
+        self._pieces.clear()
+        self._handed_over.clear()
+        last = {
+            action.stage: index
+            for index, action in enumerate(actions)
+            if action.kind != ActionKind.F and self._stages[action.stage].needs_backward
+        }
+        self._sync.begin(last)
+        losses: list[tuple[Tensor, tuple[int, ...]]] = []
+        for index, action in enumerate(actions):
+            stage = self._stages[action.stage]
+            samples = routes.samples[action]
+            self._recorder.start(stage.placed.unit, action, samples)
+            try:
+                if action.kind == ActionKind.F:
+                    loss = self._forward(stage, action, samples, routes, data)
+                    if loss is not None:
+                        losses.append((loss, samples))
+                elif stage.needs_backward:
+                    is_last = last[action.stage] == index
+                    if action.kind == ActionKind.W:
+                        self._weight_gradients(action)
+                    else:
+                        self._backward(stage, action, samples, routes, data, is_last)
+                    if is_last:
+                        self._sync.left_last_backward(action.stage)
+                else:
+                    self._recorder.computing()
+                    self._recorder.done()
+            except (CommAborted, UserError):
+                raise
+            except Exception as error:
+                raise ActionFailed(self._explain(stage, action, samples, data, error)) from error
+        self._transport.finish()
+        self._pieces.clear()
+        return losses
+
+    def _forward(
+        self,
+        stage: LocalStage,
+        action: Action,
+        samples: tuple[int, ...],
+        routes: Routes,
+        data: StepData,
+    ) -> Tensor | None:
+        inputs: dict[str, Tensor] = {}
+        for unit, (boundary, needs_gradient) in stage.inbound.items():
+            messages = [
+                m for m in routes.received.get(action, ()) if self._unit_of_stage[m.producer.stage] == unit
+            ]
+            self._require_all(messages, samples, unit, boundary, data)
+            # Detached: a tensor handed over within the rank may have other takers.
+            rows = self._assemble(messages, samples, boundary, data).detach()
+            inputs[unit] = rows.requires_grad_(needs_gradient)
+        self._recorder.computing()
+        with torch.set_grad_enabled(stage.needs_backward):
+            output = stage.runner.run(data, samples, inputs)
+            made = None if output.rows is None else output.rows.to(stage.boundary.dtype)
+        self._recorder.done()
+        if stage.needs_backward:
+            self._pieces[_key(action)] = _Piece(inputs, made, output.loss)
+        if made is not None:
+            self._send(routes.sent.get(action, ()), samples, made.detach(), stage.boundary, data)
+        return None if output.loss is None else output.loss.detach()
+
+    def _backward(
+        self,
+        stage: LocalStage,
+        action: Action,
+        samples: tuple[int, ...],
+        routes: Routes,
+        data: StepData,
+        is_last: bool,
+    ) -> None:
+        piece = self._pieces[_key(action)]
+        outputs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        received = routes.received.get(action, ())
+        if piece.rows is not None and piece.rows.requires_grad and received:
+            outputs.append(piece.rows)
+            gradients.append(self._assemble(received, samples, stage.boundary, data))
+        else:  # nothing trains in this microbatch, but what was sent must be taken
+            for message in received:
+                self._take(message)
+        if piece.loss is not None and piece.loss.requires_grad:
+            outputs.append(piece.loss)
+            gradients.append(None)
+        self._recorder.computing()
+        splits = action.kind == ActionKind.I
+        if outputs:
+            if is_last:
+                self._sync.entering_last_backward(action.stage)
+            if splits:
+                with stage.gradients.deferring():
+                    torch.autograd.backward(outputs, gradients)
+                piece.owed = stage.gradients.take()
+            else:
+                torch.autograd.backward(outputs, gradients)
+        self._recorder.done()
+        for unit, (boundary, needs_gradient) in stage.inbound.items():
+            if needs_gradient:
+                rows = piece.inputs[unit]
+                gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
+                messages = [
+                    m for m in routes.sent.get(action, ()) if self._unit_of_stage[m.consumer.stage] == unit
+                ]
+                self._send(messages, samples, gradient, boundary, data)
+        if splits:
+            piece.inputs, piece.rows, piece.loss = {}, None, None
+        else:
+            del self._pieces[_key(action)]
+
+    def _weight_gradients(self, action: Action) -> None:
+        self._recorder.computing()
+        settle(self._pieces.pop(_key(action)).owed)
+        self._recorder.done()
+
+    def _assemble(
+        self, messages: Sequence[Message], samples: tuple[int, ...], boundary: Boundary, data: StepData
+    ) -> Tensor:
+        """Rows of `samples` in their order, from messages that hold them in pieces; those of several messages about
+        one sample are added (gradients from several consumers)."""
+        parts: dict[int, Tensor] = {}
+        whole = None
+        for message in messages:
+            rows = self._take(message)
+            if message.samples == samples:
+                whole = rows if whole is None else whole + rows
+                continue
+            for sample, part in zip(message.samples, rows.split(_counts(message.samples, boundary, data))):
+                parts[sample] = parts[sample] + part if sample in parts else part
+        if not parts and whole is not None:
+            return whole
+        empty = torch.zeros(0, boundary.width, dtype=boundary.dtype, device=self._device)
+        counts = _counts(samples, boundary, data)
+        missing = {
+            sample: empty.new_zeros(count, boundary.width)
+            for sample, count in zip(samples, counts)
+            if sample not in parts
+        }
+        assembled = torch.cat([empty, *((parts | missing)[sample] for sample in samples)])
+        return assembled if whole is None else assembled + whole
+
+    def _require_all(
+        self,
+        messages: Sequence[Message],
+        samples: tuple[int, ...],
+        unit: str,
+        boundary: Boundary,
+        data: StepData,
+    ) -> None:
+        made = {sample for message in messages for sample in message.samples}
+        lacking = [data.samples[s].id for s in samples if s not in made and boundary.rows_of(data.samples[s])]
+        if lacking:
+            raise ValueError(
+                f"nobody makes the {unit} rows of samples {lacking[:8]}: the assignment lacks them"
+            )
+
+    def _take(self, message: Message) -> Tensor:
+        if message.producer.stage in self._stages:
+            return self._handed_over.pop(message)
+        began = time.perf_counter()
+        rows = self._transport.receive(message)
+        source = self._transport.rank_of(message.producer.stage)
+        self._recorder.waited(source, time.perf_counter() - began)
+        return rows
+
+    def _send(
+        self,
+        messages: Sequence[Message],
+        samples: tuple[int, ...],
+        rows: Tensor,
+        boundary: Boundary,
+        data: StepData,
+    ) -> None:
+        if not messages:
+            return
+        parts = None
+        for message in messages:
+            if message.samples == samples:
+                chosen = rows
+            else:
+                if parts is None:
+                    parts = dict(zip(samples, rows.split(_counts(samples, boundary, data))))
+                chosen = torch.cat([parts[sample] for sample in message.samples])
+            if message.consumer.stage in self._stages:
+                self._handed_over[message] = chosen
+            else:
+                self._transport.send(message, chosen)
+
+    def _explain(
+        self, stage: LocalStage, action: Action, samples: tuple[int, ...], data: StepData, error: Exception
+    ) -> str:
+        names = ", ".join(repr(data.samples[sample].id) for sample in samples[:8])
+        more = f" and {len(samples) - 8} more" if len(samples) > 8 else ""
+        placed = stage.placed
+        return (
+            f"rank {self._rank}, {placed.unit} replica {placed.replica} stage {placed.position} (layers "
+            f"{placed.stage.first} to {placed.stage.end - 1}), {action.kind} of microbatch {action.microbatch} with "
+            f"samples {names}{more}: {type(error).__name__}: {error}"
+        )
+
+
+def _key(action: Action) -> PieceKey:
+    return (action.stage, action.microbatch, action.samples)
+
+
+def _counts(samples: Sequence[int], boundary: Boundary, data: StepData) -> list[int]:
+    return [boundary.rows_of(data.samples[sample]) for sample in samples]

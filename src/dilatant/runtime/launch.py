@@ -1,0 +1,305 @@
+"""Launching: a function on every rank, in workers of our own or as one worker of torchrun, Slurm or Kubernetes.
+
+The launcher holds the store and watches its workers, so it can tell the others when one dies. The error that is
+reported first is that of the worker that failed first for a reason of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilatant.config.errors import UserError
+from dilatant.runtime.comm import CommAborted, announce_failure
+
+GRACE_SECONDS = 5.0
+"""What workers have to end by themselves after one has failed, or after an interrupt."""
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an outer launcher put this process. `hosts_store`: rank 0 must open the store itself."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+    hosts_store: bool
+    attempt: str = "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What the launched function is told. `store`: a torch store all ranks share, for `Comm`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: Any
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended the run; the message begins with its own error and rank, `details` are its traceback."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    rank: int
+    message: str
+    details: str
+    follows: bool
+    is_user_error: bool
+
+
+def launch(function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+    """`function(worker, *args)` on every rank; what each rank returned, or only this one's under an outer launcher.
+
+    An outer launcher's variables decide how many ranks there are; without them `num_workers` are started here.
+    Function (of module level), arguments and results are pickled between our own processes. Raises UserError or
+    WorkerFailed with the first error.
+    """
+    place = place_from(os.environ)
+    if place is None:
+        return launch_local(function, num_workers, *args)
+    master = place.hosts_store and place.rank == 0
+    store = dist.TCPStore(
+        place.host, place.port, is_master=master, timeout=_STORE_TIMEOUT, wait_for_workers=False
+    )
+    worker = _worker(
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        dist.PrefixStore(f"attempt{place.attempt}", store),
+    )
+    return [function(worker, *args)]
+
+
+def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+    """As `launch`, always in `num_workers` processes of our own (one: this process)."""
+    if num_workers < 1:
+        raise UserError(f"cannot start {num_workers} workers")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+    if num_workers == 1:
+        return [function(_worker(0, 1, 0, 1, store), *args)]
+    context = multiprocessing.get_context("forkserver")
+    # Imports are the bulk of a worker's start; the server does them once.
+    context.set_forkserver_preload(["dilatant.runtime.runtime"])
+    payload = pickle.dumps((function, args))
+    workers: dict[int, tuple[Any, Connection]] = {}
+    try:
+        for rank in range(num_workers):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, num_workers, store.port, payload),
+                name=f"dilatant-{rank}",
+            )
+            process.start()
+            theirs.close()
+            workers[rank] = process, ours
+        return _watch(workers, store)
+    except KeyboardInterrupt:
+        # The terminal interrupted the workers as well: let them finish what they must.
+        _join([process for process, _ in workers.values()], GRACE_SECONDS)
+        raise
+    finally:
+        for process, connection in workers.values():
+            if process.is_alive():
+                process.terminate()
+            connection.close()
+        _join([process for process, _ in workers.values()], GRACE_SECONDS)
+        for process, _ in workers.values():
+            if process.is_alive():
+                process.kill()
+
+
+def place_from(environment: Mapping[str, str]) -> Place | None:
+    """Where the variables of torchrun (or anything that sets the same), Slurm or a Kubernetes indexed Job put this
+    process; None when there are none, or when they describe a single process. Raises UserError when they are
+    incomplete."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _place(
+            environment,
+            "torchrun",
+            rank=environment["RANK"],
+            size=environment["WORLD_SIZE"],
+            local_rank=environment.get("LOCAL_RANK", "0"),
+            local_size=environment.get("LOCAL_WORLD_SIZE", "1"),
+            host=environment.get("MASTER_ADDR"),
+        )
+    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and "SLURM_STEP_ID" in environment:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        return _place(
+            environment,
+            "Slurm",
+            rank=environment["SLURM_PROCID"],
+            size=environment["SLURM_NTASKS"],
+            local_rank=environment.get("SLURM_LOCALID", "0"),
+            local_size=environment.get("SLURM_NTASKS_PER_NODE", "1"),
+            host=environment.get("MASTER_ADDR") or first_host(nodes),
+            # Jobs of one node must not meet at one port.
+            port=environment.get("MASTER_PORT") or str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
+        )  # fmt: skip
+    if "JOB_COMPLETION_INDEX" in environment:
+        return _place(
+            environment,
+            "Kubernetes",
+            rank=environment["JOB_COMPLETION_INDEX"],
+            size=environment.get("WORLD_SIZE"),
+            local_rank="0",
+            local_size="1",
+            host=environment.get("MASTER_ADDR"),
+        )
+    return None
+
+
+def first_host(nodes: str) -> str | None:
+    """The first host of a Slurm node list: "gpu[03-05,9],cpu1" → "gpu03"."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    return f"{match[1]}{match[2] or ''}" if match else None
+
+
+def _place(
+    environment: Mapping[str, str],
+    launcher: str,
+    rank: str,
+    size: str | None,
+    local_rank: str,
+    local_size: str,
+    host: str | None,
+    port: str | None = None,
+) -> Place | None:
+    port = port or environment.get("MASTER_PORT", "29500")
+    missing = [name for name, value in (("WORLD_SIZE", size), ("MASTER_ADDR", host)) if not value]
+    if size == "1":
+        return None
+    if missing or size is None or host is None:
+        raise UserError(
+            f"this process was started by {launcher}, but {' and '.join(missing)} is not set; MASTER_ADDR is the host "
+            "of rank 0 and WORLD_SIZE the number of processes"
+        )
+    try:
+        return Place(
+            rank=int(rank),
+            size=int(size),
+            local_rank=int(local_rank),
+            local_size=int(re.match(r"\d+", local_size)[0]),  # type: ignore[index]  # Slurm writes "4(x2)"
+            host=host,
+            port=int(port),
+            # torchrun's agent keeps the store itself.
+            hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
+
+
+def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Any) -> Worker:
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {rank} needs GPU {local_rank} of its machine, which has {torch.cuda.device_count()}; "
+                "start fewer workers there"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    return Worker(rank, size, local_rank, device, store)
+
+
+def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Any) -> list[Any]:
+    """Collect what the workers return; after the first failure tell the others, and wait for them a little."""
+    pending = {connection: rank for rank, (_, connection) in workers.items()}
+    results: dict[int, Any] = {}
+    reports: list[_Report] = []
+    deadline: float | None = None
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(pending), timeout=left)
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                outcome = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                outcome = _death(rank, workers[rank][0])
+            if not isinstance(outcome, _Report):
+                results[rank] = outcome[0]
+                continue
+            if not reports:
+                deadline = time.monotonic() + GRACE_SECONDS
+                announce_failure(store, outcome.message)
+            reports.append(outcome)
+    if not reports:
+        return [results[rank] for rank in sorted(results)]
+    first = next((report for report in reports if not report.follows), reports[0])
+    if first.is_user_error:
+        raise UserError(first.message)
+    raise WorkerFailed(first.message, first.details)
+
+
+def _death(rank: int, process: Any) -> _Report:
+    process.join(GRACE_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            how += " (often the machine ran out of memory)"
+    else:
+        how = f"ended with exit code {code}"
+    return _Report(rank, f"rank {rank} {how}", "", follows=False, is_user_error=False)
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int, payload: bytes) -> None:
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+        worker = _worker(rank, size, rank, size, store)
+        function, args = pickle.loads(payload)
+        answer: Any = (function(worker, *args),)
+    except BaseException as error:
+        text = str(error) or type(error).__name__
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
+        prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
+        answer = _Report(
+            rank,
+            prefix + text,
+            traceback.format_exc(),
+            follows=isinstance(error, CommAborted),
+            is_user_error=isinstance(error, UserError),
+        )
+    connection.send_bytes(pickle.dumps(answer))
+    connection.close()
+
+
+def _join(processes: list[Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))

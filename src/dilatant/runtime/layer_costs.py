@@ -1,0 +1,161 @@
+"""What this model's layers cost on the devices to plan for: from a file, measured here, or modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dilatant.config import Config, UserError, list_problems
+from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.layer import ZERO, LayerCost
+from dilatant.cost.model import CostModel, load_costs
+from dilatant.cost.profile import LayerProbe, profile_layers
+from dilatant.runtime.describe_model import BLOCK, HEAD, LayerType, ModelDescription
+from dilatant.runtime.device import Precision, pick_device
+from dilatant.runtime.layer_probes import layer_probe
+from dilatant.runtime.layer_shapes import layer_shapes, tensor_degrees
+from dilatant.runtime.planned_hardware import Target, is_same_hardware
+
+Say = Callable[[str], None]
+_ROWS = (1, 2, 4, 8)
+"""Images or clips at which layers of encoders are measured."""
+
+
+def layer_costs(
+    config: Config, model: ModelDescription, target: Target, say: Say = lambda text: None
+) -> CostModel:
+    """The costs that `plan.costs` names; else measured, if `target` is here; else modelled, and said to be so.
+
+    Raises UserError for a file of other hardware (naming it), of another precision, or of other layers.
+    """
+    if config.plan.costs is not None:
+        return read_costs(Path(config.plan.costs), model, target)
+    if target.is_here:
+        return measure_layers(model, target, measured_tokens(config), say=say)
+    tensor = config.plan.tensor_parallel or tensor_degrees(model, target.cluster.gpus_per_node)
+    degrees = [(tp, cp) for tp in tensor for cp in config.plan.context_parallel]
+    return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype)
+
+
+def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
+    """A cost file that must fit the target and the model. Raises UserError."""
+    try:
+        costs = load_costs(path)
+    except OSError as error:
+        raise UserError(f"plan.costs: {str(path)!r} cannot be read: {error.strerror}") from None
+    if not is_same_hardware(costs.hardware, target.asked_for):
+        raise UserError(
+            f"{path} holds costs of {costs.hardware!r}, but the plan is for {target.asked_for!r}; profile there "
+            f"(`dilatant profile`), or plan for that hardware (cluster.hardware)"
+        )
+    if costs.dtype != target.dtype:
+        raise UserError(
+            f"{path} holds costs in {costs.dtype}, but the run is in {target.dtype}; profile again, or set "
+            "train.precision"
+        )
+    problems = _misfits(costs, model)
+    if problems:
+        raise list_problems(f"{path} is of another model; profile this one (`dilatant profile`):", problems)
+    return costs
+
+
+def measure_layers(
+    model: ModelDescription,
+    target: Target,
+    tokens: Sequence[int],
+    repeats: int = 7,
+    say: Say = lambda text: None,
+) -> CostModel:
+    """Measure every layer type on this machine, one device, no tensor or context parallelism.
+
+    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips.
+    """
+    device, precision = pick_device(), Precision(getattr(torch, target.dtype))
+    probes = [_probe(entry, device, precision) for entry in model.types]
+    with _threads(target.threads if device.type == "cpu" else torch.get_num_threads()):
+        return profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
+
+
+def measured_tokens(config: Config) -> tuple[int, ...]:
+    """Token counts for the language model: four up to `data.max_length`, each twice the one before."""
+    longest = config.data.max_length
+    return tuple(sorted({max(1, longest // part) for part in (1, 2, 4, 8)}))
+
+
+def costs_in_use(costs: CostModel, model: ModelDescription, targets: float) -> CostModel:
+    """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, and only
+    blocks are recomputed."""
+    heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
+
+    def used(kind: str, cost: LayerCost) -> LayerCost:
+        if kind in heads:
+            cost = _on_targets(cost, targets)
+        if kind not in blocks:
+            cost = replace(cost, recompute=ZERO, checkpoint_bytes=cost.activation_bytes)
+        return cost
+
+    return replace(
+        costs,
+        layers={
+            kind: {degree: used(kind, cost) for degree, cost in degrees.items()}
+            for kind, degrees in costs.layers.items()
+        },
+    )
+
+
+def _on_targets(cost: LayerCost, share: float) -> LayerCost:
+    grows = (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "first_trainable",
+        "activation_bytes",
+        "weight_bytes",
+    )
+    scaled = {}
+    for name in grows:
+        whole = getattr(cost, name)
+        scaled[name] = replace(whole, a=whole.a * share, b=whole.b * share)
+    return replace(cost, **scaled)
+
+
+def _probe(entry: LayerType, device: torch.device, precision: Precision) -> LayerProbe:
+    probe = layer_probe(entry, device, precision)
+    if entry.geometry is None:
+        return probe
+    tokens = tuple(rows * entry.geometry.encoder_tokens for rows in _ROWS)
+    return replace(probe, tokens=tokens, square=False)
+
+
+def _misfits(costs: CostModel, model: ModelDescription) -> list[str]:
+    """Layer types that the costs lack, or know with other weights."""
+    parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
+    problems = []
+    for kind, count in parameters.items():
+        degrees = costs.layers.get(kind)
+        if not degrees:
+            problems.append(f"it has no layer type {kind!r}")
+            continue
+        there = next(iter(degrees.values())).parameters
+        if there != count and costs.origin != "synthetic":
+            problems.append(f"{kind!r} has {there:,} parameters there, {count:,} in this model")
+    return problems
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def degrees_of(costs: CostModel) -> Iterable[tuple[int, int]]:
+    """All (tp, cp) that any layer type has costs for."""
+    return sorted({degree for degrees in costs.layers.values() for degree in degrees})

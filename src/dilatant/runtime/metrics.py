@@ -1,0 +1,44 @@
+"""The figures of one training step, as they are logged, tracked and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens."""
+
+    step: int
+    total_steps: int
+    loss: float
+    grad_norm: float
+    learning_rates: Mapping[str, float]
+    step_seconds: float
+    data_wait_seconds: float
+    samples: int
+    skipped_samples: int
+    target_tokens: int
+    tokens: Mapping[str, int]
+    tokens_per_second: float
+    epoch: float
+
+    def to_record(self) -> dict[str, Any]:
+        """The line of `metrics.jsonl`."""
+        record = asdict(self)
+        record.pop("total_steps")
+        return record
+
+    def to_scalars(self) -> dict[str, float]:
+        """The same figures under the flat names that trackers group by."""
+        flat: dict[str, float] = {}
+        for name, value in self.to_record().items():
+            if name == "step":
+                continue
+            if isinstance(value, Mapping):
+                flat |= {f"{name}/{key}": float(number) for key, number in value.items()}
+            else:
+                flat[f"train/{name}"] = float(value)
+        return flat

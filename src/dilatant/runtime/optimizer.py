@@ -1,0 +1,102 @@
+"""AdamW over logical parameter names, with rates per unit, part or pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+
+import torch
+from torch import nn
+
+from dilatant.config import OptimizerConfig
+
+Matcher = Callable[[str], Set[str]]
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, matching: Matcher
+) -> torch.optim.AdamW:
+    """AdamW over the trainable ones of `parameters` (logical name → parameter, tied weights once).
+
+    `matching(pattern)` gives the names that a key of `config.groups` stands for. Norms and biases (fewer than two
+    dimensions) take no weight decay. Without a trainable parameter, as on a rank of frozen layers, it does nothing.
+    """
+    rates = _rates(parameters, config, matching)
+    groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            label, rate, decay = rates[name]
+            groups.setdefault((label, rate, decay if parameter.ndim >= 2 else 0.0), {})[name] = parameter
+    if not groups:
+        groups["none", config.learning_rate, 0.0] = {}
+    return torch.optim.AdamW(
+        [
+            {
+                "params": list(members.values()),
+                "names": list(members),
+                "lr": rate,
+                "peak_lr": rate,
+                "weight_decay": decay,
+            }
+            for (_, rate, decay), members in groups.items()
+        ],
+        betas=config.betas,
+        eps=config.eps,
+    )
+
+
+def peak_rates(names: Iterable[str], config: OptimizerConfig, matching: Matcher) -> dict[str, float]:
+    """The peak learning rate by label (a unit, or the key of `config.groups` that fits) of trainable weights."""
+    return {label: rate for label, rate, _ in _rates(names, config, matching).values()}
+
+
+def _rates(
+    names: Iterable[str], config: OptimizerConfig, matching: Matcher
+) -> dict[str, tuple[str, float, float]]:
+    """Name → label, learning rate, weight decay; of several groups that fit, the last written counts."""
+    fitting = {pattern: matching(pattern) for pattern in config.groups}
+    found = {}
+    for name in names:
+        label, rate, decay = name.split(".", 1)[0], config.learning_rate, config.weight_decay
+        for pattern, matched in fitting.items():
+            if name in matched:
+                label = pattern
+                group = config.groups[pattern]
+                rate = rate if group.learning_rate is None else group.learning_rate
+                decay = decay if group.weight_decay is None else group.weight_decay
+        found[name] = label, rate, decay
+    return found
+
+
+def set_rate_factor(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group to `factor` of its peak rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """The moments by logical name; a parameter that never had a gradient has none."""
+    return {
+        name: {moment: optimizer.state[parameter][moment] for moment in _MOMENTS}
+        for name, parameter in _members(optimizer)
+        if optimizer.state.get(parameter)
+    }
+
+
+def allocate_moments(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
+    """Make room for the moments of the parameters in `names`, so that a checkpoint can be read into them."""
+    for name, parameter in _members(optimizer):
+        if name in names:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"])
+    ]

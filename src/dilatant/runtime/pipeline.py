@@ -1,0 +1,160 @@
+"""This rank of a pipeline as the trainer sees it: global batches in, loss and gradients out."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dilatant.config import Config, ParallelConfig, UserError, list_problems
+from dilatant.data.loader import GlobalBatch
+from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.plan.cluster import Cluster, Link
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.validate import plan_problems
+from dilatant.runtime.comm import Comm
+from dilatant.runtime.device import Precision
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.launch import Worker, place_from
+from dilatant.runtime.parallelize import Parallel
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step import StepOutput, stage_tensors
+from dilatant.schedule import FAMILIES, trainability_of, validate
+from dilatant.schedule.distribute import assign
+
+
+class Pipeline:
+    """An `Engine` (see `step`) over the stages that a plan gives to `worker.rank`."""
+
+    def __init__(
+        self, model: MultimodalModel, plan: Plan, config: Config, worker: Worker, precision: Precision
+    ) -> None:
+        assert config.parallel is not None
+        self.rank = worker.rank
+        self.size = worker.size
+        self.device = worker.device
+        self._comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
+        self._runtime = Runtime(
+            model,
+            plan,
+            self._comm,
+            seed=config.seed,
+            precision=precision,
+            check_transport=config.parallel.check_transport,
+        )
+        family = FAMILIES[config.parallel.schedule]
+        self.parallel = Parallel(self._runtime, config.parallel.microbatches, family, self._comm)
+        self.parameters = self._runtime.parameters
+        self._saved_by = _lowest_holder(model, plan)
+
+    def execute(self, batch: GlobalBatch) -> StepOutput:
+        result = self.parallel.execute(batch.samples)
+        if not math.isfinite(result.loss):
+            named = ", ".join(sample.id for sample in batch.samples[:8])
+            raise UserError(
+                f"the loss became {result.loss} in a batch with the samples {named}; "
+                "lower the learning rate, or look at these samples"
+            )
+        return StepOutput(result.loss, result.target_tokens)
+
+    def clip_gradients(self, limit: float) -> float:
+        return self.parallel.clip_grad_norm_(limit)
+
+    def tensors(self) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = {}
+        for module in self._runtime.modules.values():
+            held |= stage_tensors(module)
+        return held
+
+    def saves(self, name: str) -> bool:
+        return self._saved_by[name] == self.rank
+
+    def agree(self, wish: bool) -> bool:
+        flag = torch.tensor([float(wish)])
+        self._comm.world.max_(flag, "the agreement to go on").wait()
+        return bool(flag.item())
+
+    def train(self) -> None:
+        self._runtime.train()
+
+    def close(self) -> None:
+        self.parallel.close()
+
+
+def plan_from_config(config: ParallelConfig, model: MultimodalModel) -> Plan:
+    """The plan that the config asks for, proven to be one that can train `model`; the model may be on the meta device.
+
+    Raises UserError that lists every problem.
+    """
+    layers = {name: len(unit.layers) for name, unit in model.units.items()}
+    feeds = {name: (LANGUAGE,) for name in layers if name != LANGUAGE}
+    if config.plan is None:
+        specs = {name: ParallelSpec(**dict(unit)) for name, unit in (config.units or {}).items()}
+        plan = plan_from_specs(layers, specs, feeds, config.colocated)
+    else:
+        try:
+            plan = Plan.from_json(Path(config.plan).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"parallel.plan: {config.plan!r} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"parallel.plan: {config.plan!r}: {error}") from None
+    trains = trainable_layers(model.units)
+    spec = ModelSpec(
+        tuple(
+            UnitSpec(
+                name,
+                tuple(LayerSpec(layer, name, 0, flag) for layer, flag in zip(unit.layers, trains[name])),
+                feeds.get(name, ()),
+            )
+            for name, unit in model.units.items()
+        )
+    )
+    link = Link(bandwidth=1.0)
+    everywhere = Cluster(1, max(plan.ranks, default=0) + 1, float("inf"), link, link)
+    problems = plan_problems(plan, spec, everywhere, split_layers=False)
+    devices = torch.cuda.device_count()
+    if devices and len(plan.ranks) > devices and place_from(os.environ) is None:
+        problems.append(f"the plan needs {len(plan.ranks)} devices, and this machine has {devices}")
+    if problems:
+        raise list_problems("this plan cannot train:", problems)
+    return plan
+
+
+def prove_schedule(config: ParallelConfig, plan: Plan, model: MultimodalModel) -> None:
+    """Prove that the steps of this layout cannot deadlock, on a batch in which every sample has work everywhere.
+
+    It also compiles what every rank needs to order its messages, once and for all of them.
+    """
+    count = config.microbatches * max(len(unit.replicas) for unit in plan.units)
+    assignment = assign(plan, {unit.name: [1] * count for unit in plan.units}, config.microbatches)
+    trainability = trainability_of(plan, trainable_layers(model.units))
+    validate(plan, assignment, FAMILIES[config.schedule](plan, assignment, trainability), trainability)
+
+
+def units_on(plan: Plan, rank: int) -> set[str]:
+    """The units that `rank` holds a part of."""
+    return {placed.unit for placed in plan.stages() if rank in placed.stage.ranks}
+
+
+def units_decoded_on(plan: Plan, rank: int) -> frozenset[str]:
+    """The units whose media `rank` feeds: those of which it holds a first stage."""
+    return frozenset(p.unit for p in plan.stages() if p.is_first and rank in p.stage.ranks)
+
+
+def _lowest_holder(model: MultimodalModel, plan: Plan) -> dict[str, int]:
+    """Logical name of every weight and buffer → the lowest rank that holds the layer it is named after."""
+    lowest: dict[str, int] = {}
+    for placed in plan.stages():
+        for layer in model.units[placed.unit].layers[placed.stage.first : placed.stage.end]:
+            lowest[layer] = min(lowest.get(layer, placed.stage.ranks[0]), *placed.stage.ranks)
+    return {
+        weight.name: lowest[weight.layer]
+        for unit in model.units.values()
+        for weight in unit.weights
+        if weight.tied_to is None
+    }

@@ -1,0 +1,86 @@
+"""The clock of one rank: when each action began, how long it waited and for whom, how long it computed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.schedule import Action
+
+
+@dataclass(slots=True)
+class _Open:
+    unit: str
+    action: Action
+    samples: tuple[int, ...]
+    marks: list[Any]
+    waits: dict[int, float]
+
+
+class Recorder:
+    """Marks the actions of one step. On a GPU marks are CUDA events, so recording waits for nothing."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._on_gpu = device.type == "cuda"
+        self._actions: list[_Open] = []
+        self._origin: Any = None
+        self._epoch = 0.0
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._actions = []
+        self._epoch = time.time()
+        self._origin = self._mark()
+
+    def start(self, unit: str, action: Action, samples: tuple[int, ...]) -> None:
+        """The rank turns to an action."""
+        self._actions.append(_Open(unit, action, samples, [self._mark()], {}))
+
+    def waited(self, source: int, seconds: float) -> None:
+        """The host waited for rows of rank `source`."""
+        waits = self._actions[-1].waits
+        waits[source] = waits.get(source, 0.0) + seconds
+
+    def computing(self) -> None:
+        """Everything the action needs is here."""
+        self._actions[-1].marks.append(self._mark())
+
+    def done(self) -> None:
+        """The action is computed."""
+        self._actions[-1].marks.append(self._mark())
+
+    def rows(self) -> tuple[MeasuredAction, ...]:
+        """What was measured since `begin`. On a GPU this waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        rows = []
+        for entry in self._actions:
+            begun, ready, end = (self._seconds(mark) for mark in entry.marks)
+            rows.append(
+                MeasuredAction(
+                    rank=self._rank,
+                    unit=entry.unit,
+                    action=entry.action,
+                    samples=entry.samples,
+                    start=self._epoch + begun,
+                    waited_seconds=ready - begun,
+                    waited_for=max(entry.waits, key=entry.waits.__getitem__, default=None),
+                    seconds=end - ready,
+                )
+            )
+        return tuple(rows)
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        return self._origin.elapsed_time(mark) / 1000 if self._on_gpu else mark - self._origin

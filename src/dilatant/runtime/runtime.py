@@ -1,0 +1,287 @@
+"""The runtime: one rank's part of a model under one plan, for one generation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError
+from dilatant.data.sample import EncodedSample
+from dilatant.models.freeze import apply, check
+from dilatant.models.materialize import materialize
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.stage import Stage
+from dilatant.plan.plan import Plan
+from dilatant.runtime.agreement import agree, digest
+from dilatant.runtime.comm import Comm
+from dilatant.runtime.deferred import WeightGradients, replace_linears, restore_linears
+from dilatant.runtime.device import Precision
+from dilatant.runtime.exchange import exchange
+from dilatant.runtime.executor import Executor, LocalStage
+from dilatant.runtime.holders import Holders, holders_of, trainable_layers
+from dilatant.runtime.recorder import Recorder
+from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
+from dilatant.runtime.stage_runner import Boundary, StepData, boundary_after, runner_for
+from dilatant.runtime.sync import GradientSync, make_buckets, squared_norm
+from dilatant.runtime.transport import Transport
+from dilatant.schedule.dependencies import Message
+from dilatant.schedule.graph import build
+from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.trainability import trainability_of
+
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`loss`: of the global batch, the same on every rank. Reduced gradients are in the parameters of every holder."""
+
+    loss: float
+    target_tokens: int
+
+
+class Runtime:
+    """The stages of `comm.rank` under `plan`, ready to execute steps until `close()`.
+
+    model: its units may be on the meta device; the layers held here are then given memory and weights fixed by `seed`,
+    the others stay without. weights: logical name → tensor for all parameters held here, instead of the seed's. Every
+    rank builds the same model and plan. Nothing is global: a process may close one runtime and build another under
+    another plan.
+    check_transport: prove with a header that both ends of every message mean the same.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        plan: Plan,
+        comm: Comm,
+        *,
+        seed: int | None = 0,
+        weights: Mapping[str, Tensor] | None = None,
+        precision: Precision | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        look_ahead: int = 2,
+        check_transport: bool = False,
+    ) -> None:
+        _refuse_tensor_parallel(plan)
+        self.model = model
+        self.plan = plan
+        self.comm = comm
+        self._plan_digest = digest(plan.to_json())
+        self._trainability = trainability_of(plan, trainable_layers(model.units))
+        self._with_backward = {
+            index for index, backward in enumerate(self._trainability.backward) if backward
+        }
+        self._placed = plan.stages()
+        self._boundaries = [boundary_after(model, p.unit, p.stage.end) for p in self._placed]
+        self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+        modules = self._build_modules(seed)
+        self._stages = self._wire(modules, precision or Precision(torch.float32))
+        self.parameters = {
+            name: parameter
+            for module in modules.values()
+            for name, parameter in module.named_logical_parameters()
+        }
+        if weights is not None:
+            self._load(weights)
+        self.holders: Holders = holders_of(plan, model.units)
+        self._sync = self._build_sync(modules, bucket_bytes)
+        self._recorder = Recorder(comm.rank, comm.device)
+        self._transport = Transport(
+            comm, [p.stage.ranks[0] for p in self._placed], look_ahead, check_transport
+        )
+        self._executor = Executor(
+            comm.rank,
+            self._stages,
+            {p.index: p.unit for p in self._placed},
+            self._transport,
+            self._sync,
+            self._recorder,
+            comm.device,
+        )
+        self._step = 0
+
+    @property
+    def modules(self) -> dict[int, Stage]:
+        """The stages held here, by stage number."""
+        return {index: stage.runner.module for index, stage in self._stages.items()}
+
+    def execute(
+        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule
+    ) -> StepResult:
+        """Forward, backward and gradient sync of one global batch, on all ranks together.
+
+        samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
+        the sample. Gradients that are already there are added to. Returns when every rank holds its reduced
+        gradients: whoever applies them now applies what all apply.
+
+        Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
+        CommAborted when another rank failed. The runtime can then only be closed.
+        """
+        try:
+            return self._execute(StepData.of(samples), assignment, schedule)
+        except BaseException as error:
+            self.comm.abort(f"rank {self.comm.rank} failed: {error}")
+            raise
+
+    def grad_norm(self) -> float:
+        """The norm of all gradients, every logical weight counted once; the same on every rank."""
+        total = torch.tensor(squared_norm(self.parameters, self.holders, self.comm.rank), dtype=torch.float64)
+        self.comm.world.sum_(total, "the gradient norm").wait()
+        return float(total.sqrt())
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
+        norm = self.grad_norm()
+        if norm > max_norm:
+            factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad *= factor
+        return norm
+
+    def measured(self) -> tuple[MeasuredAction, ...]:
+        """When every action of the last step ran, on all ranks; called by all of them."""
+        rows = exchange(self.comm, [action.to_row() for action in self._recorder.rows()])
+        return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode of the stages held here."""
+        for module in self.modules.values():
+            module.train(mode)
+
+    def close(self) -> None:
+        """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
+        self._sync.close()
+        restore_linears(self._replaced)
+        self._replaced = []
+
+    def _execute(self, data: StepData, assignment: Assignment, schedule: Schedule) -> StepResult:
+        self._step += 1
+        agree(
+            self.comm,
+            {
+                "the plan": self._plan_digest,
+                "the assignment": digest(assignment.to_json()),
+                "the schedule": digest(schedule.to_json()),
+                "the global batch": digest(*(f"{s.id} {sorted(s.sizes.items())}" for s in data.samples)),
+                "the step number": self._step,
+            },
+        )
+        graph = build(self.plan, assignment, schedule)
+        routes = derive_routes(graph, self.comm.rank, self._with_backward)
+
+        def shape(message: Message) -> tuple[int, int, torch.dtype]:
+            boundary = self._boundaries[boundary_of(message)]
+            rows = sum(boundary.rows_of(data.samples[sample]) for sample in message.samples)
+            return rows, boundary.width, boundary.dtype
+
+        self._transport.begin(routes, shape)
+        self._recorder.begin()
+        losses = self._executor.run(schedule.actions.get(self.comm.rank, ()), routes, data)
+        self._sync.finish()
+        # Who answers here has all its gradients: the last answer is the agreement that the step commits.
+        total = torch.tensor(_finite_sum(losses, data), dtype=torch.float64)
+        self.comm.world.sum_(total, "the agreement that all gradients are there").wait()
+        return StepResult(float(total), data.target_tokens)
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        missing = sorted(self.parameters.keys() - weights.keys())
+        if missing:
+            raise ValueError(f"{len(missing)} weights held here were not given: {', '.join(missing[:8])}")
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+
+    def _build_modules(self, seed: int | None) -> dict[int, Stage]:
+        own = [placed for placed in self._placed if self.comm.rank in placed.stage.ranks]
+        for placed in own:
+            materialize(self.model.units[placed.unit], placed.stage.first, placed.stage.end, seed)
+        for unit_name in dict.fromkeys(placed.unit for placed in own):
+            apply(self.model.units[unit_name], self.model.units[unit_name].frozen)
+        modules = {}
+        for placed in own:
+            unit = self.model.units[placed.unit]
+            module = unit.stage(placed.stage.first, placed.stage.end).to(self.comm.device)
+            module.train(unit.training)
+            check(module.named_logical_parameters(), unit.frozen)
+            modules[placed.index] = module
+        return modules
+
+    def _wire(self, modules: Mapping[int, Stage], precision: Precision) -> dict[int, LocalStage]:
+        before = stages_before(self.plan)
+        stages = {}
+        for index, module in modules.items():
+            placed = self._placed[index]
+            gradients = WeightGradients()
+            self._replaced += replace_linears(module, gradients)
+            inbound: dict[str, tuple[Boundary, bool]] = {}
+            for source in before[index]:
+                # The frozen rule looks at layers, so all replicas of a unit say the same at its end.
+                inbound[self._placed[source].unit] = (
+                    self._boundaries[source],
+                    self._trainability.backward[source],
+                )
+            boundary = self._boundaries[index]
+            stages[index] = LocalStage(
+                placed=placed,
+                runner=runner_for(
+                    self.model.units[placed.unit], module, boundary.width, self.comm.device, precision
+                ),
+                boundary=boundary,
+                inbound=inbound,
+                needs_backward=self._trainability.backward[index],
+                gradients=gradients,
+            )
+        return stages
+
+    def _build_sync(self, modules: Mapping[int, Stage], bucket_bytes: int) -> GradientSync:
+        everything: dict[str, Tensor] = {}
+        frozen: set[str] = set()
+        for unit_plan in self.plan.units:
+            unit = self.model.units[unit_plan.name]
+            everything |= dict(unit.named_logical_parameters())
+            frozen |= unit.frozen
+        trainable = [name for name in everything if name not in frozen]
+        stages_of: dict[str, set[int]] = {}
+        for index, module in modules.items():
+            for name, _ in module.named_logical_parameters():
+                stages_of.setdefault(name, set()).add(index)
+        return GradientSync(
+            self.comm,
+            {name: p for name, p in self.parameters.items() if name not in frozen},
+            {name: frozenset(indices) for name, indices in stages_of.items()},
+            make_buckets(self.holders, everything, trainable, bucket_bytes),
+        )
+
+
+def _finite_sum(losses: Sequence[tuple[Tensor, tuple[int, ...]]], data: StepData) -> float:
+    """The sum of the losses computed here. Raises UserError, naming the samples of a loss that is not finite."""
+    values = torch.stack([loss for loss, _ in losses]).tolist() if losses else []
+    for value, (_, samples) in zip(values, losses, strict=True):
+        if not math.isfinite(value):
+            names = ", ".join(repr(data.samples[sample].id) for sample in samples[:8])
+            raise UserError(
+                f"the loss became {value} in a microbatch with the samples {names}; "
+                "lower the learning rate, or look at these samples"
+            )
+    return sum(values)
+
+
+def _refuse_tensor_parallel(plan: Plan) -> None:
+    wide = [
+        f"{p.unit} replica {p.replica} stage {p.position}: tp {p.stage.tp}, cp {p.stage.cp}"
+        for p in plan.stages()
+        if len(p.stage.ranks) != 1
+    ]
+    if wide:
+        raise ValueError(
+            "this runtime runs stages of one rank; set tp and cp to 1: "
+            + "; ".join(wide[:8])
+            + (f"; and {len(wide) - 8} more" if len(wide) > 8 else "")
+        )

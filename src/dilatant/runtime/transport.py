@@ -1,0 +1,204 @@
+"""Transport: rows of samples along directed edges between stages on different ranks.
+
+Every directed edge has its own communicator, on a GPU with its own stream. Both ends know every message, its order and
+its shape, so nothing but rows travels. Sends return at once. Receives are posted in the sender's order, at most
+`look_ahead` messages beyond the furthest one that was needed so far, so buffers are bounded by the schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilatant.runtime.comm import Comm, Group, Pending
+from dilatant.runtime.routes import Routes
+from dilatant.schedule.dependencies import Edge, Message
+
+_TAGS = 1 << 18
+_HEADER_TAG = 1 << 19
+
+Shape = Callable[[Message], tuple[int, int, torch.dtype]]
+"""Rows, width and dtype of a message; the same at both ends."""
+
+
+class TransportError(RuntimeError):
+    """A message is not the one that the schedule says comes next on its edge."""
+
+
+class Transport:
+    """The edges of one rank. `begin`, then `receive` and `send`, then `finish`, each step.
+
+    rank_of_stage: by stage number. check: a header before every message proves that both ends mean the same one
+    (slower; for debugging).
+    """
+
+    def __init__(
+        self, comm: Comm, rank_of_stage: Sequence[int], look_ahead: int = 2, check: bool = False
+    ) -> None:
+        self._comm = comm
+        self._rank_of_stage = rank_of_stage
+        self._look_ahead = look_ahead
+        self._check = check
+        self._inboxes: dict[Edge, _Inbox] = {}
+        self._place: dict[Message, int] = {}
+        self._sending: list[Pending] = []
+        self._shape: Shape | None = None
+
+    def begin(self, routes: Routes, shape: Shape) -> None:
+        """Open the edges of a step and post the first receives."""
+        self._shape = shape
+        # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
+        groups = {edge: self._open(edge) for edge in sorted({*routes.incoming, *routes.outgoing})}
+        self._place = {
+            message: index
+            for messages in (*routes.incoming.values(), *routes.outgoing.values())
+            for index, message in enumerate(messages)
+        }
+        self._inboxes = {
+            edge: _Inbox(self, groups[edge], messages, self._look_ahead)
+            for edge, messages in routes.incoming.items()
+        }
+
+    def receive(self, message: Message) -> Tensor:
+        """The rows of `message`, [rows, width], when they are here. Each message is received once."""
+        return self._inboxes[edge_of(message)].take(self._place[message])
+
+    def send(self, message: Message, rows: Tensor) -> None:
+        """Send [rows, width] to the message's target and return at once; `rows` must not change any more."""
+        assert self._shape is not None
+        count, width, dtype = self._shape(message)
+        if tuple(rows.shape) != (count, width) or rows.dtype != dtype:
+            raise TransportError(
+                f"{describe(message)}: {list(rows.shape)} of {rows.dtype} were made, but the sizes of the samples "
+                f"say {[count, width]} of {dtype}; the sizes index does not fit the model"
+            )
+        if not count:
+            return
+        place = self._place[message]
+        edge, target = self._open(edge_of(message)), self._rank_of_stage[message.consumer.stage]
+        if self._check:
+            header = self.header(message, place).to(self._comm.device)
+            self._sending.append(edge.send(header, target, _HEADER_TAG + place % _TAGS, describe(message)))
+        self._sending.append(edge.send(rows.contiguous(), target, place % _TAGS, describe(message)))
+        self._sending = [pending for pending in self._sending if not pending.is_done()]
+
+    def finish(self) -> None:
+        """Return when everything is sent. Raises TransportError if a message was never received."""
+        for pending in self._sending:
+            pending.wait()
+        self._sending.clear()
+        left = [message for inbox in self._inboxes.values() for message in inbox.left()]
+        self._inboxes.clear()
+        if left:
+            raise TransportError(f"{len(left)} messages were not used; the first is {describe(left[0])}")
+
+    def header(self, message: Message, place: int) -> Tensor:
+        """What both ends of a checked edge must agree on: int64 [5]."""
+        assert self._shape is not None
+        rows, width, _ = self._shape(message)
+        samples = hashlib.sha256(repr(message).encode()).digest()
+        return torch.tensor(
+            [self._comm.generation, place, rows, width, int.from_bytes(samples[:7], "little")]
+        )
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs a stage."""
+        return self._rank_of_stage[stage]
+
+    def _open(self, edge: Edge) -> Group:
+        source, target = edge
+        return self._comm.edge(
+            f"edge/{source}-{target}", self._rank_of_stage[source], self._rank_of_stage[target]
+        )
+
+
+@dataclass(slots=True)
+class _Posted:
+    buffer: Tensor
+    header: Tensor | None
+    pending: Pending | None
+
+
+class _Inbox:
+    """Receives of one directed edge, in the sender's order."""
+
+    def __init__(
+        self, transport: Transport, edge: Group, messages: tuple[Message, ...], look_ahead: int
+    ) -> None:
+        self._transport = transport
+        self._edge = edge
+        self._messages = messages
+        self._look_ahead = look_ahead
+        self._posted: dict[int, _Posted] = {}
+        self._next = 0
+        self._post_through(look_ahead - 1)
+
+    def take(self, place: int) -> Tensor:
+        self._post_through(place + self._look_ahead)
+        posted = self._posted.pop(place)
+        if posted.pending is not None:
+            posted.pending.wait()
+        if posted.header is not None:
+            posted = self._after_header(place, posted)
+        return posted.buffer
+
+    def left(self) -> list[Message]:
+        return [
+            message
+            for place, message in enumerate(self._messages)
+            if place in self._posted or place >= self._next
+        ]
+
+    def _post_through(self, last: int) -> None:
+        transport = self._transport
+        assert transport._shape is not None
+        while self._next <= min(last, len(self._messages) - 1):
+            place, message = self._next, self._messages[self._next]
+            rows, width, dtype = transport._shape(message)
+            buffer = torch.empty(rows, width, dtype=dtype, device=transport._comm.device)
+            header = pending = None
+            if rows and transport._check:
+                header = torch.zeros(5, dtype=torch.int64, device=transport._comm.device)
+                pending = self._receive(header, place, _HEADER_TAG)
+            elif rows:
+                pending = self._receive(buffer, place, 0)
+            self._posted[place] = _Posted(buffer, header, pending)
+            self._next += 1
+
+    def _after_header(self, place: int, posted: _Posted) -> _Posted:
+        """Compare before the rows are received: Gloo ends the process when a message outgrows its buffer."""
+        assert posted.header is not None
+        message = self._messages[place]
+        wanted = self._transport.header(message, place)
+        if not torch.equal(posted.header.cpu(), wanted):
+            raise TransportError(
+                f"{describe(message)} was awaited as message {place} of its edge, but something else came: "
+                f"generation, place, rows, width and samples are {posted.header.tolist()} instead of {wanted.tolist()}"
+            )
+        self._receive(posted.buffer, place, 0).wait()
+        return posted
+
+    def _receive(self, tensor: Tensor, place: int, tag: int) -> Pending:
+        message = self._messages[place]
+        source = self._transport.rank_of(message.producer.stage)
+        return self._edge.receive(tensor, source, tag + place % _TAGS, describe(message))
+
+
+def edge_of(message: Message) -> Edge:
+    """The directed edge between stages that a message travels on."""
+    return message.producer.stage, message.consumer.stage
+
+
+def describe(message: Message) -> str:
+    """A message in words, for people who look for the reason of an error."""
+    producer, consumer = message.producer, message.consumer
+    more = "..." if len(message.samples) > 8 else ""
+    return (
+        f"{'rows' if producer.kind == 'F' else 'gradients'} of samples {list(message.samples[:8])}{more} from "
+        f"{producer.kind} of stage {producer.stage} microbatch {producer.microbatch} to {consumer.kind} of stage "
+        f"{consumer.stage} microbatch {consumer.microbatch}"
+    )

@@ -1,0 +1,62 @@
+"""What happens in a step: assignments, schedules, and the engine that times them."""
+
+from dilatant.schedule.assign import Microbatches, assign_microbatches
+from dilatant.schedule.dependencies import Message, messages
+from dilatant.schedule.distribute import assign
+from dilatant.schedule.families import depths_within, eager, gpipe, interleaved, one_f_one_b
+from dilatant.schedule.graph import ScheduleError, ScheduleGraph, build
+from dilatant.schedule.pipeline_shape import PipelineShape
+from dilatant.schedule.predict import predict
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Microbatch, Schedule
+from dilatant.schedule.simulate import Links, run, simulate, step_seconds
+from dilatant.schedule.timeline import Timeline
+from dilatant.schedule.trainability import Trainability, all_trainable, trainability_of
+from dilatant.schedule.validate import schedule_problems, validate
+from dilatant.schedule.zero_bubble import split_backward, zero_bubble_h1, zero_bubble_h2
+
+FAMILIES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager": eager,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zb-h2": zero_bubble_h2,
+}
+"""Schedule families by the name users write: (plan, assignment, trainability) -> Schedule."""
+
+__all__ = [
+    "FAMILIES",
+    "Action",
+    "ActionKind",
+    "Assignment",
+    "Links",
+    "Message",
+    "Microbatch",
+    "Microbatches",
+    "PipelineShape",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleGraph",
+    "Timeline",
+    "Trainability",
+    "all_trainable",
+    "assign",
+    "assign_microbatches",
+    "build",
+    "depths_within",
+    "eager",
+    "gpipe",
+    "interleaved",
+    "messages",
+    "one_f_one_b",
+    "predict",
+    "run",
+    "schedule_problems",
+    "simulate",
+    "split_backward",
+    "step_seconds",
+    "trainability_of",
+    "validate",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+]

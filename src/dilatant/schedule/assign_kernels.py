@@ -1,0 +1,267 @@
+"""Inner loops of the microbatch policies, compiled by numba and cached on disk.
+
+Only additions, multiplications and comparisons of doubles: every machine derives the same result from the same seed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+
+
+@njit(cache=True)
+def _draw(state, bound):
+    """A whole number below `bound` (splitmix64; `state` is a one-element uint64 array)."""
+    state[0] += _GOLDEN
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * _MIX1
+    z = (z ^ (z >> np.uint64(27))) * _MIX2
+    z = z ^ (z >> np.uint64(31))
+    return np.int64(z % np.uint64(bound))
+
+
+@njit(cache=True)
+def place_one_unit(order, share, speed, weight, room, slot_of):
+    """Each sample, in `order`, to the slot with the least load / speed and room; the first of equals.
+
+    `share [samples]`, `speed [slots]`, `weight [samples]` and `room [slots]` (consumed). Returns the first sample
+    for which no slot has room, or -1.
+    """
+    num_slots = len(speed)
+    load = np.zeros(num_slots)
+    for sample in order:
+        best, least = -1, np.inf
+        for slot in range(num_slots):
+            value = (load[slot] + share[sample]) / speed[slot]
+            if value < least and weight[sample] <= room[slot]:
+                best, least = slot, value
+        if best < 0:
+            return sample
+        load[best] += share[sample]
+        room[best] -= weight[sample]
+        slot_of[sample] = best
+    return -1
+
+
+# Without these two flags a maximum of doubles is not vectorised; they allow no other change of the result.
+@njit(cache=True, fastmath={"nnan", "nsz"})
+def place_two_units(order, first, second, slot_of, num_slots):
+    """The two-dimensional greedy for two units and equal slots without limits: the benchmark's inner loop.
+
+    Each sample, in `order`, to the slot in which the larger of the two loads, plus a thousandth of their sum, stays
+    smallest. The slot's number stands in the lowest bits of its score, so that one integer minimum, which vectorises,
+    finds the slot; scores are positive, hence ordered like their bits.
+    """
+    one, two, score = np.zeros(num_slots), np.zeros(num_slots), np.empty(num_slots)
+    bits = score.view(np.int64)
+    mask = np.int64(1)
+    while mask < num_slots:
+        mask *= 2
+    mask -= 1
+    for sample in order:
+        x, y = first[sample], second[sample]
+        for slot in range(num_slots):
+            a, b = one[slot] + x, two[slot] + y
+            score[slot] = max(a, b) + 1e-3 * (a + b)
+        least = np.int64(0x7FFFFFFFFFFFFFFF)
+        for slot in range(num_slots):
+            least = min(least, (bits[slot] & ~mask) | slot)
+        best = least & mask
+        one[best] += x
+        two[best] += y
+        slot_of[sample] = best
+
+
+@njit(cache=True)
+def place_units(order, share, speed, weight, room, slot_of):
+    """`place_two_units` for any number of units, slots of unlike `speed`, and limited `room`.
+
+    `share [units, samples]`. Returns the first sample for which no slot has room, or -1.
+    """
+    num_units, num_slots = len(share), len(speed)
+    load = np.zeros((num_slots, num_units))
+    for sample in order:
+        best, least = -1, np.inf
+        for slot in range(num_slots):
+            if weight[sample] > room[slot]:
+                continue
+            largest, total = 0.0, 0.0
+            for unit in range(num_units):
+                value = (load[slot, unit] + share[unit, sample]) / speed[slot]
+                largest = max(largest, value)
+                total += value
+            value = largest + 1e-3 * total
+            if value < least:
+                best, least = slot, value
+        if best < 0:
+            return sample
+        for unit in range(num_units):
+            load[best, unit] += share[unit, sample]
+        room[best] -= weight[sample]
+        slot_of[sample] = best
+    return -1
+
+
+@njit(cache=True)
+def step_time(first, before, cost_of, share, last, cost, end):
+    """Latest end of a step, ops in topological order. Fills `end` from op `first` on; earlier entries must hold.
+
+    `before [ops, n]` are the ops that each waits for, padded with the number of ops, whose `end` is 0. Op i takes
+    `share[i] * cost[cost_of[i]]` seconds. `last` are the ops after which nothing comes.
+    """
+    if before.shape[1] == 2:
+        for i in range(first, len(share)):
+            end[i] = max(end[before[i, 0]], end[before[i, 1]]) + share[i] * cost[cost_of[i]]
+    else:
+        for i in range(first, len(share)):
+            time = 0.0
+            for at in range(before.shape[1]):
+                time = max(time, end[before[i, at]])
+            end[i] = time + share[i] * cost[cost_of[i]]
+    latest = 0.0
+    for i in last:
+        latest = max(latest, end[i])
+    return latest
+
+
+@njit(cache=True)
+def _set_costs(cost, load, fixed, position, a, b):
+    num_units, num_slots = load.shape
+    for unit in range(num_units):
+        cost[unit * num_slots + position[a]] = load[unit, a] + fixed[unit] if load[unit, a] > 0.0 else 0.0
+        cost[unit * num_slots + position[b]] = load[unit, b] + fixed[unit] if load[unit, b] > 0.0 else 0.0
+
+
+@njit(cache=True)
+def _copy(source, target, first, end):
+    # A loop: assigning slices costs seconds to compile.
+    for i in range(first, end):
+        target[i] = source[i]
+
+
+@njit(cache=True)
+def anneal(
+    seconds,
+    weight,
+    capacity,
+    slot_of,
+    num_slots,
+    before,
+    cost_of,
+    share,
+    last,
+    fixed,
+    evaluations,
+    membership,
+    start_threshold,
+    seed,
+):
+    """Threshold accepting over sample moves, sample swaps and slot swaps; the objective is the simulated step.
+
+    `seconds [units, samples]`, `slot_of [samples]` (left as the best found); `before`, `cost_of` (unit * slots + slot),
+    `share`, `last` as in `step_time`; `fixed [units]` is added to every slot in which a unit has work. With
+    `membership` False only whole slots change places. A change is kept if the step gets at most the threshold longer,
+    which falls linearly from `start_threshold` times the first step to nothing. Returns the best step's seconds.
+    """
+    num_units, num_samples = seconds.shape
+    num_ops = len(share)
+    state = np.empty(1, dtype=np.uint64)
+    state[0] = np.uint64(seed)
+    load = np.zeros((num_units, num_slots))
+    filled = np.zeros(num_slots)
+    count = np.zeros(num_slots, dtype=np.int64)
+    for sample in range(num_samples):
+        slot = slot_of[sample]
+        filled[slot] += weight[sample]
+        count[slot] += 1
+        for unit in range(num_units):
+            load[unit, slot] += seconds[unit, sample]
+    first_op = np.empty(num_slots, dtype=np.int64)
+    position = np.empty(num_slots, dtype=np.int64)
+    best_position = np.empty(num_slots, dtype=np.int64)
+    for slot in range(num_slots):
+        first_op[slot] = num_ops
+        position[slot] = slot
+    for i in range(num_ops - 1, -1, -1):
+        first_op[cost_of[i] % num_slots] = i
+    cost = np.zeros(num_units * num_slots)
+    for unit in range(num_units):
+        for slot in range(num_slots):
+            cost[unit * num_slots + slot] = load[unit, slot] + fixed[unit] if load[unit, slot] > 0.0 else 0.0
+    end = np.zeros(num_ops + 1)
+    saved = np.empty(num_ops)
+    column = np.empty((num_units, 2))
+    now = step_time(0, before, cost_of, share, last, cost, end)
+    best = now
+    best_slot = np.empty(num_samples, dtype=np.int64)
+    _copy(slot_of, best_slot, 0, num_samples)
+    _copy(position, best_position, 0, num_slots)
+    first_threshold = start_threshold * now
+    for step in range(evaluations):
+        threshold = first_threshold * (1.0 - step / evaluations)
+        kind = _draw(state, 4) if membership else 3
+        one, other, a, b = -1, -1, 0, 0
+        if kind == 3:
+            a, b = _draw(state, num_slots), _draw(state, num_slots)
+        elif kind == 2:
+            one, other = _draw(state, num_samples), _draw(state, num_samples)
+            a, b = slot_of[one], slot_of[other]
+        else:
+            one = _draw(state, num_samples)
+            a, b = slot_of[one], _draw(state, num_slots)
+        if a == b:
+            continue
+        gain = 0.0
+        for unit in range(num_units):
+            column[unit, 0], column[unit, 1] = load[unit, a], load[unit, b]
+        if kind == 3:
+            position[a], position[b] = position[b], position[a]
+        else:
+            gain = weight[one] - (weight[other] if kind == 2 else 0.0)
+            if filled[b] + gain > capacity or filled[a] - gain > capacity:
+                continue
+            if kind != 2:
+                count[a] -= 1
+                count[b] += 1
+            for unit in range(num_units):
+                delta = seconds[unit, one] - (seconds[unit, other] if kind == 2 else 0.0)
+                load[unit, a] = max(load[unit, a] - delta, 0.0) if count[a] > 0 else 0.0
+                load[unit, b] = max(load[unit, b] + delta, 0.0)
+            filled[a] -= gain
+            filled[b] += gain
+            slot_of[one] = b
+            if kind == 2:
+                slot_of[other] = a
+        _set_costs(cost, load, fixed, position, a, b)
+        first = min(first_op[position[a]], first_op[position[b]])
+        _copy(end, saved, first, num_ops)
+        time = step_time(first, before, cost_of, share, last, cost, end)
+        if time <= now + threshold:
+            now = time
+            if now < best:
+                best = now
+                _copy(slot_of, best_slot, 0, num_samples)
+                _copy(position, best_position, 0, num_slots)
+            continue
+        _copy(saved, end, first, num_ops)
+        if kind == 3:
+            position[a], position[b] = position[b], position[a]
+        else:
+            for unit in range(num_units):
+                load[unit, a], load[unit, b] = column[unit, 0], column[unit, 1]
+            if kind != 2:
+                count[a] += 1
+                count[b] -= 1
+            filled[a] += gain
+            filled[b] -= gain
+            slot_of[one] = a
+            if kind == 2:
+                slot_of[other] = b
+        _set_costs(cost, load, fixed, position, a, b)
+    for sample in range(num_samples):
+        slot_of[sample] = best_position[best_slot[sample]]
+    return best

@@ -1,0 +1,134 @@
+"""The Assignment of a step: samples over the replicas of every unit, and over the microbatches of each.
+
+The replicas of the *anchor*, the unit that the encoders feed (the language model), each take a share of the samples
+and group them by one of the microbatch policies. Every other unit follows: a replica serves a fixed run of anchor
+replicas, and its k-th microbatch holds the samples of their k-th microbatches. So units may have any numbers of
+replicas: with fewer encoder replicas than language ones the encoder's microbatches are that much larger (DistTrain
+5.1), with more, several share one language replica's microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.config.errors import UserError
+from dilatant.plan.plan import Plan
+from dilatant.schedule.assign import Policy, assign_microbatches
+from dilatant.schedule.disttrain import intra_reorder
+from dilatant.schedule.pipeline_shape import PipelineShape
+from dilatant.schedule.schedule import Assignment, Microbatch
+
+
+def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) -> NDArray[np.int64]:
+    """The replica of every sample: `[samples]`. `seconds [samples, units]`; `speed[replica]` relative throughput.
+
+    All units are balanced at once, relative to their totals; sorting by encoder seconds and placing by language
+    seconds alone leaves the encoder 7 to 43 % uneven (planning notes E1).
+    """
+    from dilatant.schedule import assign_kernels as kernels
+
+    num_samples = len(seconds)
+    total = seconds.sum(axis=0)
+    share = np.ascontiguousarray((seconds / np.where(total > 0, total, 1.0)).T)
+    order = np.argsort(-share.max(axis=0, initial=0.0), kind="stable")
+    replica = np.zeros(num_samples, dtype=np.int64)
+    rates = np.asarray(speed, dtype=np.float64)
+    kernels.place_units(
+        order, share, rates / rates.sum(), np.zeros(num_samples), np.full(len(rates), np.inf), replica
+    )
+    return replica
+
+
+def assign(
+    plan: Plan,
+    seconds: Mapping[str, ArrayLike],
+    num_microbatches: int | Sequence[int],
+    policy: Policy = "balanced",
+    seed: int = 0,
+    *,
+    anchor: str | None = None,
+    speed: Sequence[float] | None = None,
+    backward: Mapping[str, float] | None = None,
+    evaluations: int | None = None,
+) -> Assignment:
+    """Which samples each microbatch of each replica holds.
+
+    `seconds[unit][sample]` is what a sample costs a typical stage of the unit, forward and backward together, 0 where
+    it has no work there: such a sample is absent from that unit's microbatches (if it has none anywhere, it stays in
+    the anchor's). `num_microbatches` is the count of
+    every anchor replica, or one count each; `speed` their relative throughput, by default in proportion to these
+    counts (`compose_pipelines` gives a slow pipeline fewer). `anchor` names the anchor where it is not the unit that
+    most others feed. `backward[unit]` is backward seconds per forward second,
+    2 where not given. Raises UserError when a unit is missing or lists differ in length.
+    """
+    names = [unit.name for unit in plan.units]
+    missing = [name for name in names if name not in seconds]
+    if missing:
+        raise UserError(f"seconds says nothing about units {missing}")
+    table = np.stack([np.asarray(seconds[name], dtype=np.float64) for name in names], axis=1)
+    number = {name: unit for unit, name in enumerate(names)}
+    shape = PipelineShape(
+        stages=tuple(len(unit.replicas[0].stages) for unit in plan.units),
+        feeds=tuple(tuple(number[target] for target in unit.feeds) for unit in plan.units),
+        backward=tuple((backward or {}).get(name, 2.0) for name in names),
+        fixed_seconds=(0.0,) * len(names),
+    )
+    center = shape.anchor if anchor is None else number[anchor]
+    replicas = len(plan.units[center].replicas)
+    counts = [num_microbatches] * replicas if isinstance(num_microbatches, int) else list(num_microbatches)
+    rates = list(speed) if speed is not None else [float(count) for count in counts]
+    if len(counts) != replicas or len(rates) != replicas:
+        raise UserError(
+            f"{names[center]} has {replicas} replicas, but there are {len(counts)} microbatch counts and "
+            f"{len(rates)} speeds"
+        )
+    replica_of = split_over_replicas(table, rates)
+    slots: list[list[list[Microbatch]]] = [[] for _ in names]
+    for replica, count in enumerate(counts):
+        mine = np.flatnonzero(replica_of == replica)
+        stages = tuple(len(unit.replicas[replica % len(unit.replicas)].stages) for unit in plan.units)
+        grouped = assign_microbatches(
+            table[mine],
+            count,
+            policy,
+            seed + replica,
+            shape=replace(shape, stages=stages),
+            evaluations=evaluations,
+        )
+        for unit in range(len(names)):
+            slots[unit].append([tuple(int(mine[s]) for s in batch) for batch in grouped.microbatches[unit]])
+    present = table > 0
+    present[~present.any(axis=1), center] = True
+    return Assignment(
+        {
+            name: _spread(table[:, unit], present[:, unit], slots[unit], len(plan.units[unit].replicas))
+            for unit, name in enumerate(names)
+        }
+    )
+
+
+def _spread(
+    seconds: NDArray[np.float64], present: NDArray[np.bool_], slots: list[list[Microbatch]], replicas: int
+) -> tuple[tuple[Microbatch, ...], ...]:
+    """Hand the microbatches of anchor replicas to the replicas of one unit that serve them."""
+    anchors = len(slots)
+    result: list[list[list[int]]] = [[] for _ in range(replicas)]
+    if replicas <= anchors:
+        for replica in range(replicas):
+            served = [a for a in range(anchors) if a * replicas // anchors == replica]
+            for k in range(max(len(slots[a]) for a in served)):
+                result[replica].append([s for a in served if k < len(slots[a]) for s in slots[a][k]])
+    else:
+        for a in range(anchors):
+            serving = [replica for replica in range(replicas) if replica * anchors // replicas == a]
+            for batch in slots[a]:
+                group = intra_reorder(seconds[list(batch)], len(serving))
+                for index, replica in enumerate(serving):
+                    result[replica].append(
+                        [s for s, g in zip(batch, group.tolist(), strict=True) if g == index]
+                    )
+    return tuple(tuple(tuple(s for s in batch if present[s]) for batch in batches) for batches in result)

@@ -1,0 +1,403 @@
+"""The simulator's inner loops, compiled by numba and cached on disk.
+
+Imported only by functions that need them: importing this module imports numba. Everything here works on *ops*
+(one per action, however many ranks run it together) numbered rank by rank in execution order.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+from numba import njit
+
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 0, 1, 2, 3
+
+MOST_PROBLEMS = 4096
+NO_PROBLEM, NO_INPUT, NO_GRADIENT, BEFORE_FORWARD, BEFORE_INPUT_GRADIENT, TWICE = range(6)
+
+
+@njit(cache=True)
+def all_lead(row_offsets, stage, lead):
+    """Is every row of a packed schedule on the first rank of its stage?"""
+    for rank in range(len(row_offsets) - 1):
+        for row in range(row_offsets[rank], row_offsets[rank + 1]):
+            if lead[stage[row]] != rank:
+                return False
+    return True
+
+
+@njit(cache=True)
+def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots):
+    """The op of every (stage, kind, piece), -1 where there is none; and the first op that is there twice, or -1."""
+    slots = np.empty(num_slots, dtype=np.int32)
+    for slot in range(num_slots):
+        slots[slot] = -1
+    twice = -1
+    for op in range(len(kind)):
+        s = stage[op]
+        slot = slot_base[s] + kind[op] * num_pieces[s] + piece[op] - first_piece[s]
+        if slots[slot] >= 0 and twice < 0:
+            twice = op
+        slots[slot] = op
+    return slots, twice
+
+
+@njit(cache=True)
+def _gradient_op(slots, slot_base, num_pieces, first_piece, stage, piece):
+    """The op that makes the gradient of the stage's input for `piece`: I where backward is split, else B, else -1."""
+    local = piece - first_piece[stage]
+    base = slot_base[stage] + local
+    op = slots[base + _INPUT_GRADIENT * num_pieces[stage]]
+    if op >= 0:
+        return op
+    return slots[base + _BACKWARD * num_pieces[stage]]
+
+
+@njit(cache=True)
+def data_edges(
+    kind,
+    stage,
+    piece,
+    slots,
+    slot_base,
+    num_pieces,
+    first_piece,
+    before,
+    after,
+    pairs_from,
+    pairs_to,
+    last_of,
+    first_of,
+):
+    """Edges op → op that carry rows or gradients: along chains in op order, then between units in pair order.
+
+    Returns sources, targets and how many there are; then problem codes and their ops, and how many of those (at most
+    `MOST_PROBLEMS`, which no person reads to the end).
+    """
+    n = len(kind)
+    source = np.empty(n + 2 * len(pairs_from), dtype=np.int32)
+    target = np.empty(n + 2 * len(pairs_from), dtype=np.int32)
+    code = np.empty(MOST_PROBLEMS + 2, dtype=np.int8)
+    culprit = np.empty(MOST_PROBLEMS + 2, dtype=np.int32)
+    count, bad = 0, 0
+    for op in range(n):
+        bad = min(bad, MOST_PROBLEMS)
+        s, p = stage[op], piece[op]
+        base = slot_base[s] + p - first_piece[s]
+        if kind[op] == _FORWARD:
+            if before[s] >= 0:
+                made = slots[slot_base[before[s]] + p - first_piece[s]]
+                if made < 0:
+                    code[bad], culprit[bad] = NO_INPUT, op
+                    bad += 1
+                else:
+                    source[count], target[count] = made, op
+                    count += 1
+        elif kind[op] == _WEIGHT_GRADIENT:
+            made = slots[base + _INPUT_GRADIENT * num_pieces[s]]
+            if made < 0 or made > op:
+                code[bad], culprit[bad] = BEFORE_INPUT_GRADIENT, op
+                bad += 1
+        else:
+            made = slots[base]
+            if made < 0 or made > op:
+                code[bad], culprit[bad] = BEFORE_FORWARD, op
+                bad += 1
+            if after[s] >= 0:
+                made = _gradient_op(slots, slot_base, num_pieces, first_piece, after[s], p)
+                if made < 0:
+                    code[bad], culprit[bad] = NO_GRADIENT, op
+                    bad += 1
+                else:
+                    source[count], target[count] = made, op
+                    count += 1
+    for pair in range(len(pairs_from)):
+        bad = min(bad, MOST_PROBLEMS)
+        up, down = pairs_from[pair], pairs_to[pair]
+        last, first = last_of[up], first_of[down]
+        given = slots[slot_base[last] + up - first_piece[last]]
+        taken = slots[slot_base[first] + down - first_piece[first]]
+        if taken >= 0:
+            if given < 0:
+                code[bad], culprit[bad] = NO_INPUT, taken
+                bad += 1
+            else:
+                source[count], target[count] = given, taken
+                count += 1
+        taken = _gradient_op(slots, slot_base, num_pieces, first_piece, last, up)
+        if taken >= 0:
+            given = _gradient_op(slots, slot_base, num_pieces, first_piece, first, down)
+            if given < 0:
+                code[bad], culprit[bad] = NO_GRADIENT, taken
+                bad += 1
+            else:
+                source[count], target[count] = given, taken
+                count += 1
+    return source, target, count, code, culprit, bad
+
+
+@njit(cache=True)
+def group_by_target(target, num_ops):
+    """CSR of edges by target: `offsets [ops + 1]` and edge numbers, in edge order within a target."""
+    offsets = np.zeros(num_ops + 1, dtype=np.int32)
+    for edge in range(len(target)):
+        offsets[target[edge] + 1] += 1
+    fill = np.empty(num_ops, dtype=np.int32)
+    for op in range(num_ops):
+        offsets[op + 1] += offsets[op]
+        fill[op] = offsets[op]
+    edges = np.empty(len(target), dtype=np.int32)
+    for edge in range(len(target)):
+        at = fill[target[edge]]
+        edges[at] = edge
+        fill[target[edge]] = at + 1
+    return offsets, edges
+
+
+@njit(cache=True)
+def topological_order(list_offsets, offsets, edges, source):
+    """An order of all ops that respects every list and every edge (Kahn's algorithm over list heads).
+
+    A list is the ops of one rank. Each list waits for at most one op at a time, so lists are woken from a linked
+    list per op: O(ops + edges). Returns the order, its length (less than all ops if there is a cycle), where each list
+    stopped, and the position of every op in the order (-1 if it has none).
+    """
+    num_lists = len(list_offsets) - 1
+    num_ops = list_offsets[-1]
+    order = np.empty(num_ops, dtype=np.int32)
+    position = np.empty(num_ops, dtype=np.int32)
+    scan = np.empty(num_ops, dtype=np.int32)
+    waiting = np.empty(num_ops, dtype=np.int32)
+    for op in range(num_ops):
+        scan[op] = offsets[op]
+        waiting[op] = position[op] = -1
+    heads = np.empty(num_lists, dtype=np.int32)
+    next_waiter = np.empty(num_lists, dtype=np.int32)
+    ready = np.empty(num_lists, dtype=np.int32)
+    num_ready, count = 0, 0
+    for index in range(num_lists - 1, -1, -1):
+        heads[index] = list_offsets[index]
+        ready[num_ready] = index
+        num_ready += 1
+    while num_ready > 0:
+        num_ready -= 1
+        index = ready[num_ready]
+        while heads[index] < list_offsets[index + 1]:
+            op = heads[index]
+            blocker = -1
+            while scan[op] < offsets[op + 1]:
+                before = source[edges[scan[op]]]
+                if position[before] < 0:
+                    blocker = before
+                    break
+                scan[op] += 1
+            if blocker >= 0:
+                next_waiter[index] = waiting[blocker]
+                waiting[blocker] = index
+                break
+            position[op] = count
+            order[count] = op
+            count += 1
+            heads[index] += 1
+            waiter = waiting[op]
+            while waiter >= 0:
+                following = next_waiter[waiter]
+                ready[num_ready] = waiter
+                num_ready += 1
+                waiter = following
+    return order, count, heads, position
+
+
+@njit(cache=True)
+def renumber(order, position, list_of, offsets, edges, source, list_offsets):
+    """The graph in topological positions: list predecessor, CSR offsets, source positions and edge numbers."""
+    n = len(order)
+    previous = np.empty(n, dtype=np.int32)
+    new_offsets = np.empty(n + 1, dtype=np.int32)
+    new_source = np.empty(len(edges), dtype=np.int32)
+    new_edge = np.empty(len(edges), dtype=np.int32)
+    count = 0
+    for i in range(n):
+        op = order[i]
+        previous[i] = position[op - 1] if op > list_offsets[list_of[op]] else -1
+        new_offsets[i] = count
+        for at in range(offsets[op], offsets[op + 1]):
+            new_source[count] = position[source[edges[at]]]
+            new_edge[count] = edges[at]
+            count += 1
+    new_offsets[n] = count
+    return previous, new_offsets, new_source, new_edge
+
+
+@njit(cache=True)
+def longest_path(order, previous, offsets, source, edge, seconds, lag, end):
+    """End of every op, by topological position, into `end`; returns the latest. `lag` is empty or per edge."""
+    latest = 0.0
+    lagged = len(lag) > 0
+    for i in range(len(order)):
+        time = 0.0
+        if previous[i] >= 0:
+            time = end[previous[i]]
+        for at in range(offsets[i], offsets[i + 1]):
+            arrival = end[source[at]]
+            if lagged:
+                arrival += lag[edge[at]]
+            if arrival > time:
+                time = arrival
+        time += seconds[order[i]]
+        end[i] = time
+        if time > latest:
+            latest = time
+    return latest
+
+
+@njit(cache=True)
+def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
+    """Start and end of every op, by op number, into `start` and `end`; returns the latest end."""
+    latest = 0.0
+    lagged = len(lag) > 0
+    for i in range(len(order)):
+        op = order[i]
+        time = 0.0
+        if previous[i] >= 0:
+            time = end[order[previous[i]]]
+        for at in range(offsets[i], offsets[i + 1]):
+            arrival = end[order[source[at]]]
+            if lagged:
+                arrival += lag[edge[at]]
+            if arrival > time:
+                time = arrival
+        start[op] = time
+        end[op] = time + seconds[op]
+        if end[op] > latest:
+            latest = end[op]
+    return latest
+
+
+@njit(cache=True)
+def spans_on_links(
+    previous_op,
+    in_offsets,
+    next_op,
+    seconds,
+    out_offsets,
+    out_edges,
+    target_of,
+    link,
+    occupancy,
+    latency,
+    link_free,
+    start,
+    end,
+    arrival,
+):
+    """Start and end of every op when messages queue for links: first ready, first sent.
+
+    `link[edge]` is -1 for an edge that occupies none. An op's end time never precedes the event that makes it known,
+    so taking ends from a heap serves every link in order of readiness; ties go to the lower op, then the lower edge.
+    Fills `start`, `end` by op and `arrival` by edge; returns the latest end.
+    """
+    n = len(seconds)
+    missing = np.empty(n, dtype=np.int32)
+    heap = [(0.0, np.int64(0))]
+    heap.pop()  # the pair only tells the compiler what the heap holds
+    for op in range(n):
+        missing[op] = in_offsets[op + 1] - in_offsets[op] + (1 if previous_op[op] >= 0 else 0)
+        start[op] = 0.0
+    for op in range(n):
+        if missing[op] == 0:
+            end[op] = start[op] + seconds[op]
+            heappush(heap, (end[op], np.int64(op)))
+    latest = 0.0
+    while len(heap) > 0:
+        now, ended = heappop(heap)
+        latest = max(latest, now)
+        follower = next_op[ended]
+        if follower >= 0:
+            start[follower] = max(start[follower], now)
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                end[follower] = start[follower] + seconds[follower]
+                heappush(heap, (end[follower], np.int64(follower)))
+        for at in range(out_offsets[ended], out_offsets[ended + 1]):
+            edge = out_edges[at]
+            time = now
+            if link[edge] >= 0:
+                time = max(now, link_free[link[edge]]) + occupancy[edge]
+                link_free[link[edge]] = time
+            time += latency[edge]
+            arrival[edge] = time
+            follower = target_of[edge]
+            start[follower] = max(start[follower], time)
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                end[follower] = start[follower] + seconds[follower]
+                heappush(heap, (end[follower], np.int64(follower)))
+    return latest
+
+
+@njit(cache=True)
+def binding(order, previous, offsets, source, end, start, arrival_of_edge, edge):
+    """For every op (by op number) the op whose end decided its start, -1 at time zero or without predecessors.
+
+    Between equals the list predecessor wins: an op that had not to wait is bound by its own rank.
+    """
+    n = len(order)
+    binder = np.empty(n, dtype=np.int32)
+    for i in range(n):
+        op = order[i]
+        binder[op] = -1
+        if previous[i] >= 0 and end[order[previous[i]]] >= start[op]:
+            binder[op] = order[previous[i]]
+            continue
+        for at in range(offsets[i], offsets[i + 1]):
+            if arrival_of_edge[edge[at]] >= start[op]:
+                binder[op] = order[source[at]]
+                break
+    return binder
+
+
+@njit(cache=True)
+def idle_by_cause(
+    row_offsets, row_op, row_drain, row_warm, unit, start, end, binder, chain_end, num_units, latest, idle
+):
+    """Add every idle second of every rank to `idle[rank, cause]`.
+
+    Causes: 0 warm-up, 1 drain, 2 communication, 3 imbalance, 4 + u waiting for unit u. A gap is covered by the chain
+    of ops that decided its end: each second of it belongs to the op, or the lag between two ops, that was under way
+    on that chain. `row_warm[rank]` is the row whose start ends the rank's warm-up, `row_drain[rank]` the last row
+    before its drain, `chain_end[rank]` when the last pipeline it belongs to is done.
+    """
+    for rank in range(len(row_offsets) - 1):
+        before = 0.0
+        for row in range(row_offsets[rank], row_offsets[rank + 1]):
+            op = row_op[row]
+            phase = -1
+            if row <= row_warm[rank]:
+                phase = 0
+            elif row > row_drain[rank]:
+                phase = 1
+            upper = start[op]
+            late = op
+            while upper > before and binder[late] >= 0:
+                made = binder[late]
+                lag = min(upper, start[late]) - max(before, end[made])
+                if lag > 0.0:
+                    idle[rank, 2] += lag
+                    upper -= lag
+                busy = upper - max(before, start[made])
+                if busy > 0.0:
+                    if phase >= 0:
+                        idle[rank, phase] += busy
+                    elif unit[made] == unit[op]:
+                        idle[rank, 3] += busy
+                    else:
+                        idle[rank, 4 + unit[made]] += busy
+                    upper -= busy
+                late = made
+            if upper > before:
+                idle[rank, max(phase, 0)] += upper - before
+            before = max(before, end[op])
+        idle[rank, 1] += max(0.0, chain_end[rank] - before)
+        idle[rank, 3] += latest - max(before, chain_end[rank])

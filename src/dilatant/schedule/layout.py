@@ -1,0 +1,92 @@
+"""A Plan as arrays: which stage comes before which, on which ranks, for which unit replica.
+
+Everything that walks a plan many thousand times (families, the simulator) reads these arrays; they hold nothing
+that `Plan` does not say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.plan import PlacedStage, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Stage numbers are `PlacedStage.index`; chain numbers count unit replicas in plan order.
+
+    `unit_of[chain]` indexes `units`; `stages_of[chain]` is the half-open range of its stages. `before[stage]` and
+    `after[stage]` are the neighbours in the same chain, -1 at its ends. `feeds` lists pairs of unit indices.
+    `lead[stage]` is the position, in `ranks`, of the stage's first rank.
+    """
+
+    placed: tuple[PlacedStage, ...]
+    units: tuple[str, ...]
+    feeds: tuple[tuple[int, int], ...]
+    unit_of: NDArray[np.int64]
+    replica_of: NDArray[np.int64]
+    stages_of: NDArray[np.int64]
+    chain: NDArray[np.int64]
+    before: NDArray[np.int64]
+    after: NDArray[np.int64]
+    ranks: tuple[int, ...]
+    lead: NDArray[np.int64]
+
+    @property
+    def num_chains(self) -> int:
+        return len(self.unit_of)
+
+    def chains_of(self, unit: int) -> list[int]:
+        """The chain numbers of a unit's replicas, in replica order."""
+        return [int(chain) for chain in np.flatnonzero(self.unit_of == unit)]
+
+
+def layout_of(plan: Plan) -> Layout:
+    """The arrays of `plan`. Raises ValueError when a unit feeds one that the plan lacks or that comes earlier."""
+    placed = plan.stages()
+    units = tuple(unit.name for unit in plan.units)
+    number = {name: index for index, name in enumerate(units)}
+    feeds = []
+    for source, unit in enumerate(plan.units):
+        for name in unit.feeds:
+            if name not in number:
+                raise ValueError(
+                    f"unit {unit.name!r} feeds {name!r}, which this plan lacks; it has {list(units)}"
+                )
+            if number[name] <= source:
+                raise ValueError(f"unit {unit.name!r} feeds {name!r}, which must come after it in the plan")
+            feeds.append((source, number[name]))
+    unit_of: list[int] = []
+    replica_of: list[int] = []
+    stages_of: list[tuple[int, int]] = []
+    chain: list[int] = []
+    for source, unit in enumerate(plan.units):
+        for replica_index, replica in enumerate(unit.replicas):
+            stages_of.append((len(chain), len(chain) + len(replica.stages)))
+            chain.extend([len(unit_of)] * len(replica.stages))
+            unit_of.append(source)
+            replica_of.append(replica_index)
+    count = len(placed)
+    before = np.arange(-1, count - 1)
+    after = np.arange(1, count + 1)
+    ranges = np.asarray(stages_of, dtype=np.int64).reshape(-1, 2)
+    before[ranges[:, 0]] = -1
+    after[ranges[:, 1] - 1] = -1
+    ranks = plan.ranks
+    position = {rank: index for index, rank in enumerate(ranks)}
+    return Layout(
+        placed=placed,
+        units=units,
+        feeds=tuple(feeds),
+        unit_of=np.asarray(unit_of, dtype=np.int64),
+        replica_of=np.asarray(replica_of, dtype=np.int64),
+        stages_of=ranges,
+        chain=np.asarray(chain, dtype=np.int64),
+        before=before,
+        after=after,
+        ranks=ranks,
+        lead=np.asarray([position[stage.stage.ranks[0]] for stage in placed], dtype=np.int64),
+    )

@@ -1,0 +1,178 @@
+"""Actions as arrays, so that schedules of a hundred thousand actions are built and timed in milliseconds.
+
+A *piece* is what an action works on: a microbatch of a unit replica, or a named part of one. Pieces are numbered
+through the whole step; the pieces of a chain (a unit replica) are consecutive, in execution order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.errors import list_problems
+from dilatant.schedule.layout import Layout
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
+KINDS = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """`microbatch[piece]` and its samples, `samples[offsets[piece]:offsets[piece + 1]]`.
+
+    `part[piece]` is the tuple of samples an action names, None where the piece is the whole microbatch.
+    `first[chain] <= piece < first[chain + 1]` are the pieces of a chain.
+    """
+
+    microbatch: NDArray[np.int64]
+    part: tuple[tuple[int, ...] | None, ...]
+    first: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    samples: NDArray[np.int64]
+
+    def samples_of(self, piece: int) -> tuple[int, ...]:
+        return tuple(self.samples[self.offsets[piece] : self.offsets[piece + 1]].tolist())
+
+
+class PackedActions(Mapping[int, tuple[Action, ...]]):
+    """`Schedule.actions` kept as arrays; the `Action` values of a rank are made when they are asked for.
+
+    `rows` of rank `ranks[i]` are `offsets[i] <= row < offsets[i + 1]`, with `kind` (a code into `KINDS`),
+    `stage` and `piece` for each.
+    """
+
+    __slots__ = ("_decoded", "kind", "offsets", "piece", "pieces", "ranks", "stage")
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        offsets: NDArray[np.int64],
+        kind: NDArray[np.int8],
+        stage: NDArray[np.int32],
+        piece: NDArray[np.int32],
+        pieces: Pieces,
+    ) -> None:
+        self.ranks = ranks
+        self.offsets = offsets
+        self.kind = kind
+        self.stage = stage
+        self.piece = piece
+        self.pieces = pieces
+        self._decoded: dict[int, tuple[Action, ...]] = {}
+
+    def __getitem__(self, rank: int) -> tuple[Action, ...]:
+        if rank not in self._decoded:
+            try:
+                index = self.ranks.index(rank)
+            except ValueError:
+                raise KeyError(rank) from None
+            rows = slice(self.offsets[index], self.offsets[index + 1])
+            microbatch, part = self.pieces.microbatch.tolist(), self.pieces.part
+            self._decoded[rank] = tuple(
+                Action(KINDS[kind], stage, microbatch[piece], part[piece])
+                for kind, stage, piece in zip(
+                    self.kind[rows].tolist(),
+                    self.stage[rows].tolist(),
+                    self.piece[rows].tolist(),
+                    strict=True,
+                )
+            )
+        return self._decoded[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"PackedActions({dict(self)!r})"
+
+
+def pieces_of(
+    layout: Layout,
+    assignment: Assignment,
+    parts: list[list[tuple[int, tuple[int, ...] | None]]],
+) -> Pieces:
+    """Number the pieces: `parts[chain]` lists (microbatch, named samples or None for all), in execution order."""
+    microbatch: list[int] = []
+    named: list[tuple[int, ...] | None] = []
+    members: list[tuple[int, ...]] = []
+    first = [0]
+    for replica, entries in enumerate(parts):
+        batches = assignment.microbatches[layout.units[layout.unit_of[replica]]][layout.replica_of[replica]]
+        for number, part in entries:
+            microbatch.append(number)
+            named.append(part)
+            members.append(batches[number] if part is None else part)
+        first.append(len(microbatch))
+    offsets = np.zeros(len(members) + 1, dtype=np.int64)
+    np.cumsum([len(member) for member in members], out=offsets[1:])
+    samples = np.array(list(chain.from_iterable(members)), dtype=np.int64)
+    return Pieces(
+        np.asarray(microbatch, dtype=np.int64),
+        tuple(named),
+        np.asarray(first, dtype=np.int64),
+        offsets,
+        samples,
+    )
+
+
+def pack(layout: Layout, assignment: Assignment, schedule: Schedule) -> PackedActions:
+    """The arrays of `schedule`, whichever way it was written.
+
+    Raises UserError listing the actions on a stage or a microbatch that plan and assignment do not have.
+    """
+    actions = schedule.actions
+    if isinstance(actions, PackedActions):
+        return actions
+    order: list[dict[tuple[int, tuple[int, ...] | None], int]] = [{} for _ in range(layout.num_chains)]
+    chain_of = layout.chain.tolist()
+    counts = [
+        len(assignment.microbatches[layout.units[unit]][replica])
+        for unit, replica in zip(layout.unit_of.tolist(), layout.replica_of.tolist(), strict=True)
+    ]
+    ranks = tuple(actions)
+    rows: list[tuple[int, int, int, int]] = []
+    offsets = [0]
+    unknown: list[str] = []
+    for rank in ranks:
+        for action in actions[rank]:
+            if not 0 <= action.stage < len(chain_of):
+                unknown.append(f"rank {rank}: {action} is on a stage that the plan lacks")
+                continue
+            replica = chain_of[action.stage]
+            if not 0 <= action.microbatch < counts[replica]:
+                unknown.append(f"rank {rank}: {action} is on a microbatch that the assignment lacks")
+                continue
+            number = order[replica].setdefault((action.microbatch, action.samples), len(order[replica]))
+            rows.append((KIND_CODE[action.kind], action.stage, replica, number))
+        offsets.append(len(rows))
+    if unknown:
+        raise list_problems("this schedule is not one of this plan and assignment:", unknown)
+    parts, renumber, first = [], [], 0
+    for entries in order:
+        keys = sorted(entries, key=lambda key: (key[0], entries[key]))
+        new = np.empty(len(keys), dtype=np.int64)
+        new[[entries[key] for key in keys]] = np.arange(first, first + len(keys))
+        renumber.append(new)
+        parts.append(keys)
+        first += len(keys)
+    table = np.asarray(rows, dtype=np.int64).reshape(-1, 4)
+    base = np.cumsum([0] + [len(new) for new in renumber])
+    flat = np.concatenate(renumber) if renumber else np.empty(0, dtype=np.int64)
+    piece = flat[base[table[:, 2]] + table[:, 3]] if len(table) else np.empty(0, dtype=np.int64)
+    return PackedActions(
+        ranks,
+        np.asarray(offsets, dtype=np.int64),
+        table[:, 0].astype(np.int8),
+        table[:, 1].astype(np.int32),
+        piece.astype(np.int32),
+        pieces_of(layout, assignment, parts),
+    )

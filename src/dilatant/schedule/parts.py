@@ -1,0 +1,57 @@
+"""Parts: how an encoder microbatch is cut when its samples go to several consumer microbatches.
+
+Each part is its own autograd graph, so its backward runs as soon as its own gradients are back; a backward over a
+slice of one graph would cost the whole graph again. A unit replica without a backward, or whose microbatches are each
+consumed whole, is not cut.
+"""
+
+from __future__ import annotations
+
+from dilatant.schedule.layout import Layout
+from dilatant.schedule.packed import Pieces, pieces_of
+from dilatant.schedule.schedule import Assignment, Microbatch
+from dilatant.schedule.trainability import Trainability
+
+
+def cut_pieces(layout: Layout, assignment: Assignment, trainability: Trainability) -> Pieces:
+    """All pieces of a step. Samples of a microbatch that go to the same consumers stay together, in the order of
+    their first consumer, then of the microbatch. Empty microbatches have no piece, hence no actions.
+
+    Consumers are followed to the end: a part that a consumer's own parts split is split as well.
+    """
+    consumers: dict[int, list[int]] = {}
+    for source, target in layout.feeds:
+        consumers.setdefault(source, []).append(target)
+    place_of: list[dict[int, int]] = [{} for _ in layout.units]
+    parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(layout.num_chains)]
+    for unit in reversed(range(len(layout.units))):
+        fed = any(target == unit for _, target in layout.feeds)
+        places = place_of[unit]
+        for chain in layout.chains_of(unit):
+            last = int(layout.stages_of[chain, 1]) - 1
+            by_consumer = [place_of[target] for target in consumers.get(unit, [])]
+            cut = trainability.backward[last] and bool(by_consumer)
+            batches = assignment.microbatches[layout.units[unit]][layout.replica_of[chain]]
+            for number, batch in enumerate(batches):
+                if not batch:
+                    continue
+                for part in _parts(batch, by_consumer) if cut else (None,):
+                    parts[chain].append((number, part))
+                    if fed:
+                        places.update(dict.fromkeys(batch if part is None else part, len(places)))
+    return pieces_of(layout, assignment, parts)
+
+
+def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:
+    """Samples grouped by the places of all their consumers, in the order of places; [None] for one group."""
+    if len(by_consumer) == 1:
+        place = by_consumer[0]
+        keys: list[tuple[int, ...]] = [(place.get(sample, -1),) for sample in batch]
+    else:
+        keys = [tuple(place.get(sample, -1) for place in by_consumer) for sample in batch]
+    if keys.count(keys[0]) == len(keys):
+        return [None]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for sample, key in zip(batch, keys, strict=True):
+        groups.setdefault(key, []).append(sample)
+    return [tuple(groups[key]) for key in sorted(groups)]

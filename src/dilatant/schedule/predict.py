@@ -1,0 +1,188 @@
+"""From a cost model to a timeline: seconds of actions, bytes of messages and memory, lags of links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.plan import Plan
+from dilatant.plan.stage_costs import StageCosts
+from dilatant.schedule.graph import ScheduleGraph, build
+from dilatant.schedule.memory import StepBytes
+from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.simulate import Links, run
+from dilatant.schedule.timeline import Timeline
+
+Tokens = Mapping[str, ArrayLike]
+
+
+def predict(
+    plan: Plan,
+    assignment: Assignment,
+    schedule: Schedule,
+    costs: StageCosts,
+    tokens: Tokens,
+    cluster: Cluster | None = None,
+    *,
+    squares: Tokens | None = None,
+    contention: bool = False,
+) -> Timeline:
+    """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
+
+    `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
+    each other. With `cluster`, messages take the time of its links; with `contention` they also queue for them.
+    Raises ScheduleError for a schedule that cannot run.
+    """
+    graph = build(plan, assignment, schedule)
+    sums = piece_sums(graph, tokens, squares)
+    size = step_bytes(graph, costs, sums, message_sums(graph, tokens, squares))
+    lag, links = None, None
+    if cluster is not None and contention:
+        links = message_links(graph, size.message, cluster)
+    elif cluster is not None:
+        lag = message_lag(graph, size.message, cluster)
+    return run(graph, action_seconds(graph, costs, sums), lag=lag, links=links, size=size)
+
+
+def piece_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
+    """By piece: Σ tokens², Σ tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
+    pieces = graph.packed.pieces
+    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
+    unit = np.repeat(graph.layout.unit_of, np.diff(pieces.first))[piece]
+    linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
+    return _sums(piece, linear, square, len(pieces.microbatch))
+
+
+def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
+    """By message, in the token counts of the unit whose stage made its rows: `[messages, 3]` as `piece_sums`.
+
+    A gradient has the rows of the forward message that it answers.
+    """
+    pieces, layout = graph.packed.pieces, graph.layout
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    forward = graph.kind[source] == FORWARD
+    made = np.where(forward, graph.piece[source], graph.piece[target])
+    used = np.where(forward, graph.piece[target], graph.piece[source])
+    whole = piece_sums(graph, tokens, squares)
+    result = whole[made]
+    chain = np.repeat(np.arange(layout.num_chains), np.diff(pieces.first))
+    across = np.flatnonzero(chain[made] != chain[used])
+    if len(across):
+        counts = np.diff(pieces.offsets)[made[across]]
+        message = np.repeat(np.arange(len(across)), counts)
+        nth = np.arange(len(message)) - np.repeat(np.cumsum(counts) - counts, counts)
+        sample = pieces.samples[pieces.offsets[made[across]][message] + nth]
+        owner = _owner(graph)
+        unit = layout.unit_of[chain[made[across]]][message]
+        shared = owner[layout.unit_of[chain[used[across]]][message], sample] == used[across][message]
+        linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
+        result[across] = _sums(message[shared], linear, square, len(across))
+    return result
+
+
+def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of every op: `[ops]`. `sums`: as `piece_sums`."""
+    coefficients = costs.seconds[graph.stage, graph.kind]
+    return np.einsum("ij,ij->i", coefficients, sums[graph.piece])
+
+
+def step_bytes(
+    graph: ScheduleGraph,
+    costs: StageCosts,
+    sums: NDArray[np.float64],
+    sums_of_messages: NDArray[np.float64],
+) -> StepBytes:
+    """What the memory sweep needs. `sums`, `sums_of_messages`: as `piece_sums`, `message_sums`."""
+    kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums[graph.piece])
+    weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
+    transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
+    has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
+    split = _has(graph, WEIGHT_GRADIENT)
+    weight = np.where(split, np.minimum(weight, kept), 0.0)
+    allocate = np.where((graph.kind == FORWARD) & has_backward, kept, 0.0)
+    release = np.select(
+        [graph.kind == BACKWARD, graph.kind == INPUT_GRADIENT, graph.kind == WEIGHT_GRADIENT],
+        [kept, kept - weight, weight],
+        0.0,
+    )
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
+    message = np.einsum("ij,ij->i", costs.output_bytes[maker], sums_of_messages)
+    return StepBytes(costs.static_bytes, allocate, release, transient, message)
+
+
+def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
+    """Seconds each message travels: `[messages]`; zero between stages on the same ranks."""
+    _, occupancy, latency = _on_cluster(graph, size, cluster)
+    return occupancy + latency
+
+
+def message_links(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> Links:
+    """The link of every message: inside a node the sending rank's own, between nodes the sending node's."""
+    link, occupancy, latency = _on_cluster(graph, size, cluster)
+    return Links(link, occupancy, latency)
+
+
+def _on_cluster(
+    graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    placed = graph.layout.placed
+    groups: dict[tuple[int, ...], int] = {}
+    group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
+    rank = np.asarray([entry.stage.ranks[0] for entry in placed])
+    node = rank // cluster.gpus_per_node
+    source = graph.stage[graph.edge_source[: graph.num_messages]]
+    target = graph.stage[graph.edge_target[: graph.num_messages]]
+    local = (group[source] == group[target]) | (size == 0)
+    inside = node[source] == node[target]
+    bandwidth = np.where(inside, cluster.inside.bandwidth, cluster.between.bandwidth)
+    latency = np.where(inside, cluster.inside.latency, cluster.between.latency)
+    link = np.where(inside, rank[source], int(rank.max(initial=0)) + 1 + node[source])
+    return np.where(local, -1, link), np.where(local, 0.0, size / bandwidth), np.where(local, 0.0, latency)
+
+
+def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
+    """The piece that holds a sample in a unit, -1 where none: `[units, samples]`."""
+    pieces, layout = graph.packed.pieces, graph.layout
+    piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
+    unit = np.repeat(layout.unit_of, np.diff(pieces.first))[piece]
+    owner = np.full((len(layout.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
+    owner[unit, pieces.samples] = piece
+    return owner
+
+
+def _by_sample(
+    graph: ScheduleGraph,
+    unit: NDArray[np.int64],
+    sample: NDArray[np.int64],
+    tokens: Tokens,
+    squares: Tokens | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens and their squares for pairs of unit and sample."""
+    linear, square = np.zeros(len(sample)), np.zeros(len(sample))
+    for number, name in enumerate(graph.layout.units):
+        mine = unit == number
+        linear[mine] = np.asarray(tokens[name], dtype=np.float64)[sample[mine]]
+        if squares is not None and name in squares:
+            square[mine] = np.asarray(squares[name], dtype=np.float64)[sample[mine]]
+        else:
+            square[mine] = linear[mine] ** 2
+    return linear, square
+
+
+def _sums(
+    group: NDArray[np.int64], linear: NDArray[np.float64], square: NDArray[np.float64], count: int
+) -> NDArray[np.float64]:
+    total = np.bincount(group, linear, count)
+    return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
+
+
+def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
+    """By op: does its stage run an action of one of these kinds at all?"""
+    there = np.zeros(len(graph.layout.placed), dtype=bool)
+    there[graph.stage[np.isin(graph.kind, kinds)]] = True
+    return there[graph.stage]

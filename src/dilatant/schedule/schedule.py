@@ -1,0 +1,90 @@
+"""The Assignment and the Schedule: what each rank computes in one step, in which order.
+
+Sample numbers are positions in the step's global batch. Stage numbers are `PlacedStage.index` of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+Microbatch = tuple[int, ...]
+
+
+class ActionKind(StrEnum):
+    """F forward, B whole backward, I its input-gradient half, W its weight-gradient half."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work: `kind` on `stage` for `microbatch` (its number within the stage's unit replica).
+
+    `samples` names the part of the microbatch worked on; None means the whole microbatch. Parts exist where an
+    encoder microbatch is consumed by several language microbatches (deferral).
+    """
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+    samples: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which samples form which microbatch of which unit replica.
+
+    `microbatches[unit][replica][k]` are the samples of microbatch k, in execution order. Units may draw
+    different borders; a sample without work in a unit is absent there.
+    """
+
+    microbatches: dict[str, tuple[tuple[Microbatch, ...], ...]]
+
+    def to_json(self) -> str:
+        return json.dumps(self.microbatches)
+
+    @classmethod
+    def from_json(cls, text: str) -> Assignment:
+        return cls(
+            {
+                unit: tuple(tuple(tuple(microbatch) for microbatch in replica) for replica in replicas)
+                for unit, replicas in json.loads(text).items()
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`actions[rank]`: the ordered actions of every rank. Receives and sends are derived, never written.
+
+    Schedule families keep the actions as arrays and make the values when a rank is asked for, so a schedule of a
+    hundred thousand actions costs milliseconds until somebody reads it.
+    """
+
+    actions: Mapping[int, tuple[Action, ...]]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                rank: [[action.kind, action.stage, action.microbatch, action.samples] for action in actions]
+                for rank, actions in self.actions.items()
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        return cls(
+            {
+                int(rank): tuple(
+                    Action(ActionKind(kind), stage, microbatch, None if samples is None else tuple(samples))
+                    for kind, stage, microbatch, samples in actions
+                )
+                for rank, actions in json.loads(text).items()
+            }
+        )

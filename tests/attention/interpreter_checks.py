@@ -1,0 +1,170 @@
+"""Checks of the Triton kernels under Triton's interpreter; `test_triton_interpreter.py` runs them in a process of
+their own, because the interpreter is chosen when the kernels are imported."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, assert_close_to_dense, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_strategies import MODALITIES, masks, ragged_masks
+
+from dilatant.attention import attention, packing
+from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.mask import AttentionMask
+from dilatant.attention.packing import PackedRow
+from dilatant.attention.scores import Gradients, Scores
+from dilatant.attention.triton_kernel import kernel
+from dilatant.attention.triton_tuning import Tile, Tuning
+
+torch.set_num_threads(1)
+
+SQUARE = Tuning(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), block=32, processors=1)
+OBLONG = Tuning(Tile(32, 64, 4, 1), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), block=64, processors=1)
+SPLIT = Tuning(
+    Tile(16, 32, 4, 1),
+    Tile(32, 16, 4, 1),
+    Tile(32, 32, 4, 1),
+    block=32,
+    processors=64,
+    smallest_piece_tokens=32,
+)
+DESCRIPTORS = Tuning(
+    Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), block=32, tma=True, processors=1
+)
+
+
+def run(case: Case, tuning: Tuning) -> tuple[tuple[torch.Tensor, torch.Tensor], Gradients]:
+    triton = kernel(tuning)
+    plan, scores = AttentionPlan(case.mask, case.keys), Scores(case.scale, case.softcap)
+    inputs = (case.query, case.key, case.value, case.sinks)
+    output, logsumexp = triton.forward(*inputs, plan, scores)
+    gradients = triton.backward(case.grad_output, *inputs, output, logsumexp, plan, scores)
+    if tuning is SPLIT and case.mask.num_tokens > 96:
+        assert any(work.num_slots for work in plan._work.values()), (
+            "no row was cut: the merge was not checked"
+        )
+    return (output, logsumexp.t()), gradients
+
+
+def check(case: Case, tuning: Tuning, tolerance: float) -> None:
+    results, gradients = run(case, tuning)
+    assert_close_to_dense(results, [x for x in gradients if x is not None], case, tolerance)
+
+
+@given(
+    mask=masks() | ragged_masks(),
+    tuning=st.sampled_from([SQUARE, OBLONG, DESCRIPTORS]),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
+    head_dim=st.sampled_from([16, 20]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=10, deadline=None, print_blob=True)
+def test_drawn_rows_equal_dense_attention(
+    mask: AttentionMask,
+    tuning: Tuning,
+    heads: tuple[int, int],
+    head_dim: int,
+    softcap: float | None,
+    sinks: bool,
+    seed: int,
+) -> None:
+    if mask.num_tokens:
+        case = make_case(
+            mask,
+            query_heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=head_dim,
+            softcap=softcap,
+            sinks=sinks,
+            seed=seed,
+        )
+        # Some tens of float32 terms of order one, against float64.
+        check(case, tuning, 2e-5)
+
+
+LONG_ROW = PackedRow.of_samples(
+    [
+        [("text", 9), ("vision", 35), ("text", 5), ("audio", 8), ("text", 14)],
+        [("vision", 13), ("vision", 3), ("text", 7), ("padding", 4)],
+    ],
+    MODALITIES,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tuning"),
+    [
+        pytest.param("causal", SPLIT, id="causal-split"),
+        pytest.param("embedded", OBLONG, id="embedded-oblong"),
+        pytest.param("embedded", SPLIT, id="embedded-split"),
+        pytest.param("embedded", DESCRIPTORS, id="embedded-tma"),
+        pytest.param("bidirectional_instances", SQUARE, id="bidirectional-square"),
+    ],
+)
+def test_long_rows_with_full_and_partial_blocks_equal_dense_attention(kind: str, tuning: Tuning) -> None:
+    mask = packing.build_mask(LONG_ROW, kind)
+    check(make_case(mask, query_heads=2, kv_heads=1, sinks=True), tuning, 2e-5)
+
+
+def test_windows_reach_back_and_for_images_both_ways() -> None:
+    mask = packing.build_mask(LONG_ROW, "embedded", window=20)
+    check(make_case(mask, query_heads=1, kv_heads=1), OBLONG, 2e-5)
+
+
+def test_some_queries_against_all_keys_in_another_order() -> None:
+    mask = packing.build_mask(LONG_ROW, "embedded")
+    order = torch.randperm(mask.num_tokens, generator=torch.Generator().manual_seed(0)).numpy()
+    check(make_case(mask.take(order[:40]), mask.take(order), query_heads=2, kv_heads=1), SQUARE, 2e-5)
+
+
+def test_padding_gives_zeros_and_takes_zero_gradients() -> None:
+    mask = packing.build_mask(LONG_ROW, "embedded")
+    case = make_case(mask, query_heads=1, kv_heads=1, sinks=True)
+    for tuning in (SQUARE, SPLIT):
+        (output, logsumexp), gradients = run(case, tuning)
+        padding = torch.tensor(mask.fields) == 0
+        assert (output[padding] == 0).all()
+        assert (logsumexp[padding] == -math.inf).all()
+        assert all((x[padding] == 0).all() for x in gradients[:3])
+
+
+def test_half_precision_stays_within_its_rounding() -> None:
+    case = make_case(packing.build_mask(LONG_ROW, "embedded"), query_heads=1, kv_heads=1, dtype=torch.float16)
+    check(case, SQUARE, 2**-8)  # weights and scores are rounded to 11 bits before each product
+
+
+def test_strided_tensors_are_read_as_they_lie() -> None:
+    """Transformers gives [1, heads, tokens, dim], transposed."""
+    mask = packing.build_mask(PackedRow.of_lengths([40]), "document_causal")
+    case = make_case(mask, query_heads=2, kv_heads=2)
+    for tuning in (SQUARE, DESCRIPTORS):
+        expected, _ = run(case, tuning)
+        names = ("query", "key", "value", "grad_output")
+        strided = replace(
+            case, **{name: getattr(case, name).transpose(0, 1).contiguous().transpose(0, 1) for name in names}
+        )
+        assert not strided.query.is_contiguous()
+        found, _ = run(strided, tuning)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
+    mask = packing.build_mask(PackedRow.of_lengths([20]), "document_causal")
+    case = make_case(mask, query_heads=1, kv_heads=1)
+    for tuning in (SQUARE, DESCRIPTORS):
+        expanded = replace(case, grad_output=torch.ones(()).expand_as(case.query))
+        check(expanded, tuning, 2e-5)
+
+
+def test_the_interpreter_can_be_asked_for_by_name() -> None:
+    mask = packing.build_mask(PackedRow.of_lengths([20, 12]), "document_causal")
+    case = make_case(mask, query_heads=1, kv_heads=1)
+    found = attention(case.query, case.key, case.value, mask, backend="triton")
+    torch.testing.assert_close(found.double(), case.dense()[0][0], rtol=2e-5, atol=2e-5)

@@ -1,0 +1,72 @@
+"""The Triton kernels, compiled for GPUs that are not here, use the tensor cores and keep to their registers."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: the kernels were not compiled")
+
+from dilatant.attention.triton_aot import KERNELS, compile_kernel
+from dilatant.attention.triton_tuning import tuning_for
+
+HOPPER_SHARED_BYTES = 227 * 1024
+SPILL_BYTES = {"forward": 48, "grad_query": 64, "grad_key_value": 160}
+"""Per thread: what the shapes in use need, ten and forty registers at most. A tile one size up takes a thousand."""
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path, monkeypatch) -> None:
+    """A compiled kernel found in a cache would hide that it no longer compiles."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", KERNELS)
+def test_hopper_kernels_keep_the_warpgroup_tensor_cores_fed(name: str, head_dim: int) -> None:
+    compiled = compile_kernel(name, tuning_for(head_dim, 2, (9, 0)), head_dim)
+    assert compiled.warpgroup_products > 0
+    assert compiled.warp_products == 0
+    assert not compiled.serialized, "the assembler waits for each matrix product before the next"
+    assert compiled.spill_store_bytes <= SPILL_BYTES[name]
+    assert compiled.shared_bytes <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [32, 80, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_hopper_kernels_of_other_head_dims(name: str, head_dim: int) -> None:
+    compiled = compile_kernel(name, tuning_for(head_dim, 2, (9, 0)), head_dim)
+    assert compiled.warpgroup_products > 0
+    assert not compiled.serialized
+    assert compiled.spill_store_bytes <= SPILL_BYTES[name]
+    assert compiled.shared_bytes <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"windowed": True}, {"group": 1}, {"together": False}], ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_variants_cost_no_more_than_the_plain_kernels(name: str, options: dict) -> None:
+    compiled = compile_kernel(name, tuning_for(128, 2, (9, 0)), 128, **options)
+    assert not compiled.serialized
+    assert compiled.spill_store_bytes <= 2 * SPILL_BYTES[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_ampere_kernels_use_the_tensor_cores_and_fit_consumer_cards(name: str, head_dim: int) -> None:
+    compiled = compile_kernel(name, tuning_for(head_dim, 2, (8, 0)), head_dim, capability=80)
+    assert compiled.warp_products > 0
+    assert compiled.spill_store_bytes <= SPILL_BYTES[name]
+    assert compiled.shared_bytes <= 99 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_float32_kernels_compile_without_spilling_everything(name: str, head_dim: int) -> None:
+    import torch
+
+    compiled = compile_kernel(name, tuning_for(head_dim, 4, (9, 0)), head_dim, dtype=torch.float32)
+    assert compiled.spill_store_bytes == 0
+    assert compiled.shared_bytes <= 99 * 1024

@@ -1,0 +1,28 @@
+"""The Triton kernels equal dense attention, run by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: the kernels' results were not checked")
+HERE = Path(__file__).parent
+
+
+def test_interpreted_kernels_equal_dense_attention() -> None:
+    import numpy as np
+
+    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("Triton 3.6's interpreter fails on numpy 2.4: the kernels' results were not checked")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreter_checks.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,35 @@
+"""A tiny run over a handful of drawn images, driven as a user drives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_project import Dilatant, tiny_config, write_images
+
+from dilatant.cli.app import main
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with data and `config.yaml`, as a user would have it."""
+    write_images(tmp_path, 12)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_config()), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dilatant:
+    """Run the command line in this process: returns exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr("sys.argv", ["dilatant", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else int(code is not None)), out, err
+
+    return call

@@ -1,0 +1,45 @@
+"""The examples learn what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_project import Dilatant
+
+from shared_data import need
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def accuracy(run: Path) -> float:
+    return json.loads((run / "eval.json").read_text())["exact_match"]
+
+
+def test_the_quickstart_reads_handwritten_digits(tmp_path: Path, dilatant: Dilatant) -> None:
+    subprocess.run([sys.executable, ROOT / "examples" / "digits.py", tmp_path / "digits"], check=True)
+    code, _, _ = dilatant(
+        "train", ROOT / "examples" / "quickstart.yaml", "--set", f"output_dir={tmp_path / 'run'}",
+        "--set", f"data.train.0.path={tmp_path / 'digits' / 'train.jsonl'}",
+        "--set", f"data.eval.0.path={tmp_path / 'digits' / 'heldout.jsonl'}",
+    )  # fmt: skip
+    assert code == 0
+    assert accuracy(tmp_path / "run") >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_omni_example_hears_digits_and_sees_photos(tmp_path: Path, dilatant: Dilatant) -> None:
+    speech = need("data/fsdd_mini", "that the omni example learns spoken digits")
+    photos = need("data/coco_cc_mini", "that the omni example trains on photos beside speech")
+    code, _, _ = dilatant(
+        "train", ROOT / "examples" / "omni.yaml", "--set", f"output_dir={tmp_path / 'run'}",
+        "--set", f"data.train.0.path={speech}/fsdd-train-*.tar",
+        "--set", f"data.train.1.path={photos}/*.tar",
+        "--set", f"data.eval.0.path={speech}/fsdd-test-*.tar",
+    )  # fmt: skip
+    assert code == 0
+    assert accuracy(tmp_path / "run") >= 0.85

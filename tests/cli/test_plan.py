@@ -1,0 +1,261 @@
+"""Planning as a user drives it: a plan with its page, costs that are shared, any cluster, nodes that come and go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_user_errors import refused
+from tiny_project import Dilatant, write_images
+
+from dilatant.cost.model import load_costs
+from dilatant.plan import Plan
+from dilatant.report.plan_report import PlanReport
+
+H100 = ("--set", "cluster.hardware=H100")
+"""Costs are then modelled, so nothing is measured and the same plan is found on any machine."""
+
+
+def planned(dilatant: Dilatant, *arguments: object) -> PlanReport:
+    code, out, err = dilatant("plan", *arguments, "--json")
+    assert code == 0, err
+    return PlanReport.from_json(out)
+
+
+def simulated(dilatant: Dilatant, *arguments: object) -> dict[str, Any]:
+    code, out, err = dilatant("simulate", *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_plan_is_found_and_left_in_the_run_folder(project: Path, dilatant: Dilatant) -> None:
+    code, out, err = dilatant("plan", project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2")
+    assert code == 0, err
+    assert "samples per second" in out
+    assert "Why this plan" in out
+    folder = project / "run" / "plan"
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"plan.json", "plan.html", "report.json", "costs.yaml", "config.yaml"}
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert plan.ranks == (0, 1)
+    assert [unit.name for unit in plan.units] == ["vision", "language"]
+    report = PlanReport.from_json((folder / "report.json").read_text())
+    assert report.plan == plan
+    assert report.global_batch == 4
+    assert "analytic" in report.cost_source
+    assert "not measured" in report.cost_source
+    assert "language" in (folder / "plan.html").read_text()
+
+
+def test_the_page_the_plan_and_json_say_the_same(project: Path, dilatant: Dilatant, tmp_path: Path) -> None:
+    out, page = tmp_path / "elsewhere.json", tmp_path / "elsewhere.html"
+    report = planned(dilatant, project / "config.yaml", *H100, "--out", out, "--page", page)
+    assert Plan.from_json(out.read_text()) == report.plan
+    step = json.loads(out.read_text())["step"]
+    assert step["predicted_seconds"] == report.candidates[0].step_seconds
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_layers_are_measured_once_and_shared_as_a_file(project: Path, dilatant: Dilatant) -> None:
+    costs = project / "shared.yaml"
+    settings = ("--set", "cluster.gpus_per_node=2")
+    code, out, err = dilatant(
+        "profile", project / "config.yaml", *settings, "--out", costs, "--tokens", "8,16", "--repeats", 1
+    )
+    assert code == 0, err
+    assert "llama block 16" in out
+    measured = load_costs(costs)
+    assert measured.origin == "measured"
+    assert {cost.parameters for cost in measured.layers["llama block 16"].values()} == {2336}
+    report = planned(dilatant, project / "config.yaml", *settings, "--costs", costs)
+    assert report.cost_source == "measured"
+    assert load_costs(project / "run" / "plan" / "costs.yaml") == measured
+
+
+def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, dilatant: Dilatant) -> None:
+    report = planned(dilatant, project / "config.yaml", "--set", "data.max_length=32")
+    assert report.cost_source == "measured"
+    assert load_costs(project / "run" / "plan" / "costs.yaml").origin == "measured"
+
+
+def test_simulating_a_plan_gives_the_time_it_was_planned_with(project: Path, dilatant: Dilatant) -> None:
+    settings = (*H100, "--set", "cluster.gpus_per_node=4")
+    report = planned(dilatant, project / "config.yaml", *settings)
+    again = simulated(dilatant, project / "run" / "plan")
+    mean = sum(again["step_seconds"]) / len(again["step_seconds"])
+    assert mean == pytest.approx(
+        report.candidates[0].step_seconds, rel=1e-9
+    )  # the same doubles, summed again
+    best = simulated(dilatant, project / "config.yaml", *settings)
+    assert best["step_seconds"] == again["step_seconds"]
+    assert {"1f1b", "zb-h1"} <= again["schedules"].keys()
+
+
+def test_a_plan_is_timed_on_a_cluster_that_is_not_here(project: Path, dilatant: Dilatant) -> None:
+    planned(dilatant, project / "config.yaml", *H100)
+    code, out, err = dilatant("simulate", project / "run" / "plan" / "plan.json", "--cluster", "2x4:A40")
+    assert code == 0, err
+    assert "2 nodes of 4 × A40" in out
+    assert "not measured" in out
+    fast = simulated(dilatant, project / "run" / "plan")
+    slow = simulated(dilatant, project / "run" / "plan", "--cluster", "2x4:A40")
+    assert min(slow["step_seconds"]) > max(fast["step_seconds"])
+
+
+def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
+    trace = project / "trace.csv"
+    trace.write_text("".join(f"0,add,{node}\n" for node in range(4)) + "600000,remove,1\n900000,add,7\n")
+    page = project / "failures.html"
+    code, out, err = dilatant(
+        "simulate",
+        project / "config.yaml",
+        "--cluster",
+        "1x1:H100",
+        "--failures",
+        trace,
+        "--page",
+        page,
+        "--json",
+    )
+    assert code == 0, err
+    templates, restarts, free = json.loads(out)["replays"]
+    assert templates["changes"] == 2
+    assert restarts["samples_per_second"] < templates["samples_per_second"] <= free["samples_per_second"]
+    assert sum(templates["lost"].values()) < templates["seconds"]
+    assert "restart from checkpoint" in page.read_text()
+
+
+def test_freezing_makes_a_plan_faster(project: Path, dilatant: Dilatant) -> None:
+    whole = planned(dilatant, project / "config.yaml", *H100)
+    frozen = planned(dilatant, project / "config.yaml", *H100, "--set", "model.freeze=[vision, language]")
+    assert frozen.step_seconds < whole.step_seconds
+    assert {unit.trainable_parameters for unit in frozen.units} == {0}
+
+
+def test_too_little_memory(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("plan", project / "config.yaml", *H100, "--set", "cluster.memory_gib=0.00001")
+    refused(result, "no plan fits memory", "unit 'language' needs", "more than")
+
+
+def test_fewer_devices_than_units(project: Path, dilatant: Dilatant) -> None:
+    settings = ("--set", "plan.mode=cornstarch", "--set", "cluster.gpus_per_node=1")
+    refused(
+        dilatant("plan", project / "config.yaml", *H100, *settings),
+        "1 devices are fewer than the 2 that units vision, language need",
+    )
+
+
+def test_a_batch_that_does_not_divide(project: Path, dilatant: Dilatant) -> None:
+    settings = ("--set", "train.global_batch_size=10", "--set", "plan.microbatch_sizes=[4]")
+    refused(dilatant("plan", project / "config.yaml", *H100, *settings), "global_batch_size 10", "8 and 12")
+
+
+def test_costs_of_other_hardware_and_of_another_model(project: Path, dilatant: Dilatant) -> None:
+    costs = project / "a40.yaml"
+    other = ("--set", "cluster.hardware=A40")
+    code, out, err = dilatant("profile", project / "config.yaml", *other, "--out", costs)
+    assert code == 0, err
+    assert "not measured" in out
+    refused(dilatant("plan", project / "config.yaml", *H100, "--costs", costs), "'A40'", "'H100'")
+    wider = ("--set", "model.language_model.config.intermediate_size=64")
+    refused(
+        dilatant("plan", project / "config.yaml", *other, *wider, "--costs", costs),
+        "of another model",
+        "'llama block 16' has",
+    )
+
+
+FOUR = ("--set", "cluster.gpus_per_node=4")
+"""Of four devices the encoder of `uneven` gets one or two, as the images of a batch are few or many."""
+
+
+def test_a_data_set_too_small_for_a_stable_ratio_is_said_and_planned_for(
+    project: Path, dilatant: Dilatant
+) -> None:
+    uneven(project, 8)
+    report = planned(dilatant, project / "config.yaml", *H100, *FOUR, "--set", "train.global_batch_size=8")
+    assert report.ratio is not None
+    assert report.ratio.samples == 8
+    assert any(
+        "too small for a stable ratio" in text and "% of the cases" in text for text in report.warnings
+    )
+
+
+def test_a_global_batch_below_the_stable_one_is_said(project: Path, dilatant: Dilatant) -> None:
+    uneven(project, 400)
+    small = planned(dilatant, project / "config.yaml", *H100, *FOUR)
+    assert small.ratio is not None
+    assert small.ratio.stable_batch is not None
+    assert any(f"is below the {small.ratio.stable_batch} samples" in text for text in small.warnings)
+    batch = f"train.global_batch_size={(small.ratio.stable_batch + 7) // 8 * 8}"
+    large = planned(dilatant, project / "config.yaml", *H100, *FOUR, "--set", batch)
+    assert not any("is below the" in text for text in large.warnings)
+
+
+def uneven(project: Path, count: int) -> None:
+    """Samples half of which have an image and hardly any text, and half the reverse."""
+    path = write_images(project, count)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        if number % 2:
+            line["messages"][0]["content"] = "word " * 8
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+
+
+def test_a_broken_sample_stops_a_plan_unless_it_may_be_skipped(project: Path, dilatant: Dilatant) -> None:
+    (project / "images" / "3.png").unlink()
+    refused(dilatant("plan", project / "config.yaml", *H100), "cannot be measured", "images/3.png")
+    report = planned(dilatant, project / "config.yaml", *H100, "--set", "data.on_error=skip")
+    assert any("left out" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--set", "cluster.hardwear=H100"), "did you mean 'cluster.hardware'?"),
+        (("--set", "cluster.hardware=H1000"), "it has ['A100', 'A40', 'CPU', 'H100', 'H200']"),
+        (("--set", "cluster={hardware: mine, hardware_file: none.yaml}"), "does not exist"),
+        (("--set", "plan.mode=fastest"), "plan.mode"),
+        (("--set", "plan.microbatch_sizes=[0]"), "numbers from 1 on"),
+        (("--costs", "nowhere.yaml"), "cannot be read"),
+    ],
+)
+def test_mistakes_in_the_config(
+    project: Path, dilatant: Dilatant, arguments: tuple[str, ...], says: str
+) -> None:
+    refused(dilatant("plan", project / "config.yaml", *arguments), says)
+
+
+def test_mistakes_in_what_is_simulated(project: Path, dilatant: Dilatant, tmp_path: Path) -> None:
+    refused(dilatant("simulate", tmp_path / "none.json"), "cannot be read", "dilatant plan")
+    (tmp_path / "not.json").write_text("{}")
+    refused(dilatant("simulate", tmp_path / "not.json"), "not a Dilatant plan")
+    refused(dilatant("simulate", project / "config.yaml", "--cluster", "8"), "16x8:H100")
+    planned(dilatant, project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2")
+    result = dilatant("simulate", project / "run" / "plan", "--cluster", "1x1")
+    refused(result, "this plan cannot train", "the cluster has 1 devices")
+
+
+def test_a_hardware_file_of_ones_own(project: Path, dilatant: Dilatant) -> None:
+    from importlib.resources import files
+
+    shipped = yaml.safe_load((files("dilatant.cost") / "hardware.yaml").read_text(encoding="utf-8"))
+    (project / "mine.yaml").write_text(yaml.safe_dump({"B300": {**shipped["H200"], "source": "a guess"}}))
+    report = planned(
+        dilatant,
+        project / "config.yaml",
+        "--set",
+        "cluster={hardware: B300, hardware_file: mine.yaml, nodes: 2}",
+    )
+    assert "B300" in report.hardware
+    assert report.hardware.startswith("2 nodes")
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; import dilatant.cli.app; sys.exit(bool({'torch', 'numba', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,231 @@
+"""A run leaves what it promises, and can always be gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_project import SIDES, Dilatant, tiny_config, write_images
+
+COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
+NO_DROPOUT = (
+    "--set", "model.language_model.config.attention_dropout=0",
+    "--set", "model.encoders.vision.config.attention_dropout=0",
+)  # fmt: skip
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in records(run)]
+
+
+def configure(project: Path, **train: object) -> None:
+    (project / "config.yaml").write_text(yaml.safe_dump(tiny_config(**train)), encoding="utf-8")
+
+
+def start(project: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [*COMMAND, "train", str(project / "config.yaml")]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for two minutes"
+        time.sleep(0.02)
+
+
+def test_a_run_folder_holds_what_was_promised(project: Path, dilatant: Dilatant) -> None:
+    write_images(project, 4, "heldout.jsonl")
+    code, out, _ = dilatant(
+        "train", project / "config.yaml", "--set", "data.eval=[{path: heldout.jsonl}]",
+        "--set", "train.report_to=[tensorboard]", "--json",
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads(out)
+    run = project / "run"
+    assert summary["steps"] == 6
+    assert summary["exact_match"] == json.loads((run / "eval.json").read_text())["exact_match"]
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+    wanted = {"loss", "learning_rates", "step_seconds", "tokens", "tokens_per_second", "data_wait_seconds"}
+    assert wanted <= records(run)[0].keys()
+    assert records(run)[0]["tokens"].keys() == {"language", "vision"}
+    assert list((run / "tensorboard").iterdir())
+    assert (run / "checkpoints" / "step-00000006").is_dir()
+    assert (run / "export" / "multimodal.json").is_file()
+
+
+def test_the_saved_config_repeats_the_run(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml")
+    dilatant("train", project / "run" / "config.yaml", "--set", f"output_dir={project / 'again'}")
+    # The same operations in the same order: equal, but for how threads split sums.
+    assert losses(project / "again") == pytest.approx(losses(project / "run"), rel=1e-6)
+
+
+def test_a_resumed_run_has_the_losses_of_the_undisturbed_one(project: Path, dilatant: Dilatant) -> None:
+    # Dropout is on, and 12 samples in batches of 4 make the cut fall inside an epoch's order.
+    dilatant("train", project / "config.yaml", "--set", "output_dir=whole")
+    dilatant("train", project / "config.yaml", "--set", "train.save_steps=4")
+    run = project / "run"
+    # As if the process had died after step 5: the checkpoint of step 4 is the newest.
+    (run / "checkpoints" / "step-00000006").rename(project / "gone")
+    code, _, _ = dilatant("resume", run)
+    assert code == 0
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+    # The same operations in the same order: equal, but for how threads split sums.
+    assert losses(run) == pytest.approx(losses(project / "whole"), rel=1e-6)
+
+
+def test_a_damaged_checkpoint_is_passed_over(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml", "--set", "train.save_steps=3")
+    before = losses(project / "run")
+    newest = project / "run" / "checkpoints" / "step-00000006"
+    next(newest.glob("part-*/*.distcp")).write_bytes(b"rubbish")
+    code, out, _ = dilatant("resume", project / "run")
+    assert code == 0
+    assert "step-00000006 is damaged and was skipped" in " ".join(out.split())
+    assert losses(project / "run") == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_run_goes_on(
+    project: Path, dilatant: Dilatant, number: signal.Signals
+) -> None:
+    configure(project, steps=100_000)
+    process = start(project)
+    metrics = project / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "dilatant resume" in output
+    done = len(records(project / "run"))
+    assert (project / "run" / "checkpoints" / f"step-{done:08d}").is_dir()
+    code, _, _ = dilatant("resume", project / "run", "--set", f"train.steps={done + 2}")
+    assert code == 0
+    assert [record["step"] for record in records(project / "run")] == list(range(1, done + 3))
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(project: Path, dilatant: Dilatant) -> None:
+    configure(project, steps=40, save_steps=5)
+    dilatant("train", project / "config.yaml", "--set", "output_dir=whole")
+    process = start(project)
+    wait_until(lambda: any((project / "run" / "checkpoints").glob("step-*")))
+    process.kill()
+    process.communicate()
+    dilatant("resume", project / "run")
+    # Another process may split sums over threads in another way, and forty optimizer steps amplify the last bit.
+    assert losses(project / "run") == pytest.approx(losses(project / "whole"), rel=1e-3)
+
+
+def test_losses_do_not_depend_on_how_samples_are_packed(project: Path, dilatant: Dilatant) -> None:
+    base = ("train", project / "config.yaml", *NO_DROPOUT)
+    dilatant(*base, "--set", "output_dir=one")
+    dilatant(*base, "--set", "output_dir=many", "--set", "train.row_tokens=20", "--set", "data.max_length=20")
+    # fp32 sums in another order: 1e-7 a step, which six optimizer steps amplify.
+    assert losses(project / "many") == pytest.approx(losses(project / "one"), rel=1e-4)
+
+
+def test_the_export_is_reloaded_by_transformers_alone(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml")
+    export = project / "run" / "export"
+    code = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM, AutoModel, AutoTokenizer\n"
+        "folder = sys.argv[1]\n"
+        "llm = AutoModelForCausalLM.from_pretrained(folder + '/language')\n"
+        "vision = AutoModel.from_pretrained(folder + '/vision')\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder + '/language')\n"
+        "ids = tokenizer('left', return_tensors='pt').input_ids\n"
+        "torch.save([llm(ids).logits, vision(torch.ones(1, 1, 8, 8)).last_hidden_state], sys.argv[2])\n"
+        "assert not [name for name in sys.modules if name.startswith('dilatant')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(export), str(project / "out.pt")], check=True)
+    logits, hidden = torch.load(project / "out.pt")
+    from dilatant.models import MultimodalModel
+
+    model = MultimodalModel.from_pretrained(export).eval()
+    ids = model.tokenizer("left", return_tensors="pt").input_ids
+    # The same weights through the same code: only the split of sums over threads may differ.
+    torch.testing.assert_close(model["language"].model(ids).logits, logits, rtol=1e-5, atol=1e-6)
+    own = model["vision"].model(torch.ones(1, 1, 8, 8)).last_hidden_state
+    torch.testing.assert_close(own, hidden, rtol=1e-5, atol=1e-6)
+
+
+def test_generate_answers_from_the_export_as_evaluation_did(project: Path, dilatant: Dilatant) -> None:
+    write_images(project, 4, "heldout.jsonl")
+    dilatant(
+        "train", project / "config.yaml", "--set", "data.eval=[{path: heldout.jsonl}]",
+        "--set", "train.steps=60", "--set", "evaluation.max_new_tokens=6",
+    )  # fmt: skip
+    judged = json.loads((project / "run" / "eval.json").read_text())
+    wrong = {entry["sample"]: entry["written"] for entry in judged["wrong_examples"]}
+    for number in range(4):
+        code, out, _ = dilatant(
+            "generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 6,
+            "--image", project / "images" / f"{number}.png", "--json",
+        )  # fmt: skip
+        assert code == 0
+        answer = json.loads(out)["answer"].strip()
+        assert answer == wrong.get(f"heldout.jsonl:{number + 1}", SIDES[number % 2]).strip()
+
+
+def test_export_writes_the_newest_checkpoint_again(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml")
+    first = (project / "run" / "export" / "language" / "model.safetensors").read_bytes()
+    code, out, _ = dilatant("export", project / "run", "--to", project / "elsewhere", "--json")
+    assert code == 0
+    assert json.loads(out)["step"] == 6
+    assert (project / "elsewhere" / "language" / "model.safetensors").read_bytes() == first
+
+
+def test_data_stats_counts_tokens_by_unit(project: Path, dilatant: Dilatant) -> None:
+    page = project / "page.html"
+    code, out, _ = dilatant("data", "stats", project / "config.yaml", "--json", "--page", page)
+    assert code == 0
+    stats = json.loads(out)
+    assert stats["samples"] == 12
+    assert {unit["unit"]: unit["total"] for unit in stats["units"]}["vision"] == 12 * 4
+    assert "<svg" in page.read_text()
+
+
+def test_frozen_weights_stay_as_they_were(project: Path, dilatant: Dilatant) -> None:
+    frozen = ("train", project / "config.yaml", "--set", "model.freeze=[vision.encoder]")
+    dilatant(*frozen, "--set", "train.steps=1", "--set", "output_dir=short")
+    dilatant(*frozen, "--set", "output_dir=long")
+    weights = {
+        (run, unit): (project / run / "export" / unit / "model.safetensors").read_bytes()
+        for run in ("short", "long")
+        for unit in ("vision", "language")
+    }
+    assert weights["short", "vision"] == weights["long", "vision"]
+    assert weights["short", "language"] != weights["long", "language"]
+
+
+def test_held_out_accuracy_is_shown_on_the_way(project: Path, dilatant: Dilatant) -> None:
+    write_images(project, 4, "heldout.jsonl")
+    code, out, _ = dilatant(
+        "train", project / "config.yaml", "--set", "data.eval=[{path: heldout.jsonl}]",
+        "--set", "evaluation.steps=2",
+    )  # fmt: skip
+    assert code == 0
+    assert [f"step {step}: " in out for step in (2, 4, 6)] == [True, True, True]
+
+
+def test_doctor_tells_what_would_be_used(dilatant: Dilatant) -> None:
+    code, out, _ = dilatant("doctor", "--json")
+    assert code == 0
+    assert json.loads(out)["A run here uses"]["device"] in ("cpu", "cuda")

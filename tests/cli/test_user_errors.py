@@ -1,0 +1,131 @@
+"""Bad input is one clear message on standard error and exit code 2, without a stack trace."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_project import Dilatant, write_images
+
+
+def refused(result: tuple[int, str, str], *says: str) -> None:
+    code, _, err = result
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    for text in says:
+        assert text in err
+
+
+def test_an_unknown_key(project: Path, dilatant: Dilatant) -> None:
+    refused(
+        dilatant("train", project / "config.yaml", "--set", "train.stepz=3"), "did you mean 'train.steps'?"
+    )
+
+
+def test_an_unknown_model_id_offline(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    source = "model.language_model={id: nobody/no-such-model, tokenizer: bytes}"
+    result = dilatant("train", project / "config.yaml", "--set", source)
+    refused(result, "nobody/no-such-model", "HF_HUB_OFFLINE")
+
+
+def test_an_unknown_model_type(project: Path, dilatant: Dilatant) -> None:
+    setting = "model.language_model.config.model_type=lama"
+    result = dilatant("train", project / "config.yaml", "--set", setting)
+    refused(result, "model.language_model", "did you mean 'llama'?")
+
+
+def test_a_missing_image(project: Path, dilatant: Dilatant) -> None:
+    (project / "images" / "3.png").unlink()
+    refused(dilatant("train", project / "config.yaml"), "train.jsonl:4", "images/3.png", "does not exist")
+
+
+def test_an_empty_data_set(project: Path, dilatant: Dilatant) -> None:
+    (project / "train.jsonl").write_text("")
+    refused(dilatant("train", project / "config.yaml"), "train.jsonl", "is empty")
+
+
+def test_missing_data(project: Path, dilatant: Dilatant) -> None:
+    (project / "train.jsonl").unlink()
+    refused(dilatant("train", project / "config.yaml"), "train.jsonl", "does not exist")
+
+
+def test_a_sample_longer_than_the_context(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("train", project / "config.yaml", "--set", "data.max_length=8")
+    refused(result, "train.jsonl:", "tokens", "max_length")
+
+
+def test_a_checkpoint_of_another_model(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml")
+    result = dilatant("resume", project / "run", "--set", "model.language_model.config.hidden_size=32")
+    refused(result, "belongs to another model", "language.")
+
+
+def test_a_run_is_not_overwritten_by_accident(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml")
+    result = dilatant("train", project / "config.yaml")
+    refused(result, "holds a run already", "dilatant resume", "--overwrite")
+    code, _, _ = dilatant("train", project / "config.yaml", "--overwrite")
+    assert code == 0
+
+
+def test_a_disk_that_fills_up_keeps_the_previous_checkpoint(project: Path, dilatant: Dilatant) -> None:
+    dilatant("train", project / "config.yaml")
+    # A limit on file size makes writes fail in the middle of a file, as a full disk does.
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, hard))
+    try:
+        result = dilatant("resume", project / "run", "--set", "train.steps=8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    refused(result, "disk is full", "step-00000006 is still valid")
+    code, _, _ = dilatant("resume", project / "run", "--set", "train.steps=8")
+    assert code == 0
+
+
+def test_resume_of_something_else(tmp_path: Path, dilatant: Dilatant) -> None:
+    refused(dilatant("resume", tmp_path), "not a run folder")
+
+
+def test_generate_from_something_else(tmp_path: Path, dilatant: Dilatant) -> None:
+    refused(dilatant("generate", tmp_path, "--prompt", "hello"), "is not an export")
+
+
+def test_a_frozen_name_that_is_none(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("train", project / "config.yaml", "--set", "model.freeze=[vison]")
+    refused(result, "did you mean 'vision'?")
+
+
+def test_a_rate_for_a_name_that_is_none(project: Path, dilatant: Dilatant) -> None:
+    setting = "train.optimizer.groups={langauge: {learning_rate: 1}}"
+    refused(dilatant("train", project / "config.yaml", "--set", setting), "did you mean 'language'?")
+
+
+def test_lint_reports_every_broken_sample_and_fails(project: Path, dilatant: Dilatant) -> None:
+    broken = write_images(project, 8, "broken.jsonl")
+    lines = [json.loads(line) for line in broken.read_text().splitlines()]
+    (project / "images" / "cut.png").write_bytes((project / "images" / "2.png").read_bytes()[:60])
+    lines[1]["messages"][0]["content"][0]["image"] = "images/none.png"
+    lines[2]["messages"][0]["content"][0]["image"] = "images/cut.png"
+    lines[3]["messages"][0]["content"][1]["text"] = "<image> and <image>?"
+    lines[4]["messages"][0]["content"][1]["text"] = "word " * 50
+    lines[5]["messages"].pop()
+    broken.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    path = "data.train.0.path=broken.jsonl"
+    code, out, _ = dilatant("data", "lint", project / "config.yaml", "--set", path, "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert found["samples"] == 8
+    problems = {problem["index"]: problem["problem"] for problem in found["problems"]}
+    assert problems.keys() == {1, 2, 3, 4, 5}
+    assert "does not exist" in problems[1]
+    assert "tokens" in problems[4]
+    assert "answer" in problems[5]

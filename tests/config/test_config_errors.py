@@ -1,0 +1,116 @@
+"""A mistake in the config names its key and the way out; a right config survives a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dilatant.config import UserError, load_config
+
+GOOD = {
+    "model": {
+        "language_model": {"config": {"model_type": "llama"}, "tokenizer": "bytes"},
+        "encoders": {"vision": {"kind": "image", "config": {"model_type": "siglip_vision_model"}}},
+    },
+    "data": {"train": [{"path": "train.jsonl"}]},
+}
+
+
+def write(folder: Path, tree: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def changed(**top: object) -> dict:
+    return {**GOOD, **top}
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD))
+    saved = tmp_path / "elsewhere"
+    saved.mkdir()
+    (saved / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(saved / "config.yaml") == config
+
+
+def test_paths_are_taken_from_the_file_not_the_working_directory(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, changed(output_dir="../runs/a")))
+    assert config.data.train[0].path == str(tmp_path / "train.jsonl")
+    assert Path(config.output_dir).resolve() == (tmp_path.parent / "runs/a").resolve()
+
+
+def test_id_of_a_local_folder_becomes_absolute_and_a_hub_id_stays(tmp_path: Path) -> None:
+    (tmp_path / "llm").mkdir()
+    tree = changed(
+        model={
+            "language_model": {"id": "llm"},
+            "encoders": {"vision": {"kind": "image", "id": "google/siglip-base"}},
+        }
+    )
+    config = load_config(write(tmp_path, tree))
+    assert config.model.language_model.id == str(tmp_path / "llm")
+    assert config.model.encoders["vision"].id == "google/siglip-base"
+
+
+def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, GOOD),
+        ["train.optimizer.learning_rate=0.5", "data.train.0.weight=3", "train.report_to=[]"],
+    )
+    assert config.train.optimizer.learning_rate == 0.5
+    assert config.data.train[0].weight == 3
+    assert config.train.report_to == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trian.steps=3", "did you mean 'train'?"),
+        ("train.optimizer.lerning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
+        ("data.train.0.wieght=1", "did you mean 'data.train.0.weight'?"),
+        ("model.encoders.vision.projectr=mlp", "did you mean 'model.encoders.vision.projector'?"),
+        ("train.optimizer.groups.vision.lr=1", "valid keys here: learning_rate, weight_decay"),
+        ("train.steps=-1", "train.steps"),
+        ("train.steps=many", "(given: 'many')"),
+        ("data.train.7.weight=1", "does not exist"),
+        ("train.steps", "must look like"),
+        ("model.language_model.tokenizer.a=1", "is not a section"),
+        ("model.language_model.id=x", "either 'id'"),
+        ("model.language_model.config={hidden_size: 8}", "model_type"),
+    ],
+)
+def test_a_mistake_names_key_and_remedy(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(tmp_path, GOOD), [override])
+    assert says in str(error.value)
+
+
+def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(tmp_path, changed(seeed=1, train={"stepss": 1})))
+    assert "'seed'" in str(error.value)
+    assert "'train.steps'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(":\n -", "not valid YAML"), ("3", "must be a mapping"), ("", "must be a mapping")]
+)
+def test_a_file_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        load_config(path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_an_encoder_cannot_take_the_language_models_name(tmp_path: Path) -> None:
+    tree = changed(model={**GOOD["model"], "encoders": {"language": GOOD["model"]["encoders"]["vision"]}})
+    with pytest.raises(UserError, match="cannot be called 'language'"):
+        load_config(write(tmp_path, tree))

@@ -1,0 +1,238 @@
+"""Fits, the frozen rule, memory, the cost file and the hardware file."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config.errors import UserError
+from dilatant.cost import (
+    BF16,
+    FP32,
+    CostModel,
+    LayerCost,
+    Quadratic,
+    analytic_cost,
+    analytic_costs,
+    block_shape,
+    embedding_shape,
+    fit,
+    frozen_work,
+    head_shape,
+    linear_shape,
+    load_costs,
+    load_hardware,
+    save_costs,
+    stage_bytes,
+    trainable_before,
+)
+
+COUNTS = (64, 256, 1024, 4096)
+
+
+@settings(max_examples=80)
+@given(
+    st.floats(0, 1e-8).filter(lambda v: v == 0 or v > 1e-12),
+    st.floats(1e-7, 1e-4),
+    st.floats(0, 1e-2).filter(lambda v: v == 0 or v > 1e-6),
+)
+def test_a_fit_finds_the_quadratic_that_made_the_measurements(a, b, c):
+    truth = Quadratic(a, b, c)
+    found, error = fit(COUNTS, [truth(x) for x in COUNTS])
+    # Coefficients are kept to six digits.
+    assert error < 1e-5
+    assert found(2000) == pytest.approx(truth(2000), rel=1e-4)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
+def test_a_fit_never_has_a_negative_coefficient_and_tells_its_error(noise):
+    values = [(1e-6 * x + 1e-4) * factor for x, factor in zip(COUNTS, noise, strict=True)]
+    found, error = fit(COUNTS, values)
+    assert min(found.a, found.b, found.c) >= 0
+    assert error == pytest.approx(max(abs(found(x) / v - 1) for x, v in zip(COUNTS, values, strict=True)))
+
+    # Against every single-term fit, in the squared relative error that is minimised.
+    def loss(q):
+        return sum((q(x) / v - 1) ** 2 for x, v in zip(COUNTS, values, strict=True))
+
+    for power in range(3):
+        weights = [x**power / v for x, v in zip(COUNTS, values, strict=True)]
+        scale = sum(weights) / sum(w * w for w in weights)
+        single = Quadratic(*[scale if 2 - power == place else 0.0 for place in range(3)])
+        assert loss(found) <= loss(single) * (1 + 1e-4) + 1e-9
+
+
+def test_fewer_token_counts_fit_fewer_coefficients():
+    assert fit([100], [2.0])[0] == Quadratic(b=0.02)
+    two, _ = fit([100, 200], [2.0, 3.0])
+    assert (two.a, two.b, two.c) == (0.0, pytest.approx(0.01), pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "values"), [([], []), ([0], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, -1.0])]
+)
+def test_a_fit_of_nonsense_is_refused(tokens, values):
+    with pytest.raises(ValueError, match=r"positive"):
+        fit(tokens, values)
+
+
+def test_a_packed_row_squares_per_sample():
+    cost = Quadratic(1.0, 10.0, 100.0)
+    assert cost.packed([3, 4]) == 9 + 16 + 70 + 100
+    assert cost.packed([]) == cost.packed([0]) == 0.0
+
+
+# --- The frozen rule
+
+COST = LayerCost(
+    forward=Quadratic(b=1.0),
+    input_gradient=Quadratic(b=1.2),
+    weight_gradient=Quadratic(b=1.1),
+    first_trainable=Quadratic(b=2.0),
+    recompute=Quadratic(b=1.0),
+    activation_bytes=Quadratic(b=8.0),
+    weight_bytes=Quadratic(b=3.0),
+    checkpoint_bytes=Quadratic(b=1.0),
+)
+
+
+@given(st.lists(st.booleans(), max_size=8), st.booleans())
+def test_what_lies_before_a_layer_does_not_include_it(trainable, upstream):
+    expected = tuple(upstream or any(trainable[:index]) for index in range(len(trainable)))
+    assert trainable_before(trainable, upstream) == expected
+
+
+@pytest.mark.parametrize(
+    ("trainable", "before", "recompute", "backward", "kept"),
+    [
+        (True, True, False, 2.3, 8.0),
+        (True, True, True, 3.3, 1.0),
+        (False, True, False, 1.2, 8.0),
+        (False, True, True, 2.2, 1.0),  # a frozen language model behind a trainable projector: 1 + 1.2
+        (True, False, False, 2.0, 8.0),
+        (True, False, True, 3.0, 1.0),
+        (False, False, False, 0.0, 0.0),
+        (False, False, True, 0.0, 0.0),  # nothing to recompute without a backward
+    ],
+)
+def test_backward_and_memory_follow_the_frozen_rule(trainable, before, recompute, backward, kept):
+    work = frozen_work(COST, trainable, before, recompute)
+    assert work.backward(1) == pytest.approx(backward)
+    assert work.kept_bytes(1) == kept
+    assert work.forward == COST.forward
+    assert (work.weight_gradient(1) > 0) == trainable
+    assert work.total(1) == pytest.approx(1.0 + backward)
+
+
+def test_frozen_parameters_hold_their_weights_only():
+    assert BF16.of(10, trainable=True) == 180
+    assert BF16.of(10, trainable=False) == 20
+    assert FP32.of(10, trainable=True) == 160
+    assert stage_bytes(100, 7, in_flight=4, num_microbatches=3) == 121
+
+
+# --- Files
+
+
+def hardware_costs() -> CostModel:
+    shapes = {
+        "vision block": block_shape(1024, 4096, 16, gated=False, causal=False),
+        "projector": linear_shape(1024, 2048, share=0.25, count=2),
+        "embedding": embedding_shape(2048, 32000),
+        "block": block_shape(2048, 8192, 32, 8),
+        "head": head_shape(2048, 32000),
+    }
+    return analytic_costs(shapes, load_hardware("A40"), [(1, 1), (2, 1), (2, 2)])
+
+
+def test_a_cost_file_reads_back_equal_and_is_readable(tmp_path):
+    costs = hardware_costs()
+    save_costs(costs, tmp_path / "costs.yaml")
+    assert load_costs(tmp_path / "costs.yaml") == costs
+    text = (tmp_path / "costs.yaml").read_text()
+    assert "origin: analytic" in text
+    assert "not measured" in text
+    assert "tp2 cp1:" in text
+
+
+def test_a_cost_file_of_other_hardware_is_named(tmp_path):
+    save_costs(hardware_costs(), tmp_path / "costs.yaml")
+    with pytest.raises(UserError, match=r"costs\.yaml holds costs of A40, but this run is on H100"):
+        load_costs(tmp_path / "costs.yaml", hardware="H100")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "- 1",
+        "layers: 3",
+        "hardware: x",
+        "hardware: x\norigin: y\ndtype: z\nlayers: {block: {tp1 cp1: {seconds: 1}}}",
+    ],
+)
+def test_a_file_that_is_no_cost_model_is_refused(text):
+    with pytest.raises(UserError, match="is not a cost model"):
+        CostModel.from_yaml(text, "costs.yaml")
+
+
+def test_missing_layers_and_degrees_are_named_with_the_remedy():
+    costs = hardware_costs()
+    with pytest.raises(UserError, match=r"no layer type 'decoder'.*'block'.*dilatant profile"):
+        costs.layer("decoder")
+    with pytest.raises(UserError, match=r"not at \(4, 1\)"):
+        costs.layer("block", tp=4)
+
+
+def test_the_hardware_that_ships_is_complete_and_says_where_it_is_from():
+    for name in ("A40", "A100", "H100", "H200", "CPU"):
+        hardware = load_hardware(name)
+        assert hardware.source
+        assert hardware.flops("float32") > 0
+        assert hardware.inside.seconds(1e6) > hardware.inside.latency > 0
+        assert hardware.inside.seconds(0) == 0
+
+
+def test_a_users_hardware_file_is_read_and_every_mistake_in_it_named(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("Mine: {memory: lots, bandwidth: 1e9, speed: 3, inside: 5}\n")
+    with pytest.raises(UserError) as raised:
+        load_hardware("Mine", path)
+    for part in (
+        "Mine.memory must be a number",
+        "Mine.speed is unknown",
+        "Mine.inside must be",
+        "peak_flops is missing",
+    ):
+        assert part in str(raised.value)
+    with pytest.raises(UserError, match=r"no hardware 'B300'.*'H100'"):
+        load_hardware("B300")
+
+
+# --- The analytic model
+
+
+def test_analytic_costs_follow_flops_and_shrink_with_parallelism():
+    hardware = load_hardware("H100")
+    shape = block_shape(4096, 14336, 32, 8)
+    assert shape.parameters == pytest.approx(218.1e6, rel=1e-3)  # a Llama-3 8B block
+    one, two = analytic_cost(shape, hardware), analytic_cost(shape, hardware, tp=2)
+    least = 2 * shape.matmul * 4096 / hardware.flops("bfloat16")
+    assert least < one.forward(4096) < 1.5 * least
+    assert one.forward(4096) / 2 < two.forward(4096) < one.forward(4096)
+    assert two.activation_bytes(4096) == pytest.approx(one.activation_bytes(4096) / 2)
+    backward = one.input_gradient(4096) + one.weight_gradient(4096)
+    assert 1.8 < backward / one.forward(4096) < 2.5
+    # The first trainable layer saves the products that read its input.
+    assert one.weight_gradient(4096) < one.first_trainable(4096) < backward
+    assert one.weight_bytes(100) <= one.activation_bytes(100)
+
+
+def test_slower_hardware_is_modelled_slower():
+    shape = block_shape(2048, 8192, 32)
+    seconds = [
+        analytic_cost(shape, load_hardware(name)).forward(2048) for name in ("H200", "H100", "A100", "A40")
+    ]
+    assert seconds == sorted(seconds)

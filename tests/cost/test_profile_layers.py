@@ -1,0 +1,159 @@
+"""Measuring layers: what is measured is what it is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dilatant.config.errors import UserError
+from dilatant.cost import CostModel, profile
+from dilatant.cost.profile import LayerProbe, Measurement, fit_layer, measure, profile_layers
+
+WIDTH = 64
+
+
+class Counted(nn.Module):
+    """A linear layer whose forward, input gradient and weight gradient move a clock of their own by given seconds."""
+
+    def __init__(
+        self, clock: list[float], forward: float, input_gradient: float, weight_gradient: float
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.clock, self.seconds = clock, (forward, input_gradient, weight_gradient)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _Count.apply(hidden, self.weight, self.clock, self.seconds)
+
+
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, clock, seconds):
+        clock[0] += seconds[0]
+        ctx.save_for_backward(hidden)
+        ctx.clock, ctx.seconds = clock, seconds
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        to_input = to_weight = None
+        if ctx.needs_input_grad[0]:
+            ctx.clock[0] += ctx.seconds[1]
+            to_input = gradient
+        if ctx.needs_input_grad[1]:
+            ctx.clock[0] += ctx.seconds[2]
+            to_weight = hidden.T @ gradient
+        return to_input, to_weight, None, None
+
+
+def rows(tokens: int) -> tuple[tuple[torch.Tensor], dict]:
+    return (torch.randn(tokens, WIDTH),), {}
+
+
+def test_forward_input_gradient_and_weight_gradient_are_told_apart(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    probe = LayerProbe("counted", lambda: Counted(clock, 1.0, 4.0, 16.0), rows)
+    found = measure(probe.build(), probe, tokens=8, repeats=3)
+    assert (found.forward, found.input_gradient, found.weight_gradient) == (1.0, 4.0, 16.0)
+    assert found.first_trainable == 16.0
+    assert found.recompute == 1.0
+
+
+def test_kept_bytes_are_what_autograd_saves_without_parameters():
+    probe = LayerProbe(
+        "mlp", lambda: nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)), rows
+    )
+    found = measure(probe.build(), probe, tokens=100, repeats=1)
+    # The input, the first linear's output and the activation's; four bytes each.
+    assert found.activation_bytes == 4 * 100 * (WIDTH + 256 + 256)
+    assert found.checkpoint_bytes == found.output_bytes == 4 * 100 * WIDTH
+    assert 0 < found.weight_bytes <= found.activation_bytes
+
+
+def test_a_layer_of_integers_has_no_input_gradient():
+    probe = LayerProbe(
+        "embedding", lambda: nn.Embedding(10, WIDTH), lambda n: ((torch.zeros(n, dtype=torch.long),), {})
+    )
+    found = measure(probe.build(), probe, tokens=50, repeats=3)
+    assert found.input_gradient == 0
+    assert found.weight_gradient > 0
+    cost = fit_layer([found], parameters=640)
+    assert cost.input_gradient(50) == 0
+    assert cost.parameters == 640
+
+
+def test_parameters_are_trainable_again_after_measuring():
+    layer = nn.Linear(WIDTH, WIDTH)
+    measure(layer, LayerProbe("linear", lambda: layer, rows), tokens=4, repeats=1)
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_a_profile_is_a_cost_model_with_its_fit_error():
+    heard: list[str] = []
+    probes = [
+        LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH), rows),
+        LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH // 2), rows, degree=(2, 1)),
+    ]
+    costs = profile_layers(probes, "CPU", "float32", tokens=(32, 128), repeats=2, progress=heard.append)
+    assert heard == ["linear at tp 1, cp 1", "linear at tp 2, cp 1"]
+    assert costs.origin == "measured"
+    assert costs.layer("linear").fit_error is not None
+    assert costs.layer("linear", 2).parameters == WIDTH // 2 * (WIDTH + 1)
+    assert CostModel.from_yaml(costs.to_yaml()) == costs
+
+
+def test_the_fit_error_is_the_worst_of_the_timed_parts():
+    def entry(tokens: int, forward: float, gradient: float) -> Measurement:
+        return Measurement(tokens, forward, gradient, 1.0 * tokens, 1.0 * tokens, 1.0 * tokens, 8, 4, 4, 4)
+
+    exact = [entry(n, 1.0 * n, 2.0 * n) for n in (10, 20, 40, 80)]
+    assert fit_layer(exact, 0).fit_error == pytest.approx(0, abs=1e-4)
+    bent = [entry(n, 1.0 * n, 2.0 * n * (3 if n == 20 else 1)) for n in (10, 20, 40, 80)]
+    assert (fit_layer(bent, 0).fit_error or 0) > 0.2
+
+
+def test_bad_probes_are_refused():
+    probe = LayerProbe("linear", lambda: nn.Linear(WIDTH, WIDTH), rows)
+    with pytest.raises(UserError, match="measured twice"):
+        profile_layers([probe, probe], "CPU", "float32", tokens=(4,), repeats=1)
+
+    class Text(nn.Module):
+        def forward(self, hidden):
+            return ["no tensor"]
+
+    with pytest.raises(UserError, match="returns no floating-point tensor"):
+        profile_layers([LayerProbe("text", Text, rows)], "CPU", "float32", tokens=(4,), repeats=1)
+
+
+def test_cost_plan_and_schedule_import_without_torch_and_numba():
+    code = (
+        "import sys, dilatant.cost, dilatant.cost.profile, dilatant.plan, dilatant.schedule\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numba', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_images_that_do_not_attend_to_each_other_have_no_square_however_the_times_bend():
+    bent = [Measurement(x, *[x**1.3] * 4, 0.0, 0, 0, 0, 0) for x in (4, 8, 16, 32)]
+    assert fit_layer(bent, 0).forward.a > 0
+    assert fit_layer(bent, 0, square=False).forward.a == 0
+
+
+def test_a_probe_may_have_token_counts_of_its_own():
+    seen = []
+    probe = LayerProbe(
+        "linear",
+        lambda: nn.Linear(WIDTH, WIDTH),
+        lambda tokens: seen.append(tokens) or rows(tokens),
+        tokens=(3, 6),
+    )
+    profile_layers([probe], "here", "float32", tokens=(64, 128), repeats=1)
+    assert set(seen) == {3, 6}

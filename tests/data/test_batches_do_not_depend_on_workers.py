@@ -1,0 +1,268 @@
+"""The loader: the same batches for any number of workers, exact resume, errors that name the culprit, clean ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
+
+from dilatant.config import DataSource, UserError
+from dilatant.data.blend import open_blend
+from dilatant.data.errors import SampleError
+from dilatant.data.loader import Loader
+from dilatant.data.sample import Sample, Turn
+from dilatant.data.sampler import Sampler, SamplerState
+from dilatant.data.stream_sampler import StreamSampler
+from dilatant.data.workers import WorkerError, WorkerPool
+
+ENCODING = replace(small_encoding(), max_length=100)
+
+
+@pytest.fixture
+def blend(tmp_path):
+    (tmp_path / "a.png").write_bytes(image_bytes())
+    (tmp_path / "b.wav").write_bytes(wav_bytes(0.25))
+    for name, count in (("x", 30), ("y", 11)):
+        write_lines(
+            tmp_path / f"{name}.jsonl",
+            [
+                {
+                    "question": name * (number + 1),
+                    "answer": str(number),
+                    **[{}, {"image": "a.png"}, {"audio": "b.wav"}][number % 3],
+                }
+                for number in range(count)
+            ],
+        )
+    return open_blend(
+        [DataSource(path=str(tmp_path / "x.jsonl"), weight=2), DataSource(path=str(tmp_path / "y.jsonl"))]
+    )
+
+
+def loader(samples, sampler, **settings):
+    return Loader(samples, ENCODING, sampler, **{"row_tokens": 120, "steps": 6, **settings})
+
+
+def contents(batch):
+    return [
+        (row.sample_ids, row.lengths, row.input_ids.tolist(), row.labels.tolist(), row.position_ids.tolist(),
+         {unit: {name: array.tobytes() for name, array in inputs.items()} for unit, inputs in row.media.items()})
+        for row in batch.rows
+    ]  # fmt: skip
+
+
+def all_of(**settings):
+    with loader(**settings) as batches:
+        return [(contents(batch), batch.position, batch.problems) for batch in batches]
+
+
+def test_batches_are_the_same_for_any_number_of_workers(blend):
+    sampler = blend.sampler(3, 8)
+    alone = all_of(samples=blend, sampler=sampler)
+    assert len(alone) == 6
+    for workers, prefetch in ((1, 2), (3, 1), (2, 5)):
+        assert all_of(samples=blend, sampler=sampler, workers=workers, prefetch=prefetch) == alone
+
+
+def test_every_sample_of_a_batch_is_in_one_row(blend):
+    sampler = blend.sampler(0, 8)
+    indices, _ = sampler.take(sampler.start(), 48)
+    with loader(blend, sampler) as batches:
+        for number, batch in enumerate(batches):
+            expected = [blend[int(index)].id for index in indices[number * 8 : number * 8 + 8]]
+            assert sorted(name for row in batch.rows for name in row.sample_ids) == sorted(expected)
+            assert batch.num_samples == 8
+            assert all(len(row.input_ids) <= 120 for row in batch.rows)
+            assert batch.tokens["language"] == sum(len(row.input_ids) for row in batch.rows)
+            assert batch.target_tokens == sum((row.labels != -100).sum() for row in batch.rows)
+            assert batch.epoch == pytest.approx((number + 1) * 8 / 41)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_position_of_any_batch_resumes_with_the_next(blend, workers):
+    whole = all_of(samples=blend, sampler=blend.sampler(3, 8))
+    for done in (1, 4):
+        position = SamplerState.from_json(whole[done - 1][1].to_json())
+        rest = all_of(
+            samples=blend, sampler=blend.sampler(3, 8), position=position, steps=6 - done, workers=workers
+        )
+        assert rest == whole[done:]
+
+
+def test_prefetch_does_not_move_the_saved_position(blend):
+    sampler = blend.sampler(0, 4)
+    with loader(blend, sampler, workers=2, prefetch=3) as batches:
+        first = next(batches)
+        time.sleep(0.3)  # the next ones are being made
+    assert first.position.samples == 4
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Text samples of which some are corrupt; reads are noted in a file, slow ones take their time."""
+
+    length: int = 40
+    corrupt: frozenset[int] = frozenset()
+    log: Path | None = None
+    seconds: float = 0.0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.log:
+            with self.log.open("a") as file:
+                file.write(f"{index}\n")
+        time.sleep(self.seconds)
+        if index in self.corrupt:
+            raise SampleError(f"file:{index}", "is corrupt", "mend it")
+        return Sample(str(index), (Turn("user", ("q",)), Turn("assistant", (str(index),))))
+
+    def sampler(self, size):
+        return Sampler((self.length,), (1.0,), 0, size, shuffle=False)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_sample_stops_the_run_and_is_named_when_its_batch_is_due(workers):
+    samples = Broken(corrupt=frozenset({9}))
+    with loader(samples, samples.sampler(4), workers=workers) as batches:
+        assert [next(batches).num_samples for _ in range(2)] == [4, 4]
+        with pytest.raises(UserError, match=r"^file:9: is corrupt; mend it$"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_samples_are_skipped_and_counted_and_the_position_moves_on(workers):
+    samples = Broken(corrupt=frozenset({1, 2, 9}))
+    clean = Broken()
+    got = all_of(samples=samples, sampler=samples.sampler(4), workers=workers, on_error="skip")
+    whole = all_of(samples=clean, sampler=clean.sampler(4))
+    assert [position for _, position, _ in got] == [position for _, position, _ in whole]
+    assert [len(problems) for _, _, problems in got] == [2, 0, 1, 0, 0, 0]
+    assert got[0][2] == ("file:1: is corrupt; mend it", "file:2: is corrupt; mend it")
+    names = Counter(name for rows, _, _ in got for row in rows for name in row[0])
+    assert names == Counter(str(index) for index in range(24) if index not in (1, 2, 9))
+
+
+def test_a_batch_of_nothing_but_corrupt_samples_stops_the_run():
+    samples = Broken(corrupt=frozenset(range(4)))
+    with (
+        loader(samples, samples.sampler(4), on_error="skip") as batches,
+        pytest.raises(UserError, match="every sample of a batch is corrupt; the first: file:0"),
+    ):
+        next(batches)
+
+
+def test_a_sample_longer_than_a_row_is_an_error_of_that_sample():
+    samples = Broken()
+    with (
+        Loader(samples, replace(ENCODING, max_length=None), samples.sampler(4), row_tokens=4) as batches,
+        pytest.raises(UserError, match=r"^0: has 5 tokens, more than the 4 allowed"),
+    ):
+        next(batches)
+
+
+def test_a_killed_worker_is_an_error_that_says_so():
+    samples = Broken(seconds=0.02)
+    with loader(samples, samples.sampler(4), workers=2, steps=None) as batches:
+        next(batches)
+        victim = batches._pool._processes[1].pid
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"data worker 1 \(process {victim}\) was killed by SIGKILL"):
+            deque(batches, maxlen=0)  # endless otherwise
+        assert time.monotonic() - start < 20  # a hang would be endless
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_closing_ends_the_processes_whatever_they_do(seconds):
+    samples = Broken(seconds=seconds)
+    batches = loader(samples, samples.sampler(4), workers=2, steps=None)
+    if not seconds:
+        next(batches)
+    processes = list(batches._pool._processes)
+    start = time.monotonic()
+    batches.close()
+    batches.close()
+    assert time.monotonic() - start < 15
+    assert all(process.exitcode is not None for process in processes)
+    assert not batches._thread.is_alive()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_no_more_is_read_ahead_than_asked_for(tmp_path):
+    samples = Broken(length=4000, log=tmp_path / "log")
+    with loader(samples, samples.sampler(5), workers=2, steps=None, prefetch=2) as batches:
+        next(batches)
+        time.sleep(1.0)
+        read = len((tmp_path / "log").read_text().split())
+    # One batch taken, one ready, one packed, one being read.
+    assert 5 < read <= 4 * 5
+
+
+def test_work_is_shared_out_to_all_workers(tmp_path):
+    samples = Broken(seconds=0.01, log=tmp_path / "log")
+    with loader(samples, samples.sampler(8), workers=2, steps=5) as batches:
+        assert sum(batch.num_samples for batch in batches) == 40
+    assert sorted(map(int, (tmp_path / "log").read_text().split())) == list(range(40))
+
+
+def fail_oddly(task):
+    return 1 // task
+
+
+def large(task):
+    return np.full(1 << 19, task, np.uint8)
+
+
+def test_a_mistake_in_the_program_shows_where_it_happened():
+    pool = WorkerPool(fail_oddly, 1)
+    try:
+        with pytest.raises(WorkerError, match=r"fail_oddly(.|\n)*ZeroDivisionError"):
+            list(pool.map([1, 0, 1], ahead=2))
+    finally:
+        pool.close()
+
+
+def test_large_tasks_and_large_results_do_not_block_each_other():
+    pool = WorkerPool(len, 2)
+    try:
+        sizes = [1 << 20, 3, 1 << 21, 5, 1 << 20, 1 << 20, 7, 1 << 21]
+        assert list(pool.map([bytes(size) for size in sizes], ahead=8)) == sizes
+    finally:
+        pool.close()
+    pool = WorkerPool(large, 2)
+    try:
+        assert [int(array[0]) for array in pool.map(range(20), ahead=6)] == list(range(20))
+    finally:
+        pool.close()
+
+
+class Stream:
+    name = "stream"
+
+    def read(self, skip):
+        for number in range(skip, 20):
+            if number == 7:
+                yield SampleError("stream:7", "is corrupt")
+            else:
+                yield Sample(str(number), (Turn("user", ("q",)), Turn("assistant", (str(number),))))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_loaded_like_any_other_data(workers):
+    sampler = StreamSampler((Stream(),), (1.0,), 0, 4, 6)
+    with loader((), sampler, workers=workers, on_error="skip") as batches:
+        names = Counter(name for batch in batches for row in batch.rows for name in row.sample_ids)
+    assert names.total() == 24 - 1 - names["7"]
+    assert set(names) == {str(number) for number in range(20)} - {"7"}

@@ -1,0 +1,47 @@
+"""The built-in tokenizer loses nothing and lives on in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config import UserError
+from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(st.text(max_size=40))
+def test_text_is_its_bytes_and_comes_back(text):
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if not any(token in text for token in ("<pad>", "<s>", "</s>")):
+        assert ids == [*text.encode()]
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_vocabulary_is_tiny():
+    assert len(TOKENIZER) == 259
+    assert (TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id) == (256, 257, 258)
+
+
+def test_it_loads_without_this_package(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    code = (
+        "import sys; from transformers import PreTrainedTokenizerFast as T; t = T.from_pretrained(sys.argv[1]);"
+        "assert t('é</s>', add_special_tokens=False).input_ids == [195, 169, 258];"
+        "assert t.decode([195, 169]) == 'é' and (t.pad_token_id, t.bos_token_id, t.eos_token_id) == (256, 257, 258);"
+        "assert 'dilatant' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert load_tokenizer(str(tmp_path))("é", add_special_tokens=False).input_ids == [195, 169]
+
+
+def test_an_unknown_tokenizer_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer '.*none' cannot be loaded"):
+        load_tokenizer(str(tmp_path / "none"))

@@ -1,0 +1,141 @@
+"""The hub reader, on local folders in the layout of the hub; a hub out of reach is a clear error."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_builders import image_bytes, shared, wav_bytes
+from pydantic import ValidationError
+
+from dilatant.config import DataSource, UserError
+from dilatant.data.blend import Blend, StreamBlend, open_blend
+from dilatant.data.reader import open_source
+from dilatant.data.sample import Media
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Ten labelled images and sounds as the hub's viewers know them: typed features, encoded inside Parquet."""
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["cat", "dog", "bird"]),
+            "clips": datasets.List(datasets.Audio()),
+        }
+    )
+    rows = [
+        {
+            "image": {"bytes": image_bytes(seed=n), "path": None},
+            "label": n % 3,
+            "clips": [{"bytes": wav_bytes(), "path": "x.wav"}],
+        }
+        for n in range(10)
+    ]
+    (tmp_path / "hub").mkdir()
+    # Written by hand: the library itself wants torchcodec to write sounds.
+    pq.write_table(
+        pa.Table.from_pylist(rows, schema=features.arrow_schema), tmp_path / "hub" / "train.parquet"
+    )
+    return str(tmp_path / "hub")
+
+
+def check_pictures(samples):
+    assert [sample.turns[1].content[0] for sample in samples] == [
+        ["cat", "dog", "bird"][n % 3] for n in range(10)
+    ]
+    assert all(sample.turns[0].content == ("What is it?",) for sample in samples)
+    for number, sample in enumerate(samples):
+        image, sound = sample.unplaced
+        assert isinstance(image, Media)
+        assert image.source == image_bytes(seed=number)
+        assert (sound.kind, sound.source) == ("audio", wav_bytes())
+
+
+SETTINGS = {"prompt": "What is it?", "columns": {"audios": "clips"}}
+
+
+def test_typed_features_come_undecoded_and_labels_by_name(folder):
+    reader = open_source(DataSource(id=folder, **SETTINGS))
+    check_pictures([reader[index] for index in range(len(reader))])
+    assert pickle.loads(pickle.dumps(reader))[3] == reader[3]
+    assert reader[3].id == f"{folder}:4"
+    assert open_source(DataSource(id=folder, **SETTINGS)).fingerprint == reader.fingerprint
+    assert len(open_source(DataSource(id=folder, limit=4, **SETTINGS))) == 4
+
+
+def test_a_stream_gives_the_same_samples(folder):
+    blend = open_blend([DataSource(id=folder, streaming=True, **SETTINGS)])
+    assert isinstance(blend, StreamBlend)
+    (stream,) = blend.streams
+    check_pictures(list(stream.read(0)))
+    assert list(stream.read(7)) == list(stream.read(0))[7:]
+    (limited,) = open_blend([DataSource(id=folder, streaming=True, limit=4, **SETTINGS)]).streams
+    assert len(list(limited.read(0))) == 4
+    assert len(list(limited.read(3))) == 1
+    sampler = blend.sampler(0, 4)
+    batches = list(islice(sampler.batches(sampler.start()), 5))
+    assert sorted(sample.id for batch, _ in batches for sample in batch) == sorted(
+        [f"{folder}:{n + 1}" for n in range(10)] * 2
+    )
+    with pytest.raises(UserError, match=r"set 'train.steps'"):
+        len(blend)
+
+
+def test_a_record_of_no_known_form_is_named_in_a_stream(tmp_path):
+    (tmp_path / "hub").mkdir()
+    datasets.Dataset.from_list([{"height": 1}]).to_parquet(tmp_path / "hub" / "train.parquet")
+    (stream,) = open_blend([DataSource(id=str(tmp_path / "hub"), streaming=True)]).streams
+    (error,) = stream.read(0)
+    assert "hub:1: is of no known form; found the fields height" in str(error)
+
+
+def test_the_real_charts_read_alike_from_the_hub_and_from_files():
+    folder = str(shared("data/chartqa_mini", "the hub reader on real rows"))
+    local, hub = open_source(DataSource(path=folder)), open_source(DataSource(id=folder))
+    assert len(local) == len(hub)
+    for index in (0, 50, 125):
+        assert local[index].turns == hub[index].turns
+        assert [media.source for media in local[index].unplaced] == [
+            media.source for media in hub[index].unplaced
+        ]
+
+
+def read_first(source):
+    blend = open_blend([source])
+    return next(blend.streams[0].read(0)) if source.streaming else blend[0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_out_of_reach_is_one_clear_line(monkeypatch, streaming):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(
+        UserError, match="'nobody/nothing' is on the hub, which this machine cannot reach"
+    ) as caught:
+        read_first(DataSource(id="nobody/nothing", streaming=streaming))
+    assert "\n" not in str(caught.value)
+
+
+def test_streams_are_for_the_hub_and_not_mixed_with_files(folder):
+    with pytest.raises(ValidationError, match="'streaming' is for data sets on the hub"):
+        DataSource(path="x", streaming=True)
+    with pytest.raises(UserError, match="cannot be blended with others"):
+        open_blend([DataSource(id=folder, streaming=True), DataSource(id=folder)])
+    assert isinstance(open_blend([DataSource(id=folder)]), Blend)

@@ -1,0 +1,206 @@
+"""The sampler: every sample once in a pass, resume goes on with the next unseen one, shares are kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config import UserError
+from dilatant.data.errors import SampleError
+from dilatant.data.permutation import permute
+from dilatant.data.records import Blocks
+from dilatant.data.sample import Sample
+from dilatant.data.sampler import Sampler, SamplerState
+from dilatant.data.stream_sampler import StreamSampler
+
+SEEDS = st.integers(0, 2**40)
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(st.integers(1, 3000), SEEDS, st.integers(0, 5))
+def test_a_permutation_reaches_every_place_once(length, seed, stream):
+    order = permute(np.arange(length), length, seed, (stream,))
+    assert sorted(order.tolist()) == list(range(length))
+    some = np.random.default_rng(seed).integers(0, length, 5)
+    assert permute(some, length, seed, (stream,)).tolist() == order[some].tolist()
+
+
+def test_a_permutation_looks_random():
+    # Over many seeds every pair (position, value) is equally likely: chi-squared with 49 degrees of freedom
+    # stays below 85 with probability 0.999.
+    length, trials = 8, 4000
+    counts = np.zeros((length, length))
+    for seed in range(trials):
+        counts[np.arange(length), permute(np.arange(length), length, seed)] += 1
+    expected = trials / length
+    assert ((counts - expected) ** 2 / expected).sum() < 85
+    # Neighbours do not stay neighbours: 2 of 10,000 would by chance.
+    order = permute(np.arange(10_000), 10_000, 7)
+    assert (np.abs(np.diff(order)) == 1).sum() < 12
+
+
+@st.composite
+def samplers(draw):
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=3))
+    blocks = []
+    for length in lengths:
+        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
+        runs = tuple(int(run) for run in np.diff([0, *cuts, length]) if run)
+        blocks.append(draw(st.sampled_from([None, Blocks(runs, draw(st.integers(1, 4)))])))
+    weights = draw(
+        st.lists(st.sampled_from([0.1, 1.0, 2.0, 7.0]), min_size=len(lengths), max_size=len(lengths))
+    )
+    return Sampler(
+        tuple(lengths),
+        tuple(weights),
+        draw(SEEDS),
+        draw(st.integers(1, 40)),
+        draw(st.booleans()),
+        tuple(blocks),
+    )
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(samplers(), st.integers(0, 12))
+def test_every_pass_over_a_source_takes_every_sample_once(sampler, steps):
+    indices = [index for batch, _ in islice(sampler.batches(sampler.start()), steps) for index in batch]
+    ends = np.cumsum(sampler.lengths)
+    for source, length in enumerate(sampler.lengths):
+        first = ends[source] - length
+        mine = [index - first for index in indices if first <= index < ends[source]]
+        for start in range(0, len(mine), length):
+            one_pass = mine[start : start + length]
+            assert len(set(one_pass)) == len(one_pass)
+            assert all(0 <= index < length for index in one_pass)
+            if not sampler.shuffle:
+                assert one_pass == list(range(len(one_pass)))
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(samplers(), st.integers(0, 8), st.integers(0, 8))
+def test_a_saved_position_goes_on_with_the_next_unseen_sample(sampler, before, after):
+    whole = [batch for batch, _ in islice(sampler.batches(sampler.start()), before + after)]
+    states = [sampler.start(), *(state for _, state in islice(sampler.batches(sampler.start()), before))]
+    position = SamplerState.from_json(json.loads(json.dumps(states[-1].to_json())))
+    rest = [batch for batch, _ in islice(sampler.batches(sampler.resume(position)), after)]
+    assert rest == whole[before:]
+
+
+@settings(max_examples=50, deadline=None, print_blob=True)
+@given(samplers(), st.integers(1, 6), st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_the_order_does_not_depend_on_the_batch_size(sampler, steps, sizes):
+    total = steps * sampler.global_batch_size
+    expected, _ = sampler.take(sampler.start(), total)
+    taken, state = [], sampler.start()
+    while len(taken) < total:
+        more, state = sampler.take(state, sizes[len(taken) % len(sizes)])
+        taken += more.tolist()
+    assert taken[:total] == expected.tolist()
+
+
+def test_sources_keep_their_share_at_every_moment():
+    sampler = Sampler((100, 10, 1000), (1.0, 2.0, 5.0), 0, 1)
+    taken = np.zeros(3)
+    for count, (_, state) in enumerate(islice(sampler.batches(sampler.start()), 400), 1):
+        taken = np.array(state.drawn)
+        assert np.abs(taken - count * np.array([1, 2, 5]) / 8).max() < 1
+    assert taken.sum() == 400
+
+
+def test_shuffling_differs_between_passes_and_seeds():
+    def order(seed, start):
+        sampler = Sampler((50,), (1.0,), seed, 50)
+        return next(islice(sampler.batches(sampler.start()), start, None))[0]
+
+    assert order(0, 0) != order(0, 1)
+    assert order(0, 0) != order(1, 0)
+    assert order(0, 0) == order(0, 0)
+    assert order(0, 0) != sorted(order(0, 0))
+
+
+def test_blocks_are_read_one_window_after_another():
+    blocks = Blocks((10,) * 20, 4)
+    sampler = Sampler((200,), (1.0,), 3, 200, blocks=(blocks,))
+    indices, _ = sampler.take(sampler.start(), 200)
+    for window in range(5):
+        assert len({index // 10 for index in indices[window * 40 : window * 40 + 40]}) == 4
+    # Inside a window the samples are mixed, and windows take blocks from anywhere.
+    assert len({index // 10 for index in indices[:8]}) > 2
+    assert [index // 10 for index in indices[::40]] != sorted(index // 10 for index in indices[::40])
+
+
+def test_a_position_of_other_data_is_refused():
+    sampler = Sampler((10,), (1.0,), 0, 4)
+    _, state = next(sampler.batches(sampler.start()))
+    assert Sampler((10,), (1.0,), 0, 7).resume(state) == state
+    with pytest.raises(UserError, match=r"samples: \(10,\), now \(11,\)"):
+        Sampler((11,), (1.0,), 0, 4).resume(state)
+    with pytest.raises(UserError, match="the seed was 0, now 1"):
+        Sampler((10,), (1.0,), 1, 4).resume(state)
+    assert sampler.resume(SamplerState()) == sampler.start()
+
+
+def test_an_epoch_is_as_many_samples_as_there_are():
+    sampler = Sampler((10, 20), (1.0, 1.0), 0, 15)
+    states = [state for _, state in islice(sampler.batches(sampler.start()), 3)]
+    assert [sampler.epoch(state) for state in states] == [0.5, 1.0, 1.5]
+
+
+class Numbers:
+    """A stream of so many samples, counting what was asked of it."""
+
+    def __init__(self, length, name="numbers"):
+        self.length, self.name = length, name
+
+    def read(self, skip):
+        for number in range(skip, self.length):
+            yield SampleError("x", str(number)) if number % 5 == 3 else Sample(f"{self.name}:{number}", ())
+
+
+def numbers_in(batches):
+    return [
+        int(item.problem if isinstance(item, SampleError) else item.id.partition(":")[2])
+        for batch, _ in batches
+        for item in batch
+    ]
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(
+    st.integers(1, 40), st.integers(1, 12), st.integers(1, 9), st.integers(0, 12), st.integers(0, 12), SEEDS
+)
+def test_a_stream_is_shuffled_in_blocks_and_resumed_exactly(length, block, batch, before, after, seed):
+    sampler = StreamSampler((Numbers(length),), (1.0,), seed, batch, block)
+    whole = list(islice(sampler.batches(sampler.start()), before + after))
+    taken = numbers_in(whole)
+    for start in range(0, len(taken), length):
+        one_pass = taken[start : start + length]
+        assert len(set(one_pass)) == len(one_pass)
+        for at in range(0, len(one_pass) - block + 1, block):
+            assert (
+                sorted(one_pass[at : at + block])
+                == list(range(at, at + block))[: len(one_pass[at : at + block])]
+            )
+    position = whole[before - 1][1] if before else sampler.start()
+    rest = islice(sampler.batches(sampler.resume(SamplerState.from_json(position.to_json()))), after)
+    assert numbers_in(rest) == numbers_in(whole[before:])
+
+
+def test_streams_are_blended_by_weight():
+    sampler = StreamSampler((Numbers(50, "a"), Numbers(9, "b")), (3.0, 1.0), 0, 8, 4)
+    batches = list(islice(sampler.batches(sampler.start()), 10))
+    names = Counter(item.id[0] for batch, _ in batches for item in batch if isinstance(item, Sample))
+    assert batches[-1][1].drawn == (60, 20)
+    assert names["a"] > 2 * names["b"]
+
+
+def test_an_empty_stream_is_an_error():
+    sampler = StreamSampler((Numbers(0),), (1.0,), 0, 2)
+    with pytest.raises(UserError, match="'numbers' is empty"):
+        next(sampler.batches(sampler.start()))

@@ -1,0 +1,247 @@
+"""Media take their places in the text, every mismatch is an error that names the sample, sizes need no decoding."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from data_builders import AUDIO_ID, IMAGE_ID, image_bytes, small_encoding, wav_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config import UserError
+from dilatant.data.chat import MEDIA
+from dilatant.data.encode import encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.sample import Media, Sample, Turn
+
+ENCODING = small_encoding()
+BOS, EOS = 257, 258
+
+
+def image(seed=0, **form):
+    return Media("image", image_bytes(seed=seed, **form), f"image {seed}")
+
+
+def sound(seconds=0.05):
+    return Media("audio", wav_bytes(seconds), f"sound of {seconds}")
+
+
+def sample(*content, answer="yes", unplaced=()):
+    return Sample("s:1", (Turn("user", content), Turn("assistant", (answer,))), tuple(unplaced))
+
+
+def letters(text):
+    return [*text.encode()]
+
+
+def check_consistent(example, encoding):
+    """What must hold for every encoded sample, counted anew."""
+    encoded = encode_sample(example, encoding)
+    sizes = measure_sample(example, encoding)
+    assert encoded.input_ids.dtype == encoded.labels.dtype == np.int64
+    assert encoded.input_ids.shape == encoded.labels.shape
+    assert dict(encoded.sizes) == dict(sizes.tokens)
+    assert (encoded.labels != -100).sum() == sizes.target_tokens
+    carries = encoded.labels != -100
+    assert (encoded.labels[carries] == encoded.input_ids[carries]).all()
+    assert not carries[0]
+    assert not np.isin(encoded.input_ids[carries], [IMAGE_ID, AUDIO_ID]).any()
+    for unit, placeholder, merged, tokens in (("vision", IMAGE_ID, 4, 4), ("audio", AUDIO_ID, 3, 5)):
+        rows = sum(len(array) for array in encoded.media.get(unit, {}).values())
+        assert (encoded.input_ids == placeholder).sum() == rows * merged
+        assert encoded.sizes.get(unit, 0) == rows * tokens
+    return encoded
+
+
+def test_placed_media_stand_where_they_were_written():
+    encoded = check_consistent(sample("a", image(), "b", sound(), "c"), ENCODING)
+    middle = [*letters("a"), *[IMAGE_ID] * 4, *letters("b"), *[AUDIO_ID] * 3, *letters("c\n")]
+    assert encoded.input_ids.tolist() == [BOS, *middle, *letters("yes"), EOS]
+    assert encoded.labels.tolist() == [-100] * (1 + len(middle)) + [*letters("yes"), EOS]
+
+
+def test_markers_take_the_media_beside_the_text_in_order():
+    pictures = [image(1), image(2)]
+    encoded = check_consistent(sample("<image>?<image><audio>", unplaced=[*pictures, sound()]), ENCODING)
+    expected = [BOS, *[IMAGE_ID] * 4, *letters("?"), *[IMAGE_ID] * 4, *[AUDIO_ID] * 3, *letters("\nyes"), EOS]
+    assert encoded.input_ids.tolist() == expected
+    alone = [encode_sample(sample(picture), ENCODING).media["vision"]["pixel_values"] for picture in pictures]
+    assert (encoded.media["vision"]["pixel_values"] == np.concatenate(alone)).all()
+    assert not (alone[0] == alone[1]).all()
+
+
+def test_media_without_markers_come_before_the_first_question():
+    example = Sample(
+        "s", (Turn("system", ("be",)), Turn("user", ("a",)), Turn("assistant", ("b",))), (image(), sound())
+    )
+    encoded = check_consistent(example, ENCODING)
+    assert encoded.input_ids.tolist() == [
+        BOS, *letters("be\n"), *[IMAGE_ID] * 4, *[AUDIO_ID] * 3, *letters("a\nb"), EOS,
+    ]  # fmt: skip
+
+
+def test_a_sample_without_media_is_ordinary():
+    encoded = check_consistent(sample("a"), ENCODING)
+    assert encoded.media == {}
+    assert dict(encoded.sizes) == {"language": len(encoded.input_ids), "vision": 0, "audio": 0}
+    text_only = small_encoding(units=())
+    assert (
+        encode_sample(sample("a <image> tag"), text_only).input_ids[1:14] == letters("a <image> tag")
+    ).all()
+
+
+def test_media_of_a_unit_that_prepends_come_before_all_text():
+    vision, audio = ENCODING.units
+    encoding = replace(ENCODING, units=(vision, replace(audio, merge="prepend")))
+    encoded = check_consistent(sample("a<audio>b", image(), unplaced=[sound(0.15)]), encoding)
+    assert encoded.input_ids.tolist() == [
+        *[AUDIO_ID] * 6, BOS, *letters("ab"), *[IMAGE_ID] * 4, *letters("\nyes"), EOS,
+    ]  # fmt: skip
+
+
+def test_several_units_that_prepend_come_in_the_order_of_the_model():
+    units = tuple(replace(unit, merge="prepend") for unit in ENCODING.units)
+    encoded = check_consistent(sample(sound(), "a", image(), image(1)), replace(ENCODING, units=units))
+    assert encoded.input_ids[:12].tolist() == [*[IMAGE_ID] * 8, *[AUDIO_ID] * 3, BOS]
+
+
+def test_a_long_sound_takes_several_windows():
+    for seconds, windows in ((0.05, 1), (0.1, 1), (0.1001, 2), (0.3, 3), (0.301, 4)):
+        encoded = check_consistent(sample(sound(seconds)), ENCODING)
+        assert encoded.media["audio"]["input_features"].shape == (windows, 16, 10)
+
+
+def test_two_encoders_of_one_kind_are_told_apart_by_their_markers():
+    vision, _ = ENCODING.units
+    detail = replace(vision, name="detail", marker="<detail>", placeholder_id=302)
+    encoding = replace(ENCODING, units=(vision, detail))
+    encoded = encode_sample(sample("<detail><image>", image(3), unplaced=[image(1), image(2)]), encoding)
+    assert encoded.input_ids[1:13].tolist() == [302] * 4 + [IMAGE_ID] * 8
+    assert {unit: len(inputs["pixel_values"]) for unit, inputs in encoded.media.items()} == {
+        "detail": 1,
+        "vision": 2,
+    }
+
+
+def test_loss_on_all_tokens_leaves_out_media_and_the_first():
+    encoded = check_consistent(sample("a", image()), replace(ENCODING, train_on="all"))
+    assert encoded.labels.tolist() == [-100, *letters("a"), *[-100] * 4, *letters("\nyes"), EOS]
+    alone = Sample("s", (Turn("user", ("text only",)),))
+    assert (encode_sample(alone, replace(ENCODING, train_on="all")).labels != -100).sum() == len(
+        "text only\n"
+    )
+
+
+def test_a_prompt_is_what_training_saw_before_the_last_answer():
+    turns = (*sample("a", image()).turns, Turn("user", ("b<image>",)), Turn("assistant", ("the end",)))
+    example = Sample("s", turns, (image(5),))
+    prompt, whole = encode_prompt(example, ENCODING), encode_sample(example, ENCODING)
+    assert prompt.answer == "the end"
+    count = len(prompt.sample.input_ids)
+    assert whole.input_ids[:count].tolist() == prompt.sample.input_ids.tolist()
+    assert whole.input_ids[count:].tolist() == [*letters("the end"), EOS]
+    assert (prompt.sample.media["vision"]["pixel_values"] == whole.media["vision"]["pixel_values"]).all()
+    question = Sample("s", example.turns[:1])
+    assert encode_prompt(question, ENCODING).answer == ""
+
+
+PARTS = st.lists(st.sampled_from(["image", "audio", "<image>", "<audio>", "text", "é", " "]), max_size=5)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(st.lists(PARTS, min_size=1, max_size=3), st.booleans())
+def test_sizes_and_places_agree_for_any_mixture(turns, prepend):
+    unplaced, conversation = [], []
+    for number, parts in enumerate(turns):
+        content = []
+        for part in parts:
+            if part in ("image", "audio"):
+                content.append(image() if part == "image" else sound(0.12))
+            else:
+                content.append(part)
+                unplaced += [image()] if part == "<image>" else [sound(0.05)] if part == "<audio>" else []
+        conversation += [Turn("user", tuple(content)), Turn("assistant", (f"answer {number}",))]
+    units = tuple(replace(unit, merge="prepend" if prepend else "placeholder") for unit in ENCODING.units)
+    example = Sample("s", tuple(conversation), tuple(unplaced))
+    encoding = replace(ENCODING, units=units)
+    encoded = check_consistent(example, encoding)
+    prompt = encode_prompt(example, encoding).sample
+    assert encoded.input_ids[: len(prompt.input_ids)].tolist() == prompt.input_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("example", "pattern"),
+    [
+        (sample("<image><image>", unplaced=[image()]), "^s:1: 2 image markers in the text for 1 images"),
+        (sample("<image>", unplaced=[image(), image()]), "1 image markers in the text for 2 images"),
+        (sample("<image>"), "1 image markers in the text for 0 images"),
+        (sample("a<image>", image()), "1 image markers in the text for 0 images"),
+        (sample("a", answer="it is <audio>"), "1 audio markers in the text for 0 audios"),
+        (sample("a" * 40), "has 46 tokens, more than the 45 allowed"),
+        (Sample("s:1", (Turn("user", ("a",)),)), "has no assistant answer"),
+        (sample("a", answer="  "), "only empty answers"),
+        (sample(f"a{MEDIA}"), r"U\+10FFFD, a private character"),
+        (sample(Media("image", b"no image", "x.png")), "image 'x.png' is no image in a known format"),
+        (sample(Media("image", image_bytes(64, 64)[:-2000], "x.png")), "image 'x.png' is damaged"),
+        (sample(Media("image", image_bytes(64, 64, "JPEG")[:-1500], "x.jpg")), "image 'x.jpg' is damaged"),
+        (sample(Media("image", b"", "x.png")), "is no image"),
+        (sample(Media("audio", b"not a sound", "x.wav")), "audio 'x.wav' cannot be read"),
+        (sample(Media("audio", wav_bytes()[:-99], "x.wav")), "audio 'x.wav' is cut off"),
+        (
+            sample(Media("audio", wav_bytes(form="FLAC")[:-99], "x.flac")),
+            "audio 'x.flac' (is cut off|cannot be read)",
+        ),
+        (sample(Media("audio", wav_bytes(0), "x.wav")), "audio 'x.wav' is empty"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_named(example, pattern):
+    encoding = replace(ENCODING, max_length=45)
+    with pytest.raises(UserError, match=pattern) as caught:
+        encode_sample(example, encoding)
+    assert str(caught.value).startswith("s:1: ")
+    assert "; " in str(caught.value)  # a remedy
+    assert str(caught.value) in [str(problem) for problem in find_problems(example, encoding, deep=True)]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"s:1: image '.*none.png' does not exist; put it there"):
+        encode_sample(sample(Media("image", tmp_path / "none.png", "none.png")), ENCODING)
+
+
+def test_media_of_a_kind_without_encoder_are_refused():
+    vision, _ = ENCODING.units
+    with pytest.raises(
+        UserError, match=r"holds the audio 'sound of 0\.05', but the model has no audio encoder"
+    ):
+        encode_sample(sample(sound()), replace(ENCODING, units=(vision,)))
+
+
+@pytest.mark.parametrize("form", ["GIF", "JPEG", "BMP", "WEBP", "TIFF"])
+def test_an_image_is_read_by_its_content_whatever_its_name(tmp_path, form):
+    path = tmp_path / "picture.png"
+    path.write_bytes(image_bytes(form=form))
+    encode_sample(sample(Media("image", path, "picture.png")), ENCODING)
+
+
+def test_an_encoding_travels_to_another_process():
+    copy = pickle.loads(pickle.dumps(ENCODING))
+    example = sample("a", image())
+    assert (encode_sample(example, copy).input_ids == encode_sample(example, ENCODING).input_ids).all()
+    assert copy.fingerprint == ENCODING.fingerprint
+
+
+def test_the_fingerprint_changes_with_whatever_changes_tokens():
+    vision, audio = ENCODING.units
+    variants = [
+        ENCODING,
+        replace(ENCODING, train_on="all"),
+        replace(ENCODING, units=(vision,)),
+        replace(ENCODING, units=(replace(vision, tokens_per_image=5), audio)),
+        replace(ENCODING, units=(vision, replace(audio, merged_per_window=2))),
+        replace(ENCODING, units=(vision, replace(audio, marker="[sound]"))),
+        small_encoding(template="plain", units=()),
+    ]
+    assert len({variant.fingerprint for variant in variants}) == len(variants)

@@ -1,0 +1,289 @@
+"""A model comes from the config alone: same seed, same weights; every mistake is one clear line."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from dilatant.config import ModelConfig, UserError
+from dilatant.models.build import build_model
+from dilatant.models.materialize import materialize
+from dilatant.models.multimodal import Encoder, MultimodalModel
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    tree = {
+        "language_model": {"config": copy.deepcopy(LANGUAGE_MODELS["llama"])},
+        "encoders": {
+            "vision": {"kind": "image", "config": copy.deepcopy(ENCODERS["siglip"])},
+            "audio": {"kind": "audio", "config": copy.deepcopy(ENCODERS["whisper"]), "projector": "linear"},
+        },
+    }
+    for path, value in changes.items():
+        node: Any = tree
+        *parents, last = path.split("__")
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return tree
+
+
+def build(tree: dict[str, Any], **arguments: Any) -> MultimodalModel:
+    return build_model(ModelConfig.model_validate(tree), **arguments)
+
+
+def test_a_config_gives_units_projectors_and_what_is_frozen() -> None:
+    mllm = build(config(freeze=("vision.encoder", "language.layers.0")))
+    assert list(mllm.units) == ["vision", "audio", "language"]
+    assert isinstance(mllm["vision"].projector, nn.Sequential)
+    assert isinstance(mllm["audio"].projector, nn.Linear)
+    assert not any(p.requires_grad for p in mllm["vision"].model.parameters())
+    assert all(p.requires_grad for p in mllm["vision"].projector.parameters())
+    assert not any(p.requires_grad for p in mllm.language.model.model.layers[0].parameters())
+
+
+def test_weights_depend_on_seed_and_unit_alone() -> None:
+    def state(mllm: MultimodalModel) -> dict[str, torch.Tensor]:
+        return {key: tensor.clone() for key, tensor in mllm.state_dict().items()}
+
+    torch.manual_seed(1)
+    first = state(build(config(), seed=3))
+    torch.manual_seed(2)
+    generator = torch.get_rng_state()
+    second = state(build(config(), seed=3))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    fewer = config()
+    del fewer["encoders"]["audio"]
+    fewer["encoders"]["camera"] = fewer["encoders"].pop("vision")
+    third = state(build(fewer, seed=3))
+    assert all(torch.equal(third[key], first[key]) for key in third if "language" in key)
+    camera = {key: third[key.replace("vision", "camera")] for key in first if "units.vision" in key}
+    assert not all(torch.equal(camera[key], first[key]) for key in camera)
+    other = state(build(config(), seed=4))
+    drawn = [key for key in first if first[key].float().std() > 0]
+    assert not any(torch.equal(first[key], other[key]) for key in drawn if "embed_positions" not in key)
+
+
+@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+def test_random_weights_are_spread_as_transformers_spreads_them(family: str) -> None:
+    settings = dict(LANGUAGE_MODELS[family])
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    ours = MultimodalModel({}, LANGUAGE_MODELS[family], seed=0).language.model
+    compare_spread(plain, ours)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_random_encoders_are_spread_as_transformers_spreads_them(family: str) -> None:
+    settings = dict(ENCODERS[family])
+    torch.manual_seed(0)
+    plain = AutoModel.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    plain = plain.get_encoder() if family == "whisper" else plain
+    compare_spread(plain, vision_language(encoder=family)["vision"].model)
+
+
+def compare_spread(plain: nn.Module, ours: nn.Module) -> None:
+    expected, given = plain.state_dict(), ours.state_dict()
+    assert expected.keys() == given.keys()
+    for key, tensor in expected.items():
+        assert not given[key].is_meta
+        # Two draws of 24 numbers or more: their spreads are within a factor of two.
+        spreads = [t.float().std(unbiased=False).item() for t in (tensor, given[key])]
+        assert spreads[1] == pytest.approx(spreads[0], rel=1.0, abs=1e-6), key
+        assert spreads[0] == pytest.approx(spreads[1], rel=1.0, abs=1e-6), key
+        assert given[key].float().mean().item() == pytest.approx(tensor.float().mean().item(), abs=0.3), key
+        if key == "embed_positions.weight":  # Whisper's sinusoids
+            assert torch.equal(given[key], tensor)
+    buffers = dict(ours.named_buffers())
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) -> None:
+    whole = vision_language(family, seed=5)
+    for name, spans in (("language", [(0, 2), (2, 4), (6, 7)]), ("vision", [(0, 1), (3, 6), (6, 7)])):
+        for first, end in spans:
+            part = MultimodalModel(
+                {"vision": Encoder(ENCODERS["siglip"])}, LANGUAGE_MODELS[family], seed=5, device="meta"
+            )
+            unit = part[name]
+            materialize(unit, first, end, seed=5)
+            expected = dict(whole[name].stage(first, end).named_logical_parameters())
+            stage = unit.stage(first, end)
+            given = dict(stage.named_logical_parameters())
+            assert given.keys() == expected.keys()
+            assert all(torch.equal(given[key], expected[key]) for key in given)
+            assert not any(buffer.is_meta for buffer in stage.buffers())
+            others = {key for key, p in unit.named_logical_parameters() if not p.is_meta} - given.keys()
+            # The source of a tied weight is drawn with it.
+            assert others <= set(unit.tied.values())
+
+
+def test_stages_of_a_partly_materialized_unit_run() -> None:
+    whole = vision_language("gemma3_text", seed=5).language
+    ids = tokens(1, 9)
+    hidden = None
+    for first, end in ((0, 3), (3, 7)):
+        unit = MultimodalModel({}, LANGUAGE_MODELS["gemma3_text"], device="meta").language
+        materialize(unit, first, end, seed=5)
+        hidden = unit.stage(first, end)(ids if first == 0 else None, hidden=hidden)
+    assert torch.equal(hidden.logits, whole(ids).logits)
+
+
+def test_the_tokenizer_sizes_a_language_model_that_does_not_say() -> None:
+    tree = config()
+    del tree["language_model"]["config"]["vocab_size"]
+    assert build(tree, vocab_size=77).language.model.config.vocab_size == 77
+    with pytest.raises(UserError, match="tokenizer gives 77 ids, but the model embeds only 64"):
+        build(config(), vocab_size=77)
+
+
+def test_a_folder_is_a_model_id(tmp_path: Path) -> None:
+    vision_language().save_pretrained(tmp_path)
+    tree = config(language_model={"id": str(tmp_path / "language")})
+    tree["encoders"] = {"vision": {"kind": "image", "id": str(tmp_path / "vision")}}
+    mllm = build(tree)
+    expected = vision_language()
+    inputs = {"pixel_values": images(1)}
+    assert torch.equal(mllm["vision"].stage(0, 6)(inputs), expected["vision"].stage(0, 6)(inputs))
+    assert torch.equal(mllm(tokens(1, 5)).logits, expected(tokens(1, 5)).logits)
+
+
+def test_the_tower_of_a_composite_model_is_taken_alone(tmp_path: Path) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    vision = {key: value for key, value in ENCODERS["clip"].items() if key != "model_type"}
+    text = {
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    whole = CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8))
+    whole.save_pretrained(tmp_path / "clip")
+    from transformers import WhisperConfig, WhisperModel
+
+    audio = {key: value for key, value in ENCODERS["whisper"].items() if key != "model_type"}
+    speech = WhisperModel(WhisperConfig(**audio))
+    speech.save_pretrained(tmp_path / "whisper")
+    mllm = MultimodalModel(
+        {"vision": Encoder(str(tmp_path / "clip")), "audio": Encoder(tmp_path / "whisper")},
+        LANGUAGE_MODELS["llama"],
+    )
+    for unit, source in ((mllm["vision"], whole.vision_model), (mllm["audio"], speech.encoder)):
+        given, expected = unit.model.state_dict(), source.state_dict()
+        assert given.keys() == expected.keys()
+        assert all(torch.equal(given[key], expected[key]) for key in given)
+
+
+MISTAKES = {
+    "unknown type": (
+        {"language_model__config__model_type": "lama"},
+        "model.language_model: transformers has no model_type 'lama'; did you mean 'llama'?",
+    ),
+    "unknown setting": (
+        {"encoders__vision__config__hiden_size": 3},
+        "'hiden_size' is not a setting of siglip_vision_model; did you mean 'hidden_size'?",
+    ),
+    "a setting cut short": (
+        {"encoders__vision__config__hidden_siz": 3},
+        "'hidden_siz' is not a setting of siglip_vision_model; did you mean 'hidden_size'?",
+    ),
+    "sizes that do not divide": (
+        {"language_model__config__hidden_size": 30},
+        "model.language_model: llama refuses these settings: .*30.*",
+    ),
+    "encoder sizes that do not divide": (
+        {"encoders__vision__config__hidden_size": 30},
+        "model.encoders.vision: .*30",
+    ),
+    "a language model as encoder": (
+        {"encoders__vision__config": {"model_type": "llama"}},
+        "model.encoders.vision: LlamaModel reads 'input_ids', so it is not an encoder",
+    ),
+    "an encoder as language model": (
+        {"language_model__config": {"model_type": "dinov2"}},
+        "model.language_model: 'dinov2' is not a causal language model",
+    ),
+    "another kind": (
+        {"encoders__vision__kind": "audio"},
+        "model.encoders.vision: kind is 'audio', but siglip_vision_model reads image",
+    ),
+    "identity between unequal widths": (
+        {"encoders__vision__projector": "identity"},
+        "encoder 'vision': projector 'identity' needs equal widths, but the encoder gives 24 and",
+    ),
+    "patches larger than the image": (
+        {"encoders__vision__config__patch_size": 16},
+        "8x8 is smaller than patch_size 16x16",
+    ),
+    "an unknown name to freeze": (
+        {"freeze": ("visoin",)},
+        "'visoin' names no weight; did you mean 'vision'?",
+    ),
+    "a folder that is no model": (
+        {"language_model": {"id": str(Path(__file__).parent)}},
+        "model.language_model: folder .* has no config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_error(mistake: str) -> None:
+    changes, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        build(config(**changes))
+
+
+def test_an_id_that_is_not_here_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    tree = config(language_model={"id": "nobody/no-such-model"})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UserError, match=r"'nobody/no-such-model' is neither a local folder nor in the.*HF_HUB_OFFLINE is set"
+    ):
+        build(tree)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.model_info", unreachable)
+    with pytest.raises(UserError, match=r"the hub cannot be reached \(no route to host\); give a folder"):
+        build(tree)
+
+
+def test_encoders_must_have_usable_names_and_their_own_placeholders() -> None:
+    encoder = Encoder(ENCODERS["siglip"])
+    for name in ("language", "a.b", "keys"):
+        with pytest.raises(UserError, match="cannot be used"):
+            MultimodalModel({name: encoder}, LANGUAGE_MODELS["llama"])
+    shared = Encoder(ENCODERS["siglip"], placeholder_id=5)
+    with pytest.raises(UserError, match="share a placeholder id"):
+        MultimodalModel({"left": shared, "right": shared}, LANGUAGE_MODELS["llama"])
+
+
+def test_a_projector_of_the_wrong_size_is_refused() -> None:
+    with pytest.raises(UserError, match="gives width 31, the language model takes 32"):
+        vision_language(projector=nn.Linear(24, 31))
+    with pytest.raises(UserError, match="does not take the encoder's width 24"):
+        vision_language(projector=nn.Linear(23, 32))
+
+
+def test_a_model_without_a_head_is_no_language_model() -> None:
+    headless = vision_language().language.model.model
+    with pytest.raises(UserError, match="LlamaModel has no language-model head"):
+        MultimodalModel({}, headless)
+    with pytest.raises(UserError, match="not int"):
+        MultimodalModel({}, 3)

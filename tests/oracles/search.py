@@ -1,0 +1,79 @@
+"""A step under a plan in closed form, and the best of all plans of an encoder and a language model by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+TRAINED = 3  # forward, input and weight gradient cost the same in these cases
+
+
+def layer_seconds(cost, degree, tokens, calls, flags, upstream):
+    """Seconds of each layer of one type for one microbatch under the frozen rule."""
+    result, before = [], upstream
+    for trains in flags:
+        halves = (1 if trains else 0) + (1 if before else 0)
+        if trains and not before:
+            halves = 1  # the leading layer's weight gradient only
+        one = cost.layers[degree].forward
+        result.append((1 + halves) * (one.b * tokens + one.c * calls))
+        before = before or trains
+    return result
+
+
+def cuts(layers, stages):
+    """All tuples of first layers."""
+    return [(0, *rest) for rest in itertools.combinations(range(1, layers), stages - 1)]
+
+
+def stage_sums(seconds, cut):
+    return [sum(seconds[a:b]) for a, b in zip(cut, (*cut[1:], len(seconds)))]
+
+
+def best_step(vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True):
+    """The least fill + (microbatches - 1) * slowest over all ways to use all devices.
+
+    `vision(degree, samples)` and `language(degree, samples)` list the seconds of layers. Encoders run on devices of
+    their own or in the first language stage. `fits` takes what shares devices, as tuples (unit, tp, samples, first
+    layer, end layer, microbatches in flight), and says whether these have the memory.
+    """
+    best = float("inf")
+    for replicas, samples in itertools.product(range(1, devices + 1), sizes):
+        if devices % replicas or batch % (replicas * samples):
+            continue
+        budget, count = devices // replicas, batch // (replicas * samples)
+
+        def time(stages, count=count):
+            return sum(stages) + (count - 1) * max(stages)
+
+        def held(unit, tp, cut, layers, behind, count=count, samples=samples):
+            ends = (*cut[1:], layers)
+            depth = len(cut) + behind
+            return [
+                (unit, tp, samples, a, b, min(depth - s, count)) for s, (a, b) in enumerate(zip(cut, ends))
+            ]
+
+        for tp in degrees:
+            llm = language(tp, samples)
+            for pp in range(1, len(llm) + 1):
+                rest = budget - tp * pp
+                options = [
+                    (stage_sums(llm, cut), held("language", tp, cut, len(llm), 0))
+                    for cut in cuts(len(llm), pp)
+                ]
+                if rest == 0:
+                    own = vision(tp, samples)
+                    (inside,) = held("vision", tp, (0,), len(own), pp)
+                    for stages, memory in options:
+                        if fits(inside, memory[0]) and all(map(fits, memory[1:])):
+                            best = min(best, time([stages[0] + sum(own), *stages[1:]]))
+                options = [stages for stages, memory in options if all(map(fits, memory))]
+                for width in degrees:
+                    encoder = vision(width, samples)
+                    depth, left = divmod(rest, width)
+                    if left or not 1 <= depth <= len(encoder):
+                        continue
+                    for ahead in cuts(len(encoder), depth):
+                        if all(map(fits, held("vision", width, ahead, len(encoder), pp))):
+                            for stages in options:
+                                best = min(best, time([*stage_sums(encoder, ahead), *stages]))
+    return best

@@ -1,0 +1,153 @@
+"""Compositions of pipelines against the enumeration of all of them, and the guarantee that one exists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.plan import (
+    BatchError,
+    PlanError,
+    Template,
+    TooFewDevicesError,
+    compose_pipelines,
+    share_microbatches,
+    template_node_counts,
+)
+from oracles.compose import best_composition, slowest
+
+
+def random_templates(draw, sizes, planned):
+    integral = draw.random() < 0.5
+    templates = {}
+    for size in sizes:
+        bottleneck = draw.randint(1, 20) if integral else draw.random()
+        fill = draw.randint(0, 40) if integral else 3 * draw.random()
+        templates[size] = Template((), fill + bottleneck * planned, bottleneck, num_microbatches=planned)
+    return templates
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_slowest_pipeline_is_as_fast_as_any_composition_allows(seed):
+    draw = random.Random(seed)
+    smallest = draw.randint(1, 4)
+    sizes = range(smallest, smallest + draw.randint(1, 5))
+    if draw.random() < 0.4:
+        sizes = sorted(draw.sample(range(1, 9), draw.randint(1, 5)))
+    nodes, faults, microbatches = draw.randint(1, 13), draw.randint(0, 3), draw.randint(1, 20)
+    planned = draw.choice([1, 4, microbatches])
+    templates = random_templates(draw, sizes, planned)
+
+    def finish(size, count):
+        return templates[size].seconds + (count - planned) * templates[size].bottleneck
+
+    expected = best_composition(sizes, nodes, faults + 1, microbatches, finish)
+    if expected == float("inf"):
+        with pytest.raises(PlanError):
+            compose_pipelines(templates, nodes, faults, microbatches)
+        return
+    found = compose_pipelines(templates, nodes, faults, microbatches)
+    assert found.seconds == expected == max(finish(*pipeline) for pipeline in found.pipelines)
+    assert sum(size for size, _ in found.pipelines) == nodes
+    assert sum(count for _, count in found.pipelines) == microbatches
+    assert min(count for _, count in found.pipelines) >= 1
+    assert len(found.pipelines) >= faults + 1
+    assert found.proven
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_microbatches_are_shared_for_the_least_makespan(seed):
+    draw = random.Random(seed)
+    planned = draw.randint(1, 8)
+    templates = random_templates(draw, range(1, 5), planned)
+    pipelines = [draw.randint(1, 4) for _ in range(draw.randint(1, 6))]
+    microbatches = draw.randint(len(pipelines), 24)
+    counts, seconds = share_microbatches(templates, pipelines, microbatches)
+    assert sum(counts) == microbatches
+    assert min(counts) >= 1
+    assert seconds == slowest(
+        pipelines,
+        microbatches,
+        lambda size, count: templates[size].seconds + (count - planned) * templates[size].bottleneck,
+    )
+
+
+def test_without_a_planned_number_the_seconds_hold_for_the_whole_batch():
+    templates = {1: Template((), 10.0, 0.1), 2: Template((), 8.0, 0.5)}
+    found = compose_pipelines(templates, 3, 0, 6)
+    assert found.pipelines == ((2, 5), (1, 1))
+    assert found.seconds == 10.0 + (1 - 6) * 0.1
+
+
+def test_a_batch_that_cannot_be_spread_is_refused_with_the_nearest_that_can():
+    templates = {2: Template((), 5.0, 1.0, num_microbatches=1), 3: Template((), 4.0, 1.0, num_microbatches=1)}
+    with pytest.raises(BatchError, match="nearest batch that can has 4 microbatches") as caught:
+        compose_pipelines(templates, 10, 1, 3)
+    assert caught.value.nearest == (4,)
+    assert len(compose_pipelines(templates, 10, 1, 4).pipelines) == 4
+
+
+def test_clusters_that_cannot_be_used_are_refused_with_a_way_out():
+    templates = {4: Template((), 5.0, 1.0), 6: Template((), 4.0, 1.0)}
+    with pytest.raises(TooFewDevicesError, match="at least 8 are needed") as caught:
+        compose_pipelines(templates, 7, 1, 8)
+    assert caught.value.needed == 8
+    with pytest.raises(PlanError, match="nearest usable cluster has 10 or 12 nodes"):
+        compose_pipelines(templates, 11, 1, 8)
+
+
+def consecutive(counts):
+    return {n: Template((), 1.0 / n, 1.0 / n, num_microbatches=1) for n in counts}
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 41))
+def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
+    """Theorem 1 of App. A with the number of replicas that its proof leaves out; Theorem 2 with >=."""
+    for smallest in range(1, num_nodes + 1):
+        for faults in range(num_nodes // smallest):
+            counts = template_node_counts(num_nodes, smallest, faults)
+            templates = consecutive(counts)
+            for left in range((faults + 1) * smallest, num_nodes + 1):
+                found = compose_pipelines(templates, left, faults, left)
+                assert len(found.pipelines) >= faults + 1
+                assert sum(size for size, _ in found.pipelines) == left
+            if num_nodes >= (faults + 2) * smallest:
+                # Merging pipelines of less than `smallest` nodes until there are enough gives fewer than twice.
+                assert set(range(smallest, 2 * smallest)) <= set(counts)
+
+
+def test_a_cap_on_pipelines_is_accepted_exactly_while_the_guarantee_holds():
+    for num_nodes in range(1, 19):
+        for smallest in range(1, num_nodes + 1):
+            for faults in range(num_nodes // smallest):
+                for largest in range(smallest, num_nodes + 1):
+                    reachable = sums(range(smallest, largest + 1), num_nodes, faults + 1)
+                    holds = reachable.issuperset(range((faults + 1) * smallest, num_nodes + 1))
+                    try:
+                        counts = template_node_counts(num_nodes, smallest, faults, largest)
+                    except PlanError:
+                        assert not holds
+                    else:
+                        assert holds
+                        assert counts[-1] == min(largest, num_nodes - faults * smallest)
+
+
+def sums(sizes, limit, fewest):
+    """Totals up to `limit` of at least `fewest` numbers from `sizes`."""
+    reached, found = {0}, set()
+    for number in range(1, limit + 1):
+        reached = {total + size for total in reached for size in sizes if total + size <= limit}
+        if number >= fewest:
+            found |= reached
+    return found
+
+
+def test_fewer_nodes_than_replicas_need_are_refused():
+    with pytest.raises(TooFewDevicesError, match="at least 9 nodes") as caught:
+        template_node_counts(8, 3, 2)
+    assert caught.value.needed == 9

@@ -1,0 +1,61 @@
+"""Plans that users write: every rank once, or shared on purpose; every mistake listed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dilatant.config.errors import UserError
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec, Plan
+
+LAYERS = {"vision": 5, "audio": 4, "language": 10}
+FEEDS = {"vision": ("language",), "audio": ("language",)}
+
+
+def test_parallel_units_have_ranks_of_their_own() -> None:
+    specs = {
+        "vision": ParallelSpec(replicas=2),
+        "audio": ParallelSpec(pp=2),
+        "language": ParallelSpec(pp=3, tp=2),
+    }
+    plan = plan_from_specs(LAYERS, specs, FEEDS)
+    assert Plan.from_json(plan.to_json()) == plan
+    ranks = [placed.stage.ranks for placed in plan.stages()]
+    assert ranks == [(0,), (1,), (2,), (3,), (4, 5), (6, 7), (8, 9)]
+    assert [(p.stage.first, p.stage.end) for p in plan.stages() if p.unit == "language"] == [
+        (0, 3),
+        (3, 6),
+        (6, 10),
+    ]
+    assert plan.unit("vision").feeds == ("language",)
+
+
+def test_colocated_units_share_the_ranks_of_their_host_stage_by_stage() -> None:
+    specs = {
+        "vision": ParallelSpec(replicas=2, pp=2, cuts=(0, 4)),
+        "audio": ParallelSpec(),
+        "language": ParallelSpec(replicas=2, pp=2),
+    }
+    plan = plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"})
+    assert [p.stage.ranks for p in plan.stages()] == [(1,), (2,), (3,), (4,), (0,), (1,), (2,), (3,), (4,)]
+    assert [(s.first, s.end) for s in plan.unit("vision").replicas[1].stages] == [(0, 4), (4, 5)]
+
+
+def test_every_mistake_is_listed_at_once() -> None:
+    specs = {
+        "vision": ParallelSpec(pp=2, cuts=(0, 7)),
+        "sound": ParallelSpec(),
+        "language": ParallelSpec(pp=11, tp=0),
+    }
+    with pytest.raises(UserError) as error:
+        plan_from_specs(LAYERS, specs, FEEDS, {"vision": "audio", "audio": "language"})
+    text = str(error.value)
+    for part in (
+        "'sound' is no unit of this model",
+        "unit 'audio' has no spec",
+        "vision: cuts [0, 7] must be 2 rising layer numbers from 0 to below 5",
+        "language: tp is 0",
+        "language: pp is 11, but the unit has only 10 layers",
+        "vision: it cannot be colocated with 'audio', which is colocated itself",
+    ):
+        assert part in text

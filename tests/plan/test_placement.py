@@ -1,0 +1,71 @@
+"""Placing chains on ranks: tensor groups inside nodes, colocated units on the same ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.plan import PlanError
+from dilatant.plan.placement import Chain, place
+from model_cases import cluster
+
+LAYERS = {"vision": 4, "language": 6}
+FEEDS = {"vision": ("language",)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 4), (4, 2)]),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 4)]),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_powers_of_two_pack_into_nodes_without_a_gap(replicas, vision, language, before, after):
+    chains = [
+        Chain(replicas, *vision, {"vision": tuple(range(before))}),
+        Chain(replicas, *language, {"language": tuple(range(after))}),
+    ]
+    needed = sum(chain.gpus for chain in chains)
+    plan = place(chains, LAYERS, FEEDS, cluster(-(-needed // 4), 4))
+    assert plan.ranks == tuple(range(needed))
+    for placed in plan.stages():
+        stage = placed.stage
+        assert len(stage.ranks) == stage.tp * stage.cp
+        for group in range(0, len(stage.ranks), stage.tp):
+            assert len({rank // 4 for rank in stage.ranks[group : group + stage.tp]}) == 1
+
+
+def test_units_of_one_chain_share_the_ranks_of_their_stages():
+    chain = Chain(2, 2, 1, {"vision": (0,), "language": (0, 2)})
+    plan = place([chain], LAYERS, FEEDS, cluster(1, 8))
+    for replica in range(2):
+        vision = plan.unit("vision").replicas[replica].stages
+        language = plan.unit("language").replicas[replica].stages
+        assert vision[0].ranks == language[0].ranks
+        assert (vision[0].first, vision[0].end) == (0, 4)
+        assert [(stage.first, stage.end) for stage in language] == [(0, 2), (2, 6)]
+
+
+def test_the_stages_of_a_pipeline_lie_side_by_side():
+    chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(2, 1, 1, {"language": (0, 3)})]
+    plan = place(chains, LAYERS, FEEDS, cluster(2, 3))
+    for replica in range(2):
+        ranks = [
+            *plan.unit("vision").replicas[replica].stages,
+            *plan.unit("language").replicas[replica].stages,
+        ]
+        assert {stage.ranks[0] // 3 for stage in ranks} == {replica}
+
+
+def test_what_cannot_be_placed_is_refused():
+    with pytest.raises(PlanError, match="there are 4"):
+        place(
+            [Chain(1, 2, 1, {"vision": (0,)}), Chain(1, 2, 1, {"language": (0, 3)})],
+            LAYERS,
+            FEEDS,
+            cluster(1, 4),
+        )
+    with pytest.raises(PlanError, match="cannot stay inside nodes of 4"):
+        place([Chain(1, 3, 3, {"vision": (0,), "language": (0,)})], LAYERS, FEEDS, cluster(3, 4))

@@ -1,0 +1,353 @@
+"""The search: complete, inside memory, on all devices, and clear about what cannot be."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config.errors import UserError
+from dilatant.cost.memory import ParameterBytes
+from dilatant.plan import (
+    BatchError,
+    DoesNotFitError,
+    Evaluation,
+    LayerSpec,
+    Mode,
+    Placement,
+    PlanError,
+    TooFewDevicesError,
+    UnitSpec,
+    Workload,
+    search,
+    validate,
+)
+from dilatant.plan.depth import path_depths
+from dilatant.plan.stage_costs import polynomial, stage_costs
+from model_cases import cluster, cost_model, model, unit
+from oracles.search import best_step, layer_seconds
+
+RULES = ParameterBytes(1.0, 1.0, 2.0)
+
+
+def closed_form(spec, costs, tokens, batch):
+    """An evaluator for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
+
+    def evaluate(plan, microbatches):
+        table = stage_costs(plan, spec, costs, RULES)
+        depths = path_depths(plan)
+        replicas = max(len(one.replicas) for one in plan.units)
+        busy, held, seen = {}, {}, 0.0
+        for placed in plan.stages():
+            share = replicas // len(plan.unit(placed.unit).replicas)
+            samples = [tokens[placed.unit]] * (share * batch // (replicas * microbatches))
+            seconds = polynomial(table.seconds[placed.index], samples)
+            kept = polynomial(table.kept_bytes[placed.index], samples)
+            transient = polynomial(table.transient_bytes[placed.index], samples)
+            for rank in placed.stage.ranks:
+                busy[rank] = busy.get(rank, 0.0) + seconds[0] + seconds[1]
+                held[rank] = held.get(rank, 0.0) + table.static_bytes[placed.index] + transient
+                held[rank] += kept * min(depths[placed.index], microbatches)
+            if placed.replica == 0:
+                seen += seconds[0] + seconds[1]
+        total = seen + (microbatches - 1) * max(busy.values())
+        return Evaluation(total, batch / total, 0.0, {}, tuple(held[rank] for rank in plan.ranks))
+
+    return evaluate
+
+
+def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), finalists=10_000, **kwargs):
+    machine = kwargs.pop("machine", None) or cluster(1, devices)
+    workload = Workload({name: np.full(batch, float(count)) for name, count in tokens.items()})
+    return search(
+        spec,
+        costs,
+        machine,
+        workload,
+        batch,
+        closed_form(spec, costs, tokens, batch),
+        mode,
+        sizes,
+        RULES,
+        finalists,
+    )
+
+
+def random_vlm(draw):
+    trains = [draw.random() < 0.5 for _ in range(draw.randint(1, 3))]
+    vision = unit("vision", len(trains), ("language",))
+    vision = type(vision)(
+        "vision",
+        tuple(type(one)(one.name, one.kind, 0, flag) for one, flag in zip(vision.layers, trains)),
+        ("language",),
+    )
+    language = unit("language", draw.randint(1, 4), trainable=draw.random() < 0.5, parameters=0)
+    return model(vision, language), trains
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_plan_on_all_devices_is_faster(seed):
+    draw = random.Random(seed)
+    spec, trains = random_vlm(draw)
+    costs = cost_model(
+        {"vision": draw.random() + 0.1, "language": draw.random() + 0.1}, call=draw.choice([0.0, 2.0])
+    )
+    tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
+    devices, batch = draw.choice([2, 3, 4, 6]), draw.choice([4, 12])
+    language = spec.unit("language").trainable
+
+    def seconds(name, flags, upstream):
+        layers = type("Costs", (), {"layers": {tp: costs.layers[name][tp, 1] for tp in (1, 2)}})
+        return lambda tp, samples: layer_seconds(layers, tp, tokens[name] * samples, 1, flags, upstream)
+
+    expected = best_step(
+        seconds("vision", trains, False),
+        seconds("language", language, any(trains)),
+        (1, 2),
+        devices,
+        batch,
+        (1, 2),
+    )
+    if expected == float("inf"):
+        return
+    found = find(spec, costs, tokens, devices, batch)
+    assert found.proven
+    assert found.winner.idle_devices == 0
+    assert len(found.winner.plan.ranks) == devices
+    # Different replica counts per unit are searched too (DistTrain), so the winner may beat this enumeration.
+    same = all(len(one.replicas) == found.winner.replicas for one in found.winner.plan.units)
+    assert found.seconds <= expected * (1 + 1e-9)
+    if same:
+        assert found.seconds == pytest.approx(expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_plan_that_fits_memory_is_faster(seed):
+    draw = random.Random(seed)
+    sizes = {"vision": draw.randint(1, 3), "language": draw.randint(2, 4)}
+    parameters = {name: [draw.randint(0, 40) for _ in range(count)] for name, count in sizes.items()}
+    spec = model(
+        *(
+            UnitSpec(
+                name,
+                tuple(
+                    LayerSpec(f"{name}.{k}", name, count, True) for k, count in enumerate(parameters[name])
+                ),
+                ("language",) if name == "vision" else (),
+            )
+            for name in sizes
+        )
+    )
+    costs = cost_model({name: draw.random() + 0.1 for name in sizes}, activation=2.0)
+    tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
+    devices, batch = draw.choice([2, 3, 4]), draw.choice([4, 12])
+    capacity = draw.uniform(60, 500)
+
+    def seconds(name, upstream):
+        layers = type("Costs", (), {"layers": {tp: costs.layers[name][tp, 1] for tp in (1, 2)}})
+        flags = [True] * sizes[name]
+        return lambda tp, samples: layer_seconds(layers, tp, tokens[name] * samples, 1, flags, upstream)
+
+    def fits(*stages):
+        held = 0.0
+        for name, tp, samples, first, end, in_flight in stages:
+            held += 4.0 * sum(parameters[name][first:end]) / tp
+            held += in_flight * (end - first) * 2.0 * tokens[name] * samples / tp
+        return held <= capacity
+
+    expected = best_step(
+        seconds("vision", False), seconds("language", True), (1, 2), devices, batch, (1, 2), fits
+    )
+    machine = cluster(1, devices, capacity)
+    if expected == float("inf"):
+        try:
+            found = find(spec, costs, tokens, devices, batch, machine=machine)
+        except DoesNotFitError:
+            return
+        unlike = any(len(one.replicas) != found.winner.replicas for one in found.winner.plan.units)
+        assert unlike or found.winner.idle_devices
+        return
+    found = find(spec, costs, tokens, devices, batch, machine=machine)
+    assert max(found.winner.evaluation.peak_bytes) <= capacity
+    assert found.seconds <= expected * (1 + 1e-9)
+    if all(len(one.replicas) == found.winner.replicas for one in found.winner.plan.units):
+        assert found.seconds == pytest.approx(expected)
+
+
+VLM = model(unit("vision", 4, ("language",)), unit("language", 8))
+COSTS = cost_model({"vision": 1.0, "language": 1.0})
+TOKENS = {"vision": 4, "language": 8}
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_mode_gives_a_valid_plan_of_its_own_kind(mode):
+    found = find(VLM, COSTS, TOKENS, 12, 24, mode)
+    plan = found.winner.plan
+    check_plan(plan, {"vision": 4, "language": 8}, 12)
+    validate(plan, VLM, cluster(1, 12))
+    replicas = {one.name: len(one.replicas) for one in plan.units}
+    if mode is not Mode.DISTTRAIN:
+        assert found.winner.idle_devices == 0
+    if mode in (Mode.CORNSTARCH, Mode.ENTRAIN, Mode.MEGATRON):
+        assert replicas["vision"] == replicas["language"]
+        assert not set(ranks_of(plan, "vision")) & set(ranks_of(plan, "language"))
+    if mode is Mode.MEGATRON:
+        assert all(len(replica.stages) == 1 for replica in plan.unit("vision").replicas)
+        assert plan.unit("vision").replicas[0].stages[0].tp == plan.unit("language").replicas[0].stages[0].tp
+    best = find(VLM, COSTS, TOKENS, 12, 24, Mode.BEST)
+    assert best.seconds <= found.seconds * (1 + 1e-9)
+
+
+def ranks_of(plan, name):
+    return [rank for replica in plan.unit(name).replicas for stage in replica.stages for rank in stage.ranks]
+
+
+def check_plan(plan, layers, node):
+    for one in plan.units:
+        for replica in one.replicas:
+            ends = [stage.end for stage in replica.stages]
+            assert [stage.first for stage in replica.stages] == [0, *ends[:-1]]
+            assert ends[-1] == layers[one.name]
+            for stage in replica.stages:
+                assert len(stage.ranks) == stage.tp * stage.cp
+                for group in range(0, len(stage.ranks), stage.tp):
+                    assert len({rank // node for rank in stage.ranks[group : group + stage.tp]}) == 1
+        ranks = ranks_of(plan, one.name)
+        assert len(ranks) == len(set(ranks))
+
+
+def test_freezing_moves_devices_from_the_encoder():
+    frozen = model(unit("vision", 6, ("language",), trainable=False), unit("language", 6))
+    trained = model(unit("vision", 6, ("language",)), unit("language", 6))
+    tokens = {"vision": 8, "language": 8}
+
+    def devices(spec):
+        found = find(spec, COSTS, tokens, 6, 64, Mode.CORNSTARCH, sizes=(8,))
+        return len(ranks_of(found.winner.plan, "vision")) / len(found.winner.plan.ranks)
+
+    assert devices(frozen) < devices(trained)
+
+
+def test_two_encoders_run_side_by_side_or_together():
+    spec = model(
+        unit("vision", 2, ("language",)), unit("audio", 2, ("language",), kind="vision"), unit("language", 4)
+    )
+    workload = Workload({name: np.full(24, 8.0) for name in ("vision", "audio", "language")})
+    slow = Evaluation(1e9, 0.0, 0.0, {}, ())  # no plan can be ruled out, so all are tried
+    found = search(
+        spec, COSTS, cluster(1, 6), workload, 24, lambda plan, k: slow, Mode.CORNSTARCH, (1, 2), RULES, 10_000
+    )
+    tried = (found.winner, *found.runners_up)
+    assert {one.placement for one in tried} == {Placement.PARALLEL, Placement.COLOCATED}
+    for one in tried:
+        together = set(ranks_of(one.plan, "vision")) & set(ranks_of(one.plan, "audio"))
+        assert bool(together) == (one.placement is Placement.COLOCATED)
+        check_plan(one.plan, {"vision": 2, "audio": 2, "language": 4}, 6)
+
+
+def test_a_generator_follows_the_language_model():
+    spec = model(
+        unit("vision", 2, ("language",)), unit("language", 4, ("image",)), unit("image", 2, kind="vision")
+    )
+    found = find(spec, COSTS, {"vision": 4, "language": 8, "image": 4}, 5, 20)
+    check_plan(found.winner.plan, {"vision": 2, "language": 4, "image": 2}, 5)
+    assert found.winner.idle_devices == 0
+
+
+def test_a_language_model_alone_is_planned_too():
+    found = find(model(unit("language", 8)), COSTS, {"language": 8}, 8, 32)
+    assert found.winner.idle_devices == 0
+    assert found.proven
+
+
+def test_plans_stay_inside_memory_and_pay_for_it():
+    free = find(VLM, COSTS, TOKENS, 4, 16)
+    peak = max(free.winner.evaluation.peak_bytes)
+    tight = find(VLM, COSTS, TOKENS, 4, 16, machine=cluster(1, 4, 0.7 * peak))
+    assert max(tight.winner.evaluation.peak_bytes) <= 0.7 * peak
+    assert tight.seconds >= free.seconds
+
+
+def test_stages_are_cut_by_memory_where_the_even_cut_overflows():
+    kind = type(VLM.units[1].layers[0])
+    heavy = [
+        kind(f"language.{k}", "language", parameters, True)
+        for k, parameters in enumerate([900, 100, 100, 100])
+    ]
+    spec = model(type(VLM.units[1])("language", tuple(heavy)))
+    machine = cluster(
+        1, 2, 4 * 900.0 + 2 * 200
+    )  # the first layer at 4 bytes a parameter, and some activations
+    found = find(
+        spec,
+        cost_model({"language": 1.0}, ((1, 1),), activation=20.0),
+        {"language": 4},
+        2,
+        4,
+        sizes=(1,),
+        machine=machine,
+    )
+    assert [stage.first for stage in found.winner.plan.unit("language").replicas[0].stages] == [0, 1]
+    assert max(found.winner.evaluation.peak_bytes) <= machine.bytes_per_device
+
+
+def test_memory_that_no_plan_fits_names_the_unit_and_the_bytes():
+    heavy = model(unit("vision", 1, ("language",), parameters=10), unit("language", 2, parameters=10**9))
+    with pytest.raises(DoesNotFitError, match=r"unit 'language' needs about 2\.\d+ GiB more") as caught:
+        find(heavy, COSTS, TOKENS, 2, 4, Mode.CORNSTARCH, machine=cluster(1, 2, 5.0 * 2**30))
+    assert caught.value.unit == "language"
+    # Two layers of a billion parameters at 4 bytes on the one device that is left, against 5 GiB.
+    assert caught.value.excess_bytes == pytest.approx(8e9 - 5 * 2**30, rel=0.01)
+
+
+def test_fewer_devices_than_units_need_are_refused_with_the_number():
+    wide = cost_model({"vision": 1.0, "language": 1.0}, degrees=((2, 1),))
+    with pytest.raises(TooFewDevicesError, match="fewer than the 4") as caught:
+        find(VLM, wide, TOKENS, 3, 8, Mode.CORNSTARCH)
+    assert caught.value.needed == 4
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest():
+    with pytest.raises(BatchError, match="nearest that do are 8 and 12") as caught:
+        find(VLM, COSTS, TOKENS, 4, 10, sizes=(4, 8))
+    assert caught.value.nearest == (8, 12)
+
+
+def test_devices_that_no_shape_can_use_are_reported_idle():
+    wide = cost_model({"vision": 1.0, "language": 1.0}, degrees=((2, 1),))
+    found = find(VLM, wide, TOKENS, 5, 8)
+    assert found.winner.idle_devices == 1
+
+
+def test_a_runtime_that_splits_no_layers_gets_whole_ones():
+    machine = cluster(1, 4)
+    workload = Workload({name: np.full(8, float(count)) for name, count in TOKENS.items()})
+    found = search(
+        VLM, COSTS, machine, workload, 8, closed_form(VLM, COSTS, TOKENS, 8), rules=RULES, split_layers=False
+    )
+    for one in (found.winner, *found.runners_up):
+        validate(one.plan, VLM, machine, split_layers=False)
+
+
+def test_missing_costs_name_the_layer_type():
+    with pytest.raises(UserError, match="no layer type 'vision'"):
+        find(VLM, cost_model({"language": 1.0}), TOKENS, 4, 8)
+
+
+def test_other_graphs_are_refused():
+    spec = model(unit("a", 1, ("b",)), unit("b", 1, ("c",)), unit("c", 1, ("d",)), unit("d", 1))
+    with pytest.raises(PlanError, match="encoders that feed one language model"):
+        find(spec, COSTS, dict.fromkeys("abcd", 1), 4, 4)
+
+
+def test_few_finalists_leave_an_honest_gap():
+    found = find(VLM, COSTS, TOKENS, 12, 24, finalists=1)
+    everything = find(VLM, COSTS, TOKENS, 12, 24)
+    assert not found.runners_up
+    assert found.lower_bound <= everything.seconds <= found.seconds * (1 + 1e-9)
+    assert found.proven == (found.gap == 0.0)

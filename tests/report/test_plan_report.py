@@ -1,0 +1,159 @@
+"""The report as a value, in sentences, as a table and as a page's text."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from example_reports import large_report, small_report
+
+from dilatant.report.plan_page import render_plan_page
+from dilatant.report.plan_report import Candidate, PlanReport
+from dilatant.report.plan_summary import explain, suggest, summarize
+from dilatant.report.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
+
+HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028"\''
+
+
+def test_json_round_trip_keeps_every_fact():
+    report = small_report()
+    report = dataclasses.replace(report, measured=report.timeline, warnings=("one", "two"))
+    assert PlanReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda tree: tree.pop("hardware"), "hardware"),
+        (lambda tree: tree.update(extra=1), "extra"),
+        (lambda tree: tree["timeline"]["rows"][3].pop(), r"timeline.rows\[3\]"),
+        (lambda tree: tree["plan"]["units"][1].update(feeds="x"), r"plan.units\[1\].feeds"),
+        (lambda tree: tree.update(global_batch="many"), "global_batch"),
+    ],
+)
+def test_json_that_does_not_fit_names_the_place(change, place):
+    tree = json.loads(small_report().to_json())
+    change(tree)
+    with pytest.raises(ValueError, match=place):
+        PlanReport.from_json(json.dumps(tree))
+
+
+def test_summary_says_speed_losses_memory_and_rival():
+    text = " ".join(summarize(small_report()))
+    report = small_report()
+    assert seconds_text(report.step_seconds) in text
+    assert f"{report.global_batch} samples" in text
+    assert f"compute {percent_text(report.timeline.busy_fraction())} of the time" in text
+    assert "rank 1, the fullest, needs 25.0 GiB of 48.0 GiB" in text
+    assert "The runner-up (colocated: vision inside language's first stage) is 8.0 % slower" in text
+    assert "global batch of 8 is too small" in text
+
+
+def test_busy_and_idle_account_for_all_device_time():
+    for report in (small_report(), large_report(replicas=4)):
+        timeline = report.timeline
+        total = timeline.busy_fraction() + sum(timeline.idle_fractions().values())
+        assert total == pytest.approx(1.0, abs=1e-9)  # sums of doubles
+
+
+def test_a_plan_that_does_not_fit_is_said_with_by_how_much():
+    report = small_report()
+    use = dataclasses.replace(report.memory[2], bytes_by_use={"parameters": 50 * 1024**3})
+    report = dataclasses.replace(report, memory=(*report.memory[:2], use, *report.memory[3:]))
+    text = " ".join(summarize(report))
+    assert "does not fit: rank 1 needs 50.0 GiB of 48.0 GiB, 2.00 GiB too much" in text
+    assert 'class="bar over"' in render_plan_page(report)
+
+
+def test_suggestions_answer_the_largest_losses_with_what_they_can_save():
+    report = small_report()
+    largest = next(iter(report.timeline.idle_fractions().values()))
+    first = suggest(report)[0]
+    assert percent_text(largest) in first
+    assert suggest(dataclasses.replace(report, advice=("Buy a fifth device.",)))[0] == "Buy a fifth device."
+
+
+def test_explanations_follow_the_figures():
+    chosen = Candidate("a", "", 8, 1.0, 0.5, {"imbalance": 0.1}, True)
+    assert "120 %" in explain(Candidate("b", "", 8, 1.1, 1.2, {}), chosen)
+    assert "20 % more" in explain(Candidate("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
+    assert "2 devices unused" in explain(Candidate("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
+    assert explain(Candidate("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
+
+
+def test_page_needs_nothing_from_outside():
+    page = render_plan_page(small_report())
+    assert not re.findall(r"""(?:src|href)\s*=|url\((?!#)|@import|https?://(?!www\.w3\.org)""", page)
+    assert "default-src 'none'" in page
+
+
+def test_page_escapes_what_users_write():
+    report = dataclasses.replace(small_report(HOSTILE), warnings=(HOSTILE,), hardware=HOSTILE)
+    units = list(report.plan.units)
+    names = {"vision": HOSTILE, "language": "language"}
+    renamed = [
+        dataclasses.replace(unit, name=names[unit.name], feeds=tuple(names[feed] for feed in unit.feeds))
+        for unit in units
+    ]
+    report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, units=tuple(renamed)))
+    report = dataclasses.replace(
+        report, ratio=None, sizes=(dataclasses.replace(report.sizes[0], unit=HOSTILE),)
+    )
+    found = []
+
+    class Tags(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            found.append(tag)
+            assert not any(name.startswith("on") for name, _ in attributes)
+
+    page = render_plan_page(report)
+    Tags().feed(page)
+    assert "img" not in found
+    assert found.count("script") == 2
+    text = re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1)
+    assert not set(text) & set("<>&\u2028")
+    data = json.loads(text)
+    assert data["timelines"][0]["units"][0] == HOSTILE
+
+
+def test_thousand_ranks_stay_a_small_page():
+    assert len(render_plan_page(large_report())) < 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (seconds_text(1.8449), "1.84 s"),
+        (seconds_text(0.9996), "1.00 s"),
+        (seconds_text(0.0124), "12.4 ms"),
+        (seconds_text(8.2e-4), "820 µs"),
+        (seconds_text(0.0), "0.00 µs"),
+        (seconds_text(125), "2 min 05 s"),
+        (seconds_text(12000), "3 h 20 min"),
+        (bytes_text(512 * 2**20), "512 MiB"),
+        (bytes_text(41 * 2**30), "41.0 GiB"),
+        (bytes_text(17), "17 B"),
+        (count_text(7_240_000_000), "7.24 B"),
+        (count_text(48_100), "48.1 k"),
+        (count_text(1_440), "1,440"),
+        (count_text(37.4), "37.4"),
+        (percent_text(0.814), "81 %"),
+        (percent_text(0.029), "2.9 %"),
+        (percent_text(0.0), "0 %"),
+        (ranks_text([3, 1, 2, 7]), "1–3, 7"),
+    ],
+)
+def test_numbers_are_written_for_readers(text, expected):
+    assert text == expected
+
+
+def test_report_imports_no_torch():
+    code = (
+        "import sys, dilatant.report.plan_page, dilatant.report.plan_table; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

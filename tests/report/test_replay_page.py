@@ -1,0 +1,77 @@
+"""Replays shown: facts, one scale for all lines, and averages that keep what the segments add up to."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from dilatant.plan.node_trace import NodeEvent, NodeTrace
+from dilatant.plan.reactions import from_templates, restart_from_checkpoint
+from dilatant.plan.replay import RecoveryCosts, replay
+from dilatant.plan.templates import plan_templates
+from dilatant.report.replay_page import (
+    _rates,
+    print_replays,
+    render_replay_page,
+    replays_to_plain,
+    summarize_replays,
+)
+
+
+@pytest.fixture(scope="module")
+def replays():
+    templates = plan_templates({1: [0.05] * 12}, range(2, 9), 1, 24)
+    events = (
+        NodeEvent(0.0, tuple(range(8)), ()),
+        NodeEvent(700.0, (), (2,)),
+        NodeEvent(1500.0, (), (3, 4)),
+        NodeEvent(2500.0, (9,), ()),
+    )
+    trace = NodeTrace("<three> losses", events, 4000.0)
+    costs = RecoveryCosts()
+    return [
+        replay("templates", trace, from_templates(templates, 1, 24), 24.0, costs, 2),
+        replay("restart", trace, restart_from_checkpoint(templates, 24), 24.0, costs, 2),
+    ]
+
+
+def test_sentences_compare_the_first_replay_with_the_others(replays):
+    text = " ".join(summarize_replays(replays))
+    assert "changed 3 times" in text
+    factor = replays[0].samples_per_second / replays[1].samples_per_second
+    assert f"{factor:.2f} times restart" in text
+
+
+def test_binned_rates_keep_the_samples(replays):
+    for one in replays:
+        rates = _rates(one)
+        trained = sum(segment.samples for segment in one.segments)
+        assert sum(rates) / len(rates) * one.seconds == pytest.approx(trained)  # sums of doubles
+
+
+def test_terminal_shows_every_cause_of_lost_time(replays):
+    text = io.StringIO()
+    print_replays(replays, Console(file=text, width=140))
+    for one in replays:
+        assert one.name in text.getvalue()
+        assert all(cause in text.getvalue() for cause in one.lost)
+
+
+def test_json_holds_every_segment(replays):
+    plain = json.loads(json.dumps(replays_to_plain(replays)))
+    assert [entry["name"] for entry in plain["replays"]] == ["templates", "restart"]
+    assert len(plain["replays"][0]["segments"]) == len(replays[0].segments)
+
+
+def test_page_draws_each_replay_to_scale_and_escapes_names(replays):
+    page = render_replay_page(replays)
+    assert "&lt;three&gt; losses" in page
+    assert "<script" not in page
+    lines = re.findall(r'polyline class="[^"]*" points="([^"]*)"', page)
+    assert len(lines) == 2
+    highest = min(float(point.split(",")[1]) for line in lines for point in line.split())
+    assert highest == pytest.approx(14.0)  # the fastest moment of all touches the top

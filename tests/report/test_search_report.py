@@ -1,0 +1,136 @@
+"""A search told as a report: shares with honest intervals, memory that adds up, plans that can be compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.memory import ParameterBytes
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
+from dilatant.plan import Cluster, Evaluation, Link, Workload, search
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.stable_batch import minimum_stable_batch
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.report.plan_page import render_plan_page
+from dilatant.report.plan_report import PlanReport
+from dilatant.report.search_report import layout_text, search_report, size_distribution, workload_ratio
+from dilatant.schedule import Assignment, one_f_one_b
+from dilatant.schedule.predict import predict
+
+RULES = ParameterBytes(2.0, 4.0, 12.0)
+BATCH = 16
+
+
+def layer(seconds):
+    one = Quadratic(0.0, seconds, 1e-4)
+    return LayerCost(
+        one, one, one, one, activation_bytes=Quadratic(0.0, 1e5, 0.0), output_bytes=Quadratic(0.0, 2.0, 0.0)
+    )
+
+
+@pytest.fixture(scope="module")
+def report():
+    model = ModelSpec(
+        (
+            UnitSpec(
+                "vision", tuple(LayerSpec(f"v{i}", "v", 10**6, i == 3) for i in range(4)), ("language",)
+            ),
+            UnitSpec("language", tuple(LayerSpec(f"l{i}", "l", 10**7) for i in range(6))),
+        )
+    )
+    costs = CostModel("test", "synthetic", "bf16", {"v": {(1, 1): layer(1e-5)}, "l": {(1, 1): layer(2e-5)}})
+    cluster = Cluster(1, 4, 8e9, Link(1e10, 1e-6), Link(1e9, 1e-5))
+    draw = np.random.default_rng(0)
+    tokens = {"vision": draw.integers(100, 900, 64), "language": draw.integers(200, 1200, 64)}
+    workload = Workload({name: values.astype(float) for name, values in tokens.items()})
+    timelines = {}
+
+    def evaluate(plan, microbatches):
+        step = {}
+        for unit in plan.units:
+            shares = np.array_split(np.arange(BATCH), len(unit.replicas))
+            step[unit.name] = tuple(
+                tuple(tuple(part.tolist()) for part in np.array_split(share, microbatches))
+                for share in shares
+            )
+        assignment = Assignment(step)
+        timeline = predict(
+            plan,
+            assignment,
+            one_f_one_b(plan, assignment),
+            stage_costs(plan, model, costs, RULES),
+            tokens,
+            cluster,
+        )
+        timelines[plan, microbatches] = timeline
+        idle = dict(zip(timeline.causes, timeline.idle.sum(axis=0).tolist()))
+        return Evaluation(
+            timeline.seconds + 0.01, BATCH / timeline.seconds, timeline.bubble, idle,
+            tuple(timeline.peak_bytes.tolist()), sync_seconds=0.01, schedule="1F1B",
+        )  # fmt: skip
+
+    result = search(model, costs, cluster, workload, BATCH, evaluate, rules=RULES)
+    work = np.stack([tokens["vision"] * 1.2e-4, tokens["language"] * 3.6e-4], axis=1)
+    stable = minimum_stable_batch(work, [(1, 3), (2, 2), (3, 1)])
+    timeline = timelines[result.winner.plan, result.winner.num_microbatches]
+    return search_report(
+        "test", "4 devices", "synthetic", result, timeline, model, cluster, workload, work,
+        BATCH, stable=stable, rules=RULES,
+    )  # fmt: skip
+
+
+def test_the_step_is_the_searched_one_and_all_time_is_accounted_for(report):
+    assert report.step_seconds == pytest.approx(report.candidates[0].step_seconds)
+    total = report.timeline.busy_fraction() + sum(report.timeline.idle_fractions().values())
+    assert total == pytest.approx(1.0)  # sums of doubles
+
+
+def test_the_winner_is_chosen_and_no_other_is_faster(report):
+    chosen = [candidate for candidate in report.candidates if candidate.chosen]
+    assert len(chosen) == 1
+    assert len(report.candidates) > 1
+    assert all(candidate.step_seconds >= chosen[0].step_seconds for candidate in report.candidates)
+    assert len({(candidate.name, candidate.layout) for candidate in report.candidates}) == len(
+        report.candidates
+    )
+
+
+def test_memory_by_use_adds_up_to_the_simulated_peak(report):
+    parameters = {name: 2.0 * count for name, count in (("vision", 4e6), ("language", 6e7))}
+    assert sorted(rank for use in report.memory for rank in use.ranks) == list(report.plan.ranks)
+    pipelines = len(report.plan.unit("language").replicas)
+    held = sum(use.bytes_by_use["parameters"] * len(use.ranks) for use in report.memory)
+    assert held == pytest.approx(
+        parameters["language"] * pipelines + parameters["vision"] * len(report.plan.unit("vision").replicas)
+    )
+    assert all(use.bytes_by_use["activations"] > 0 for use in report.memory if use.bytes_by_use["optimizer"])
+    assert all(0.0 < use.fraction <= 1.0 for use in report.memory)
+
+
+def test_the_report_round_trips_and_becomes_a_page(report):
+    assert PlanReport.from_json(report.to_json()) == report
+    page = render_plan_page(report)
+    assert layout_text(report.plan) in page
+    assert "1.00 M trained, the rest frozen" in page
+
+
+def test_distributions_count_every_sample_once():
+    found = size_distribution("vision", [0, 10, 10, 480])
+    assert sum(found.counts) == 4
+    assert found.edges[0] == 0.0
+    assert found.edges[-1] == found.largest == 480.0
+    assert found.median == 10.0
+
+
+def test_intervals_of_shares_cover_the_truth_as_often_as_they_say():
+    draw = np.random.default_rng(5)
+    population = np.stack([draw.lognormal(0.0, 0.8, 200_000), draw.lognormal(0.5, 0.6, 200_000)], axis=1)
+    truth = population[:, 0].mean() / population.sum(axis=1).mean()
+    hits = 0
+    for _ in range(400):
+        ratio = workload_ratio(("a", "b"), population[draw.integers(len(population), size=300)], 300)
+        hits += ratio.low["a"] <= truth <= ratio.high["a"]
+        assert sum(ratio.shares.values()) == pytest.approx(1.0)
+    assert 0.91 <= hits / 400 <= 0.985  # 95 % within three standard errors of 400 trials, and a little skew

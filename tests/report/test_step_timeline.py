@@ -1,0 +1,134 @@
+"""The drawn timeline is the simulated one: same actions, same seconds, every rank once, idle time accounted for."""
+
+from __future__ import annotations
+
+import pytest
+
+from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.report.step_timeline import measured_timeline, step_timeline
+from dilatant.schedule import Assignment, one_f_one_b, simulate
+from dilatant.schedule.measured import MeasuredAction
+
+PLAN = Plan(
+    (
+        UnitPlan("vision", (Replica((Stage(0, 4, (0,)),)), Replica((Stage(0, 4, (3,)),))), ("language",)),
+        UnitPlan(
+            "language",
+            (Replica((Stage(0, 3, (1, 5), tp=2), Stage(3, 6, (2, 6), tp=2))), Replica((Stage(0, 6, (4,)),))),
+        ),
+    )
+)
+ASSIGNMENT = Assignment(
+    {
+        "vision": (((0, 1), (2, 3), (5,)), ((6, 7),)),
+        "language": (((0, 4), (1, 2), (3, 5)), ((6,), (7,))),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    schedule = one_f_one_b(PLAN, ASSIGNMENT)
+    seconds = {"F": 1.0, "B": 2.0}
+    timeline = simulate(
+        schedule, PLAN, ASSIGNMENT, lambda a: seconds[a.kind] * (1 + 0.1 * a.stage + 0.01 * a.microbatch)
+    )
+    return timeline, step_timeline(timeline)
+
+
+def test_every_rank_is_in_one_lane_and_tensor_parallel_ranks_share_it(pair):
+    _, drawn = pair
+    assert sorted(rank for lane in drawn.lanes for rank in lane.ranks) == list(PLAN.ranks)
+    assert (1, 5) in [lane.ranks for lane in drawn.lanes]
+
+
+def test_actions_and_seconds_are_those_of_the_simulation(pair):
+    timeline, drawn = pair
+    assert drawn.seconds == timeline.seconds
+    for number, lane in enumerate(drawn.lanes):
+        rows = [row for row in drawn.rows if row.lane == number]
+        for rank in lane.ranks:
+            expected = [
+                (action.stage, str(action.kind), action.microbatch, start, end - start)
+                for action, start, end in timeline.of_rank(rank)
+            ]
+            assert [(row.stage, row.kind, row.microbatch, row.start, row.seconds) for row in rows] == expected
+
+
+def test_rows_name_their_samples_whole_microbatch_or_part(pair):
+    _, drawn = pair
+    parts = {row.samples for row in drawn.rows if row.stage == 0 and row.kind == "F"}
+    assert parts == {(0,), (1,), (2,), (3,), (5,)}
+    language = {row.samples for row in drawn.rows if PLAN.stages()[row.stage].unit == "language"}
+    assert language == {(0, 4), (1, 2), (3, 5), (6,), (7,)}
+
+
+def test_busy_and_idle_add_up_to_the_step_on_every_lane(pair):
+    _, drawn = pair
+    for busy, idle in zip(drawn.busy_seconds(), drawn.idle, strict=True):
+        assert busy + sum(idle.values()) == pytest.approx(drawn.seconds)  # sums of doubles
+
+
+def as_measured(timeline, epoch=1.7e9):
+    """The simulated step as a runtime would write it down: gaps within a step are waits for the rows' maker."""
+    placed = PLAN.stages()
+    made = {}
+    for message, (source, target) in enumerate(timeline.arrows.tolist()):
+        made.setdefault(target, []).append((timeline.end[source], source, message))
+    rank_of_row = [
+        rank
+        for i, rank in enumerate(timeline.ranks)
+        for _ in range(timeline.offsets[i], timeline.offsets[i + 1])
+    ]
+    found = []
+    for index, rank in enumerate(timeline.ranks):
+        before = None
+        for row, (action, start, end) in enumerate(timeline.of_rank(rank), int(timeline.offsets[index])):
+            turned = start if before is None else before
+            latest = max(made.get(row, []), default=None)
+            samples = (
+                action.samples
+                or ASSIGNMENT.microbatches[placed[action.stage].unit][placed[action.stage].replica][
+                    action.microbatch
+                ]
+            )
+            maker = None if latest is None else rank_of_row[latest[1]]
+            found.append(
+                MeasuredAction(
+                    rank,
+                    placed[action.stage].unit,
+                    action,
+                    samples,
+                    epoch + turned,
+                    start - turned,
+                    maker,
+                    end - start,
+                )
+            )
+            before = end
+    return found
+
+
+def test_a_measured_step_is_drawn_as_the_simulated_one_it_equals(pair):
+    timeline, drawn = pair
+    measured = measured_timeline(as_measured(timeline), PLAN)
+    # Seconds since the epoch leave doubles a resolution of 2.4e-7 s.
+    assert measured.seconds == pytest.approx(timeline.seconds, abs=1e-5)
+    assert [lane.ranks for lane in measured.lanes] == [(rank,) for rank in PLAN.ranks]
+    for lane, entry in enumerate(measured.lanes):
+        like = next(i for i, one in enumerate(drawn.lanes) if entry.ranks[0] in one.ranks)
+        mine = [row for row in measured.rows if row.lane == lane]
+        theirs = [row for row in drawn.rows if row.lane == like]
+        assert [row[1:5] for row in mine] == [row[1:5] for row in theirs]
+        assert [row.start for row in mine] == pytest.approx([row.start for row in theirs], abs=1e-5)
+
+
+def test_measured_idle_time_adds_up_and_names_the_unit_awaited(pair):
+    timeline, _ = pair
+    measured = measured_timeline(as_measured(timeline), PLAN)
+    for busy, idle in zip(measured.busy_seconds(), measured.idle, strict=True):
+        assert busy + sum(idle.values()) == pytest.approx(measured.seconds, abs=1e-4)
+    causes = set().union(*measured.idle)
+    assert {"warm-up", "drain", "waiting for language"} <= causes
+    with pytest.raises(ValueError, match="nothing was measured"):
+        measured_timeline([], PLAN)

@@ -1,0 +1,134 @@
+"""Split backward: I then W gives the weight gradients of one backward pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dilatant.runtime.deferred import WeightGradients, replace_linears, restore_linears, settle
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.runs = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return hidden + self.down(torch.nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, a head tied to the embedding; blocks are recomputed in the backward pass on demand."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.recompute = recompute
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
+        return self.head(hidden)
+
+
+FROZEN = {
+    "nothing": (),
+    "first block": ("blocks.0.",),
+    "embedding and head": ("embedding.", "head."),
+    "weights but not biases": ("blocks.1.up.weight", "blocks.0.up.weight"),
+    "biases but not weights": ("blocks.1.up.bias",),
+    "all but the last block": ("embedding.", "head.", "blocks.0.", "blocks.1."),
+}
+
+
+def _pair(recompute: bool, frozen: tuple[str, ...]) -> tuple[Net, Net]:
+    torch.manual_seed(3)
+    net = Net(recompute).double()
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        if name.startswith(frozen):
+            parameter.requires_grad_(False)
+    return net, copy.deepcopy(net)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_two_halves_give_the_gradients_of_one_backward_pass(frozen: str, recompute: bool) -> None:
+    plain, split = _pair(recompute, FROZEN[frozen])
+    gradients = WeightGradients()
+    replace_linears(split, gradients)
+    owed = []
+    for seed in range(3):  # several microbatches in flight, some split and one whole
+        ids = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(seed))
+        plain(ids).square().sum().backward()
+        loss = split(ids).square().sum()
+        if seed == 1:
+            loss.backward()
+        else:
+            with gradients.deferring():
+                loss.backward()
+            owed.append(gradients.take())
+    assert not gradients.take()
+    for piece in reversed(owed):
+        settle(piece)
+    for (name, mine), theirs in zip(split.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    assert [b.runs for b in split.blocks] == [
+        b.runs for b in plain.blocks
+    ]  # recomputed once, not once a half
+
+
+def test_the_first_half_computes_no_weight_gradient_of_a_linear_layer() -> None:
+    _, net = _pair(False, ())
+    gradients = WeightGradients()
+    replace_linears(net, gradients)
+    with gradients.deferring():
+        net(torch.arange(6)[None]).sum().backward()
+    assert net.blocks[0].up.weight.grad is None
+    assert net.blocks[0].norm.weight.grad is not None
+    assert len(gradients.take()) == 7
+
+
+def test_autocast_gives_the_dtypes_and_the_values_of_a_plain_linear_layer() -> None:
+    plain, split = nn.Linear(8, 4), nn.Sequential(nn.Linear(8, 4))
+    split[0].load_state_dict(plain.state_dict())
+    gradients = WeightGradients()
+    replace_linears(split, gradients)
+    results = []
+    for layer in (plain, split):
+        inputs = torch.arange(16.0).reshape(2, 8).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = layer(inputs)
+        output.float().square().sum().backward()
+        results.append((output, inputs.grad))
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(split[0].weight.grad, plain.weight.grad)
+
+
+def test_the_model_is_as_before_when_its_linear_layers_are_restored() -> None:
+    _, net = _pair(False, ())
+    before = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
+    names = list(net.state_dict())
+    replaced = replace_linears(net, WeightGradients())
+    assert list(net.state_dict()) == names
+    assert net.head.weight is net.embedding.weight
+    net.head.weight = net.embedding.weight = nn.Parameter(torch.zeros(11, 6))
+    restore_linears(replaced)
+    after = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
+    assert after == before
+    assert net.head.weight is net.embedding.weight

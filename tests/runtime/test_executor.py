@@ -1,0 +1,201 @@
+"""What a step does besides its numbers: divergence, failures, bounded buffers, no needless gradients, times."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drawn_steps import Case, build_model, build_samples
+
+from dilatant.config.errors import UserError
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.report.perfetto import summarize
+from dilatant.runtime.agreement import Diverged
+from dilatant.runtime.comm import Comm, CommAborted
+from dilatant.runtime.executor import ActionFailed
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.families import gpipe, one_f_one_b
+from dilatant.schedule.graph import ScheduleError
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.trainability import trainability_of
+from worker_pool import Worker, WorkerPool
+
+# vision: embedding, 2 blocks, norm, projector on ranks 0 and 1; language: embedding, 2 blocks, head on rank 2.
+PLAN = Plan(
+    (
+        UnitPlan("vision", (Replica((Stage(0, 3, (0,)), Stage(3, 5, (1,)))),), ("language",)),
+        UnitPlan("language", (Replica((Stage(0, 4, (2,)),)),)),
+    )
+)
+BATCHES = ((0, 1), (2, 3), (4, 5))
+CASE = Case(
+    language="llama",
+    language_layers=2,
+    tied=False,
+    encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
+    frozen=("vision.encoder",),
+    checkpointing=False,
+    texts=((6, (1,)),) * 6,
+    plan=PLAN,
+    assignment=Assignment({"vision": (BATCHES,), "language": (BATCHES,)}),
+    schedule=Schedule({}),
+    bucket_bytes=1 << 20,
+    look_ahead=1,
+    check=True,
+    seed=5,
+)
+
+
+def _schedule(runtime: Runtime, family: Any = one_f_one_b) -> Schedule:
+    return family(PLAN, CASE.assignment, trainability_of(PLAN, trainable_layers(runtime.model.units)))
+
+
+def _runtime(worker: Worker) -> tuple[Runtime, Comm]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    return Runtime(build_model(CASE, "meta"), PLAN, comm, seed=5, look_ahead=1, check_transport=True), comm
+
+
+def _one_rank_differs(worker: Worker) -> None:
+    runtime, comm = _runtime(worker)
+    schedule = _schedule(runtime, gpipe if worker.rank == 1 else one_f_one_b)
+    with pytest.raises(Diverged, match="the schedule of rank 1 differs"):
+        runtime.execute(build_samples(CASE), CASE.assignment, schedule)
+    comm.close()
+
+
+def test_a_rank_with_another_schedule_is_named_before_anything_moves(workers: WorkerPool) -> None:
+    workers.run(_one_rank_differs, 3)
+
+
+def _one_sample_is_broken(worker: Worker) -> None:
+    runtime, comm = _runtime(worker)
+    samples = build_samples(CASE)
+    if worker.rank == 0:  # of a wrong shape, on the rank that encodes it
+        pixels = torch.zeros(1, 5, 8, 8).numpy()
+        samples[3] = replace(samples[3], media={"vision": {"pixel_values": pixels}})
+    expected = (
+        (ActionFailed, r"rank 0, vision replica 0 stage 0 \(layers 0 to 2\), F of microbatch 1 with samples .*sample-3")
+        if worker.rank == 0
+        else (CommAborted, "rank 0 failed: rank 0, vision replica 0 stage 0 .*sample-3")
+    )  # fmt: skip
+    with pytest.raises(expected[0], match=expected[1]):
+        runtime.execute(samples, CASE.assignment, _schedule(runtime))
+    runtime.close()
+    comm.close()
+
+
+def test_a_failing_action_names_itself_and_its_samples_on_every_rank(workers: WorkerPool) -> None:
+    workers.run(_one_sample_is_broken, 3)
+
+
+def _loss_is_infinite(worker: Worker) -> None:
+    runtime, comm = _runtime(worker)
+    if "language.head.lm_head.weight" in runtime.parameters:
+        with torch.no_grad():
+            runtime.parameters["language.head.lm_head.weight"].fill_(float("nan"))
+    error = UserError if worker.rank == 2 else CommAborted
+    with pytest.raises(
+        error, match="the loss became nan in a microbatch with the samples 'sample-0', 'sample-1'"
+    ):
+        runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime))
+    comm.close()
+
+
+def test_a_loss_that_is_not_finite_ends_the_step_everywhere_and_names_samples(workers: WorkerPool) -> None:
+    workers.run(_loss_is_infinite, 3)
+
+
+def _count_messages(worker: Worker) -> tuple[list[str], bool]:
+    runtime, comm = _runtime(worker)
+    sent: list[str] = []
+    transport_send = runtime._transport.send
+
+    def send(message: Any, rows: Any) -> None:
+        sent.append(f"{message.producer.kind}{message.producer.stage}-{message.consumer.stage}")
+        transport_send(message, rows)
+
+    runtime._transport.send = send  # type: ignore[method-assign]
+    graphs: list[bool] = []
+    for module in runtime.modules.values():
+        module.register_forward_hook(
+            lambda _, __, output: graphs.append(isinstance(output, torch.Tensor) and output.requires_grad)
+        )
+    runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime))
+    runtime.close()
+    comm.close()
+    return sent, any(graphs)
+
+
+def test_a_frozen_stage_with_nothing_before_it_has_no_graph_and_gets_no_gradient(
+    workers: WorkerPool,
+) -> None:
+    (frozen, has_graph), (projector, _), (language, _) = workers.run(_count_messages, 3)
+    assert frozen == ["F0-1"] * 3
+    assert not has_graph
+    assert projector == ["F1-2"] * 3
+    assert language == ["B2-1"] * 3
+
+
+def _most_receives(worker: Worker) -> int:
+    runtime, comm = _runtime(worker)
+    most = 0
+    take = runtime._transport.receive
+
+    def receive(message: Any) -> Any:
+        nonlocal most
+        rows = take(message)
+        most = max(most, *(len(inbox._posted) for inbox in runtime._transport._inboxes.values()))
+        return rows
+
+    runtime._transport.receive = receive  # type: ignore[method-assign]
+    runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime, gpipe))
+    runtime.close()
+    comm.close()
+    return most
+
+
+def test_receives_are_posted_no_further_ahead_than_asked(workers: WorkerPool) -> None:
+    assert max(workers.run(_most_receives, 3)) == 1
+
+
+def _forgets_backwards(worker: Worker) -> None:
+    runtime, comm = _runtime(worker)
+    every = one_f_one_b(PLAN, CASE.assignment).actions
+    forwards = Schedule({rank: tuple(a for a in actions if a.kind == "F") for rank, actions in every.items()})
+    with pytest.raises(ScheduleError if worker.rank else CommAborted, match="have no backward"):
+        runtime.execute(build_samples(CASE), CASE.assignment, forwards)
+    comm.close()
+
+
+def test_a_schedule_without_the_backwards_that_the_model_needs_is_refused(workers: WorkerPool) -> None:
+    workers.run(_forgets_backwards, 3)
+
+
+def _measure(worker: Worker) -> Any:
+    runtime, comm = _runtime(worker)
+    schedule = _schedule(runtime)
+    for _ in range(2):
+        result = runtime.execute(build_samples(CASE), CASE.assignment, schedule)
+    measured = runtime.measured()
+    order = [action.action for action in measured if action.rank == worker.rank]
+    assert order == list(schedule.actions[worker.rank])
+    runtime.close()
+    comm.close()
+    return measured, result.loss
+
+
+def test_every_action_is_measured_in_order_and_reaches_every_rank(workers: WorkerPool) -> None:
+    results = workers.run(_measure, 3)
+    assert results[0] == results[1] == results[2]
+    measured, _ = results[0]
+    assert all(action.seconds > 0 and action.waited_seconds >= 0 for action in measured)
+    by_rank = {rank: [a for a in measured if a.rank == rank] for rank in range(3)}
+    for actions in by_rank.values():  # a rank does one thing at a time
+        assert all(a.end <= b.start + 1e-4 for a, b in itertools.pairwise(actions))
+    summary = summarize(measured, PLAN)
+    assert all(rank.idle >= -1e-4 for rank in summary.ranks)
+    assert 1 in summary.ranks[2].waiting

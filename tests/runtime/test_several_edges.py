@@ -1,0 +1,163 @@
+"""Stages with several inbound and outbound edges and with losses of their own, as no model room makes them yet.
+
+Unit a feeds b and c, b feeds c; b and c have losses. What they compute is made up here, so the executor cannot know it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilatant.data.sample import EncodedSample
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.comm import Comm
+from dilatant.runtime.deferred import WeightGradients
+from dilatant.runtime.executor import Executor, LocalStage
+from dilatant.runtime.recorder import Recorder
+from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
+from dilatant.runtime.stage_runner import StageOutput, StepData
+from dilatant.runtime.sync import GradientSync
+from dilatant.runtime.transport import Transport
+from dilatant.schedule.families import eager
+from dilatant.schedule.graph import build
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from worker_pool import Worker, WorkerPool
+
+ROWS = {"a": 3, "b": 2, "c": 1}
+WIDTH = 4
+PLAN = Plan(
+    (
+        UnitPlan("a", (Replica((Stage(0, 1, (0,)),)), Replica((Stage(0, 1, (1,)),))), ("b", "c")),
+        UnitPlan("b", (Replica((Stage(0, 1, (1,)),)),), ("c",)),
+        UnitPlan("c", (Replica((Stage(0, 1, (2,)),)),)),
+    )
+)
+ASSIGNMENT = Assignment(
+    {
+        "a": (((0, 1), (2,)), ((3, 4),)),
+        "b": (((1, 0, 4), (3, 2)),),
+        "c": (((2, 1), (0, 3), (4,)),),
+    }
+)
+
+
+@dataclass(frozen=True)
+class RowsBehind:
+    unit: str
+    width: int = WIDTH
+    dtype: torch.dtype = torch.float64
+
+    def rows_of(self, sample: EncodedSample) -> int:
+        return ROWS[self.unit]
+
+
+def _weight(unit: str) -> nn.Parameter:
+    seed = torch.Generator().manual_seed(ord(unit))
+    return nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=seed))
+
+
+def _compute(unit: str, sample: int, weight: Tensor, inbound: dict[str, Tensor]) -> Tensor:
+    """Rows of one sample: a mixture of everything it is given."""
+    own = torch.full((ROWS[unit], WIDTH), float(sample + 1), dtype=torch.float64)
+    for name in sorted(inbound):
+        own = own + inbound[name].sum(dim=0) * (2.0 if name == "a" else 0.5)
+    return torch.tanh(own @ weight)
+
+
+class MadeUp:
+    module = None
+
+    def __init__(self, unit: str, weight: nn.Parameter) -> None:
+        self.unit, self.weight = unit, weight
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: dict[str, Tensor]) -> StageOutput:
+        parts = []
+        for position, sample in enumerate(samples):
+            given = {
+                name: rows[position * ROWS[name] : (position + 1) * ROWS[name]]
+                for name, rows in inbound.items()
+            }
+            parts.append(_compute(self.unit, sample, self.weight, given))
+        rows = torch.cat(parts)
+        loss = None if self.unit == "a" else rows.square().sum()
+        return StageOutput(None if self.unit == "c" else rows, loss)
+
+
+F, B = ActionKind.F, ActionKind.B
+WHOLE = Schedule(
+    {
+        0: (Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 1), Action(B, 0, 0)),
+        1: (
+            *(Action(F, 1, 0), Action(F, 2, 0), Action(F, 2, 1)),
+            *(Action(B, 2, 1), Action(B, 2, 0), Action(B, 1, 0)),
+        ),
+        2: (
+            *(Action(F, 3, 0), Action(F, 3, 1), Action(F, 3, 2)),
+            *(Action(B, 3, 2), Action(B, 3, 1), Action(B, 3, 0)),
+        ),
+    }
+)
+"""Without parts: one backward takes gradients of the same samples from several actions."""
+
+
+def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], float]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    placed, before = PLAN.stages(), stages_before(PLAN)
+    weights = {unit: _weight(unit) for unit in ROWS}
+    own = [stage for stage in placed if worker.rank in stage.stage.ranks]
+    stages = {
+        stage.index: LocalStage(
+            stage,
+            MadeUp(stage.unit, weights[stage.unit]),  # type: ignore[arg-type]
+            RowsBehind(stage.unit),
+            {placed[source].unit: (RowsBehind(placed[source].unit), True) for source in before[stage.index]},
+            True,
+            WeightGradients(),
+        )
+        for stage in own
+    }
+    transport = Transport(comm, [stage.stage.ranks[0] for stage in placed], look_ahead=1, check=True)
+    sync = GradientSync(comm, {}, {}, [])
+    executor = Executor(
+        worker.rank,
+        stages,
+        {stage.index: stage.unit for stage in placed},
+        transport,
+        sync,
+        Recorder(worker.rank, comm.device),
+        comm.device,
+    )
+    samples = tuple(EncodedSample(f"s{i}", np.zeros(1), np.zeros(1)) for i in range(5))
+    routes = derive_routes(build(PLAN, ASSIGNMENT, schedule), worker.rank, range(len(placed)))
+
+    def shape(message):
+        unit = placed[boundary_of(message)].unit
+        return len(message.samples) * ROWS[unit], WIDTH, torch.float64
+
+    transport.begin(routes, shape)
+    losses = executor.run(schedule.actions[worker.rank], routes, StepData(samples, 1))
+    comm.world.barrier()
+    comm.close()
+    gradients = {unit: w.grad for unit, w in weights.items() if w.grad is not None}
+    return gradients, sum(loss.item() for loss, _ in losses)
+
+
+@pytest.mark.parametrize("schedule", [WHOLE, eager(PLAN, ASSIGNMENT)], ids=["whole", "parts"])
+def test_gradients_of_all_consumers_and_losses_add_up(workers: WorkerPool, schedule: Schedule) -> None:
+    weights = {unit: _weight(unit) for unit in ROWS}
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in range(5):
+        a = _compute("a", sample, weights["a"], {})
+        b = _compute("b", sample, weights["b"], {"a": a})
+        c = _compute("c", sample, weights["c"], {"a": a, "b": b})
+        total = total + b.square().sum() + c.square().sum()
+    total.backward()
+    results = workers.run(_step, 3, Schedule(dict(schedule.actions)))
+    assert abs(sum(loss for _, loss in results) - total.item()) < 1e-12 * total.item()
+    for unit, weight in weights.items():
+        gradient = sum(gradients[unit] for gradients, _ in results if unit in gradients)
+        torch.testing.assert_close(gradient, weight.grad)

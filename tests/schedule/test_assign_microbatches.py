@@ -1,0 +1,319 @@
+"""The microbatch policies: what they promise, on their distributions and at their edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.config.errors import UserError
+from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.schedule import PipelineShape, assign, assign_microbatches, eager, validate
+from dilatant.schedule import entrain_kernels as kernels
+from dilatant.schedule.assign import POLICIES
+from dilatant.schedule.disttrain import inter_reorder, intra_reorder
+from dilatant.schedule.entrain import effective_microbatches, entrain_microbatches
+from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
+from dilatant.schedule.search import order_search, step_model
+from oracles import microbatches as oracle
+
+SMALL = st.integers(0, 2**32 - 1)
+
+
+def vlm(samples: int, seed: int) -> np.ndarray:
+    """Vision and text tokens of a vision-language data set, as relative seconds of encoder and language model."""
+    rng = np.random.default_rng(seed)
+    vision, text = np.exp(rng.normal(6.5, 0.8, samples)), np.exp(rng.normal(5.3, 1.0, samples))
+    tokens = vision / 4 + text
+    cost = np.stack([vision * (1 + vision / 8e3), tokens * (1 + tokens / 16e3)], axis=1)
+    return cost / cost.sum(axis=0)
+
+
+def random_seconds(seed: int) -> tuple[np.ndarray, int]:
+    rng = np.random.default_rng(seed)
+    samples, units = int(rng.integers(0, 25)), int(rng.integers(1, 4))
+    seconds = rng.lognormal(0, 1, (samples, units))
+    seconds[rng.random(seconds.shape) < 0.3] = 0.0
+    return seconds, int(rng.integers(1, 9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.sampled_from(POLICIES))
+def test_every_sample_is_once_in_every_unit(seed, policy):
+    seconds, count = random_seconds(seed)
+    found = assign_microbatches(seconds, count, policy, seed, evaluations=300)
+    assert set(found.microbatches) == set(range(seconds.shape[1]))
+    for batches in found.microbatches.values():
+        assert len(batches) == count
+        assert sorted(sample for batch in batches for sample in batch) == list(range(len(seconds)))
+        filled = [bool(batch) for batch in batches]
+        assert filled == sorted(filled, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SMALL, st.sampled_from(POLICIES))
+def test_the_same_seed_gives_the_same_microbatches(seed, policy):
+    seconds, count = random_seconds(seed)
+    once, again = (assign_microbatches(seconds, count, policy, seed, evaluations=200) for _ in range(2))
+    assert once == again
+
+
+@settings(max_examples=40, deadline=None)
+@given(SMALL)
+def test_the_search_is_never_worse_than_any_policy_and_never_beats_the_bound(seed):
+    seconds, count = random_seconds(seed)
+    shape = default_shape(seconds.shape[1])
+    searched = assign_microbatches(seconds, count, "searched", seed, evaluations=50)
+    bound = step_bound(shape, seconds)
+    # The bound and the simulation add up the same numbers in another order.
+    slack = 1 + 1e-9
+    assert searched.seconds is not None
+    assert bound <= searched.seconds * slack
+    for policy in POLICIES[:-1]:
+        found = assign_microbatches(seconds, count, policy, seed)
+        assert searched.seconds <= shape_seconds(shape, seconds, tuple(found.microbatches.values())) * slack
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.integers(1, 3))
+def test_the_objective_is_the_step_of_the_microbatches_it_returns(seed, num_stages):
+    rng = np.random.default_rng(seed)
+    seconds, count = rng.lognormal(0, 1, (int(rng.integers(3, 20)), 2)), int(rng.integers(1, 8))
+    shape = default_shape(2, num_stages)
+    found = assign_microbatches(seconds, count, "balanced", shape=shape)
+    batches = found.microbatches[0]
+    loads = [[float(seconds[list(batch), unit].sum()) for batch in batches] for unit in (0, 1)]
+    expected = oracle.pipeline_seconds(loads, [num_stages] * 2, 2.0, extra=2)
+    # Sums of a few dozen doubles, added in another order.
+    assert shape_seconds(shape, seconds, (batches, batches)) == pytest.approx(expected, rel=1e-12)
+    assert step_model(shape, count).seconds(np.asarray(loads)) == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.integers(1, 3), st.booleans())
+def test_balanced_is_the_greedy_over_all_units(seed, units, limited):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 9))
+    seconds = rng.lognormal(0, 1, (int(rng.integers(1, 60)), units))
+    options = {"weight": np.ones(len(seconds)), "capacity": 1000.0} if limited else {}
+    found = assign_microbatches(seconds, count, "balanced", **options)
+    share = seconds * count / seconds.sum(axis=0)
+    expected = oracle.greedy(share.tolist(), count)
+    loads = [share[list(batch)].sum(axis=0).tolist() for batch in found.microbatches[0]]
+    # Sums in another order.
+    np.testing.assert_allclose(sorted(loads), sorted(expected), rtol=1e-9)
+
+
+def test_balanced_stays_within_half_a_percent_of_the_bound_on_both_units():
+    found = assign_microbatches(vlm(8192, seed=0), 128)
+    for largest, bound in zip(found.largest_load, found.load_bound, strict=True):
+        assert largest <= 1.005 * bound
+    assert found.gap <= 0.005
+
+
+def test_the_search_reaches_its_step_on_the_vlm_distribution():
+    steps, balanced = [], []
+    for seed in range(5):
+        seconds = vlm(128, seed)
+        found = assign_microbatches(seconds, 32, "searched", seed)
+        assert found.seconds is not None
+        steps.append(found.seconds)
+        greedy = assign_microbatches(seconds, 32).microbatches
+        balanced.append(shape_seconds(default_shape(2), seconds, tuple(greedy.values())))
+    # The work of every stage is 1, so a step is T / work: at most 1.15 wanted on the mean of five seeds.
+    assert np.mean(steps) <= 1.15
+    assert np.mean(balanced) >= 1.25
+
+
+@settings(max_examples=30, deadline=None)
+@given(SMALL, st.sampled_from(["balanced", "searched"]))
+def test_a_capacity_is_kept(seed, policy):
+    rng = np.random.default_rng(seed)
+    seconds, weight = rng.lognormal(0, 1, (40, 2)), rng.integers(1, 20, 40)
+    found = assign_microbatches(seconds, 8, policy, seed, weight=weight, capacity=70, evaluations=500)
+    assert all(weight[list(batch)].sum() <= 70 for batch in found.microbatches[0])
+
+
+def test_samples_that_fit_no_microbatch_are_named():
+    with pytest.raises(UserError, match=r"sample 1 \(weight 9\) fits no microbatch"):
+        assign_microbatches([[1.0], [1.0]], 2, weight=[1, 9], capacity=5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count", "policy", "complaint"),
+    [
+        ([1.0, 2.0], 2, "balanced", "array \\[samples, units\\]"),
+        ([[1.0], [-1.0]], 2, "balanced", "samples \\[1\\]"),
+        ([[1.0], [float("nan")]], 2, "balanced", "samples \\[1\\]"),
+        ([[1.0]], 0, "balanced", "at least 1"),
+        ([[1.0]], 1, "best", "unknown policy 'best'; there are random, disttrain"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(seconds, count, policy, complaint):
+    with pytest.raises(UserError, match=complaint):
+        assign_microbatches(seconds, count, policy)
+
+
+def test_columns_can_have_names():
+    found = assign_microbatches(vlm(10, 0), 3, names=["vision", "language"])
+    assert list(found.microbatches) == ["vision", "language"]
+
+
+# --- DistTrain
+
+
+@settings(max_examples=50, deadline=None)
+@given(SMALL, st.integers(1, 6))
+def test_intra_reordering_is_longest_first(seed, groups):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, 100, int(rng.integers(0, 30))).astype(float)
+    loads = [0.0] * groups
+    for value in sorted(size.tolist(), reverse=True):
+        loads[loads.index(min(loads))] += value
+    group = intra_reorder(size, groups)
+    assert sorted(np.bincount(group, size, groups).tolist()) == sorted(loads)
+    even = intra_reorder(size, groups, cardinality=-(-len(size) // groups))
+    assert np.bincount(even, minlength=groups).max(initial=0) <= -(-len(size) // groups)
+
+
+def test_intra_reordering_refuses_a_cap_that_is_too_small():
+    with pytest.raises(ValueError, match="cannot hold 5 samples"):
+        intra_reorder(np.ones(5), 2, cardinality=2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SMALL, st.integers(1, 3), st.integers(1, 30))
+def test_inter_reordering_puts_the_smallest_first_and_the_next_smallest_last(seed, num_stages, count):
+    rng = np.random.default_rng(seed)
+    load = rng.lognormal(0, 1, (2, count))
+    order = inter_reorder(default_shape(2, num_stages), load)
+    assert sorted(order.tolist()) == list(range(count))
+    depth = 2 * num_stages
+    if count >= 2 * depth - 1:
+        by_size = np.argsort(load.sum(axis=0)).tolist()
+        assert order[0] == by_size[0]
+        assert set(order[count - depth + 1 :].tolist()) == set(by_size[1:depth])
+
+
+def test_reordering_shortens_the_step_and_the_order_search_more_so():
+    random, ordered, searched = [], [], []
+    shape = PipelineShape((4, 4), ((1,), ()), (2.0, 2.0), (0.0, 0.0), depths=tuple(range(8, 0, -1)))
+    for seed in range(8):
+        seconds = vlm(128, seed)
+        slots = assign_microbatches(seconds, 32, "random", seed).microbatches[0]
+        load = np.stack([[seconds[list(batch), unit].sum() for batch in slots] for unit in (0, 1)])
+        model = step_model(shape, 32)
+        random.append(model.seconds(load))
+        ordered.append(model.seconds(load[:, inter_reorder(shape, load)]))
+        searched.append(model.seconds(load[:, order_search(shape, load, 2000, seed)]))
+    assert np.mean(ordered) < 0.97 * np.mean(random)
+    # DistTrain's bar on plain 1F1B: 20 % below a random order.
+    assert np.mean(searched) < 0.8 * np.mean(random)
+
+
+# --- Entrain
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.floats(0.01, 1.0))
+def test_the_subset_nearest_to_the_target_is_found(values, share):
+    units = np.asarray(values, dtype=np.int64)
+    target = share * sum(values)
+    last = kernels.reachable_sums(units, int(units.sum()))
+    nearest, moved = kernels.closest_sums(last, units, units.astype(float), np.asarray([target]))
+    expected = oracle.closest_subset_sum([float(v) for v in values], target)
+    assert abs(moved[0] - target) == pytest.approx(abs(expected - target))
+    assert nearest[0] == moved[0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 4), SMALL)
+def test_matchings_equal_brute_force(count, seed):
+    rng = np.random.default_rng(seed)
+    after, own = rng.integers(0, 20, (count, count)).astype(float), rng.integers(0, 20, count).astype(float)
+    values = np.unique(np.concatenate([after.ravel(), own]))
+    feasible = [v for v in values if kernels.matchable(after <= v, own > v)]
+    # A row that hands nothing over needs no column of its own, but every row ends up with some partner.
+    assert feasible[0] == oracle.least_bottleneck(after.tolist(), own.tolist(), float("-inf"))
+    cost = rng.random((count, count))
+    column = kernels.least_cost_matching(cost)
+    assert sorted(column.tolist()) == list(range(count))
+    assert cost[np.arange(count), column].sum() == pytest.approx(oracle.least_cost(cost.tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL)
+def test_deferral_goes_to_the_next_microbatch_only_and_shortens_the_longest(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 9))
+    encoder, language = rng.lognormal(0, 1, (2, int(rng.integers(1, 60))))
+    encoders, languages = entrain_microbatches(encoder, language, count)
+    for place, (own, run) in enumerate(zip(encoders, languages, strict=True)):
+        following = set(languages[place + 1]) if place + 1 < count else set()
+        assert set(own) - set(run) <= following
+    before = max(language[list(batch)].sum() for batch in encoders)
+    after = max(language[list(batch)].sum() for batch in languages)
+    assert after <= before + 1e-9
+    if count % 2:
+        assert encoders[-1] == languages[-1]
+        loads = sorted(language[list(batch)].sum() for batch in encoders)
+        assert language[list(encoders[-1])].sum() == pytest.approx(loads[count // 2])
+
+
+def test_deferral_balances_the_language_model_of_the_thesis_figure():
+    # Encoder 3 units per microbatch; language loads spread, to be balanced by handing samples over (Fig. 4.8).
+    seconds = vlm(512, seed=3)
+    encoders, languages = entrain_microbatches(seconds[:, 0], seconds[:, 1], 32)
+    spread = [np.std([seconds[list(b), 1].sum() for b in batches]) for batches in (encoders, languages)]
+    assert spread[1] < 0.6 * spread[0]
+
+
+def test_effective_microbatches_keep_the_longest_sample_from_standing_alone():
+    assert effective_microbatches(np.asarray([4.0, 2.0, 2.0]), 8) == 2
+    assert effective_microbatches(np.asarray([1.0] * 9), 8) == 8
+    assert effective_microbatches(np.zeros(3), 8) == 8
+
+
+# --- Replicas
+
+
+def replicas(count: int, stages: int, first_rank: int) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(tuple(Stage(s, s + 1, (first_rank + r * stages + s,)) for s in range(stages)))
+        for r in range(count)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.integers(1, 4), st.integers(1, 4), st.sampled_from(POLICIES[:-1]))
+def test_unlike_replica_counts_get_an_assignment_that_runs(seed, encoders, languages, policy):
+    rng = np.random.default_rng(seed)
+    samples = int(rng.integers(1, 30))
+    plan = Plan(
+        (
+            UnitPlan("vision", replicas(encoders, 1, 0), ("language",)),
+            UnitPlan("language", replicas(languages, 2, 100), ("image",)),
+            UnitPlan("image", replicas(1, 1, 900)),
+        )
+    )
+    seconds = {name: rng.lognormal(0, 1, samples) for name in ("vision", "language", "image")}
+    seconds["vision"][rng.random(samples) < 0.4] = 0.0
+    seconds["image"][rng.random(samples) < 0.7] = 0.0
+    found = assign(plan, seconds, 4, policy, seed)
+    present = {name: np.flatnonzero(values).tolist() for name, values in seconds.items()}
+    validate(plan, found, eager(plan, found), samples=present)
+
+
+def test_faster_replicas_get_more_samples():
+    plan = Plan((UnitPlan("language", replicas(2, 1, 0)),))
+    found = assign(plan, {"language": np.ones(90)}, [8, 4])
+    assert [sum(map(len, batches)) for batches in found.microbatches["language"]] == [60, 30]
+
+
+def test_assign_names_what_is_missing():
+    plan = Plan((UnitPlan("language", replicas(2, 1, 0)),))
+    with pytest.raises(UserError, match="nothing about units \\['language'\\]"):
+        assign(plan, {}, 2)
+    with pytest.raises(UserError, match="2 replicas, but there are 3 microbatch counts"):
+        assign(plan, {"language": np.ones(4)}, [1, 2, 3])

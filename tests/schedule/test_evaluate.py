@@ -1,0 +1,140 @@
+"""Evaluating a plan: every sample is worked on once, seconds and memory add up, and bounds hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.cost.memory import ParameterBytes
+from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload, search
+from dilatant.plan.explain import reasons
+from dilatant.plan.gradient_sync import sync_seconds
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.schedule import validate
+from dilatant.schedule.evaluate import best_step, evaluator, sample_seconds
+from model_cases import cluster, cost_model, model, unit
+
+RULES = ParameterBytes(1.0, 1.0, 2.0)
+VLM = model(unit("vision", 3, ("language",)), unit("language", 6))
+COSTS = cost_model({"vision": 1e-3, "language": 2e-3}, square=1e-6, call=1e-3)
+
+
+def workload(samples, seed=0):
+    draw = np.random.default_rng(seed)
+    vision = draw.integers(0, 60, samples).astype(float)
+    vision[draw.random(samples) < 0.3] = 0.0
+    return Workload({"vision": vision, "language": vision // 4 + draw.integers(1, 30, samples)})
+
+
+def chain(name, layers, replicas, feeds=()):
+    """One unit whose replicas are chains of one-device stages: `replicas` lists the ranks of each."""
+    made = []
+    for ranks in replicas:
+        cuts = [k * layers // len(ranks) for k in range(len(ranks) + 1)]
+        made.append(Replica(tuple(Stage(a, b, (r,)) for a, b, r in zip(cuts, cuts[1:], ranks))))
+    return UnitPlan(name, tuple(made), feeds)
+
+
+UNLIKE = Plan(
+    (
+        chain("vision", 3, [[0], [1, 2]], ("language",)),
+        chain("language", 6, [[3], [4, 5], [6], [7, 8, 9]]),
+    )
+)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_unlike_replicas_share_all_samples(microbatches):
+    samples = workload(24)
+    table = stage_costs(UNLIKE, VLM, COSTS, RULES)
+    step = best_step(UNLIKE, VLM, table, samples, cluster(1, 10), microbatches, dict.fromkeys(range(10), 0.0))
+    wanted = {name: np.flatnonzero(tokens > 0).tolist() for name, tokens in samples.tokens.items()}
+    validate(UNLIKE, step.timeline.assignment, step.timeline.schedule, samples=wanted)
+
+
+def test_samples_cost_what_their_tokens_cost_on_a_mean_stage():
+    samples = Workload({"vision": np.array([0.0, 4.0]), "language": np.array([3.0, 5.0])})
+    table = stage_costs(UNLIKE, VLM, COSTS, RULES)
+    seconds = sample_seconds(UNLIKE, table, samples)
+    assert seconds["vision"][0] == 0.0
+    # Six layers of forward and both halves, the language model's on one stage in its first replica.
+    assert seconds["language"][1] == pytest.approx(6 * 3 * (1e-6 * 25 + 2e-3 * 5))
+
+
+def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
+    alone = model(unit("language", 6, parameters=1000))
+    plan = Plan((chain("language", 6, [[0], [1]]),))
+    tokens = Workload({"language": np.array([3.0, 5.0, 3.0, 5.0])})
+    machine = cluster(1, 2)
+    costs = cost_model({"language": 1e-3})
+    found = evaluator(alone, costs, machine, tokens, 4, rules=RULES)(plan, 2)
+    # Two samples of 3 and 5 tokens per replica; the first layer runs no input gradient, the other five do.
+    work = 8 * 1e-3 * (2 + 5 * 3)
+    # A ring over two ranks sends each of the 6000 one-byte gradients once at 1 GB/s.
+    sync = 6000 / 1e9
+    assert found.seconds == pytest.approx(work + sync)
+    assert found.sync_seconds == pytest.approx(sync)
+    assert found.samples_per_second == pytest.approx(4 / (work + sync))
+
+
+def test_gradients_across_nodes_share_the_way_out():
+    plan = Plan((chain("language", 6, [[0], [2]]),))
+    alone = model(unit("language", 6, parameters=1000))
+    inside = sync_seconds(plan, alone, cluster(1, 4), RULES)
+    across = sync_seconds(plan, alone, cluster(2, 2), RULES)
+    assert across[0] == pytest.approx(inside[0] * (1e9 / 1e8) * 2)
+    frozen = model(unit("language", 6, trainable=False))
+    assert set(sync_seconds(plan, frozen, cluster(2, 2), RULES).values()) == {0.0}
+
+
+def test_a_deep_schedule_gives_way_to_memory():
+    plan = Plan((chain("language", 6, [[0, 1, 2]]),))
+    alone = model(unit("language", 6, parameters=0))
+    costs = cost_model({"language": 1e-3}, activation=100.0)
+    draw = np.random.default_rng(3)
+    samples = Workload({"language": draw.integers(1, 40, 24).astype(float)})
+    table = stage_costs(plan, alone, costs, RULES)
+    sync = dict.fromkeys(plan.ranks, 0.0)
+    free = best_step(plan, alone, table, samples, cluster(1, 3), 8, sync)
+    assert free.schedule == "eager 1F1B"
+    limit = 0.9 * free.timeline.peak_bytes.max()
+    tight = best_step(plan, alone, table, samples, cluster(1, 3, limit), 8, sync)
+    assert tight.timeline.peak_bytes.max() <= limit
+    assert tight.seconds >= free.seconds
+    nothing = best_step(plan, alone, table, samples, cluster(1, 3, 1.0), 8, sync)
+    assert nothing.schedule == "1F1B"
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_simulated_step_beats_its_bound(seed):
+    samples = workload(24, seed)
+    machine = cluster(2, 4)
+    evaluate = evaluator(VLM, COSTS, machine, samples, 12, rules=RULES)
+    found = search(VLM, COSTS, machine, samples, 12, evaluate, Mode.BEST, (1, 2, 3), RULES, finalists=40)
+    everyone = (found.winner, *found.runners_up)
+    for one in everyone:
+        assert one.evaluation.seconds >= one.bound * (1 - 1e-9)
+    assert found.seconds == min(one.evaluation.seconds for one in everyone)
+    assert found.lower_bound <= found.seconds
+
+
+def test_the_reasons_speak_of_the_winner():
+    samples = workload(48)
+    machine = cluster(2, 4, 2.0**20)
+    evaluate = evaluator(VLM, COSTS, machine, samples, 24, rules=RULES)
+    found = search(VLM, COSTS, machine, samples, 24, evaluate, Mode.CORNSTARCH, (1, 2), RULES)
+    text = " ".join(reasons(found, machine.bytes_per_device))
+    assert "slowest stage" in text
+    assert "runner-up" in text
+    assert f"{found.winner.evaluation.bubble:.1%}" in text
+    assert "GiB" in text
+
+
+def test_samples_must_fill_whole_batches():
+    with pytest.raises(PlanError, match="no whole number of global batches of 10"):
+        evaluator(VLM, COSTS, cluster(1, 2), workload(24), 10)
+    drawn = workload(7).batches(4, 3)
+    assert drawn.num_samples == 12

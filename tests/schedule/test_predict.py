@@ -1,0 +1,154 @@
+"""From a cost model to a timeline: every action and message costs what its layers and samples say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_cases import random_step
+
+from dilatant.cost import CostModel, LayerCost, Link, Quadratic, frozen_work, trainable_before
+from dilatant.plan import (
+    Cluster,
+    LayerSpec,
+    ModelSpec,
+    Plan,
+    Replica,
+    Stage,
+    UnitPlan,
+    UnitSpec,
+    stage_costs,
+)
+from dilatant.schedule import (
+    FAMILIES,
+    Assignment,
+    build,
+    eager,
+    gpipe,
+    one_f_one_b,
+    predict,
+    trainability_of,
+)
+from dilatant.schedule.predict import action_seconds, message_lag, message_links, piece_sums
+from oracles.event_simulator import samples_of
+
+KIND_PART = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+
+
+def random_costs(rng: np.random.Generator, kinds: int) -> CostModel:
+    def quadratic() -> Quadratic:
+        return Quadratic(*rng.random(3))
+
+    layers = {
+        f"kind{index}": {
+            (tp, 1): LayerCost(
+                *(quadratic() for _ in range(4)), recompute=quadratic(), activation_bytes=quadratic()
+            )
+            for tp in (1, 2)
+        }
+        for index in range(kinds)
+    }
+    return CostModel("synthetic", "synthetic", "float32", layers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([name for name in FAMILIES if name != "interleaved"]))
+def test_every_action_takes_the_sum_of_its_layers_over_its_samples(seed, family):
+    rng = np.random.default_rng(seed)
+    step = random_step(seed)
+    costs = random_costs(rng, 3)
+    units = []
+    for unit in step.plan.units:
+        count = max(stage.end for replica in unit.replicas for stage in replica.stages)
+        layers = tuple(
+            LayerSpec(f"{unit.name}{i}", f"kind{rng.integers(3)}", 5, bool(rng.random() < 0.5))
+            for i in range(count)
+        )
+        units.append(UnitSpec(unit.name, layers, unit.feeds, recompute=bool(rng.random() < 0.5)))
+    model = ModelSpec(tuple(units))
+    trainability = trainability_of(step.plan, model.trainable)
+    schedule = FAMILIES[family](step.plan, step.assignment, trainability)
+    graph = build(step.plan, step.assignment, schedule)
+    tokens = {unit.name: rng.integers(0, 30, 16) for unit in step.plan.units}
+    found = action_seconds(graph, stage_costs(step.plan, model, costs), piece_sums(graph, tokens))
+    for op in range(graph.num_ops):
+        action = graph.action(op)
+        placed = step.plan.stages()[action.stage]
+        unit = model.unit(placed.unit)
+        before = trainable_before(unit.trainable, model.upstream_trainable(unit.name))
+        row = [int(tokens[unit.name][s]) for s in samples_of(step.plan, step.assignment, action)]
+        expected = 0.0
+        for index in range(placed.stage.first, placed.stage.end):
+            layer = unit.layers[index]
+            cost = costs.layer(layer.kind, placed.stage.tp)
+            work = frozen_work(cost, layer.trainable, before[index], unit.recompute)
+            expected += getattr(work, KIND_PART[action.kind]).packed(row)
+        # A dozen products summed in another order.
+        assert found[op] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        has_work = action.kind == "F" or trainability.backward[action.stage]
+        assert has_work
+
+
+def two_encoders(cluster: Cluster) -> tuple[Plan, Assignment, ModelSpec, CostModel]:
+    plan = Plan(
+        (
+            UnitPlan("vision", (Replica((Stage(0, 1, (0,)),)),), ("language",)),
+            UnitPlan("audio", (Replica((Stage(0, 1, (1,)),)),), ("language",)),
+            UnitPlan("language", (Replica((Stage(0, 1, (cluster.gpus_per_node,)),)),)),
+        )
+    )
+    batches = (((0,), (1,)),)
+    assignment = Assignment({"vision": batches, "audio": batches, "language": batches})
+    model = ModelSpec(
+        tuple(
+            UnitSpec(name, (LayerSpec(name, "block", 0),), feeds)
+            for name, feeds in (("vision", ("language",)), ("audio", ("language",)), ("language", ()))
+        )
+    )
+    cost = LayerCost(*(Quadratic(b=1.0) for _ in range(4)), output_bytes=Quadratic(b=8.0))
+    return plan, assignment, model, CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
+
+
+def test_messages_take_latency_and_bytes_over_bandwidth_and_queue_on_a_shared_link():
+    cluster = Cluster(2, 2, 1e9, inside=Link(1e9), between=Link(bandwidth=4.0, latency=0.5))
+    plan, assignment, model, costs = two_encoders(cluster)
+    schedule = gpipe(plan, assignment)
+    table = stage_costs(plan, model, costs)
+    tokens = {unit: [1, 1] for unit in ("vision", "audio", "language")}
+    alone = predict(plan, assignment, schedule, table, tokens, cluster)
+    # Both encoders end at 1 s; 8 bytes take 0.5 s + 2 s.
+    assert alone.of_rank(2)[0][1:] == (3.5, 4.5)
+    queued = predict(plan, assignment, schedule, table, tokens, cluster, contention=True)
+    # Both nodes' ways are one link each: the second encoder's rows wait 2 s for the first's.
+    assert queued.of_rank(2)[0][1:] == (5.5, 6.5)
+    assert queued.seconds > alone.seconds > predict(plan, assignment, schedule, table, tokens).seconds
+    assert queued.idle_by_cause["communication"] > alone.idle_by_cause["communication"]
+
+
+def test_rows_on_the_same_ranks_travel_no_link():
+    cluster = Cluster(1, 2, 1e9, inside=Link(1.0), between=Link(1.0))
+    plan, assignment, *_ = two_encoders(cluster)
+    together = Plan(
+        tuple(UnitPlan(unit.name, (Replica((Stage(0, 1, (0,)),)),), unit.feeds) for unit in plan.units)
+    )
+    graph = build(together, assignment, eager(together, assignment))
+    size = np.full(graph.num_messages, 100.0)
+    assert not message_lag(graph, size, cluster).any()
+    assert (message_links(graph, size, cluster).link == -1).all()
+
+
+def test_several_images_of_a_sample_can_bring_their_own_squares():
+    plan = Plan((UnitPlan("vision", (Replica((Stage(0, 1, (0,)),)),)),))
+    assignment = Assignment({"vision": (((0, 1),),)})
+    cost = LayerCost(*(Quadratic(a=1.0) for _ in range(4)))
+    model = ModelSpec((UnitSpec("vision", (LayerSpec("v", "block", 0),)),))
+    table = stage_costs(
+        plan, model, CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
+    )
+    schedule = one_f_one_b(plan, assignment)
+    tokens = {"vision": [4, 6]}
+    # Frozen-before-nothing: the first trainable layer's backward takes what first_trainable says, 1 per token squared.
+    assert predict(plan, assignment, schedule, table, tokens).seconds == 2 * (16 + 36)
+    images = {"vision": [2 * 2**2, 3 * 2**2]}
+    assert predict(plan, assignment, schedule, table, tokens, squares=images).seconds == 2 * (8 + 12)
