@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,9 +22,8 @@ class RunFolder:
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".writable"
-            probe.touch()
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=self.path):  # a name of its own: all ranks of a run try at once
+                pass
         except OSError as error:
             raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
         self._metrics: TextIO | None = None
