@@ -119,11 +119,14 @@ def _train(config: Config, folder: RunFolder, trainer: Trainer, console: object,
 
 
 def _last_step(engine: Pipeline, plan: Plan, folder: RunFolder) -> str:
-    """Write the last step's timeline; returns its summary. Called by all ranks, of which the first writes."""
+    """Write the last step's timeline, as a page and for Perfetto; returns its summary. Called by all ranks, of which
+    the first writes."""
     from dilatant.report.perfetto import describe, summarize, write_timeline
+    from dilatant.report.step_page import write_step_page
 
     actions = engine.parallel.runtime.measured()
     if engine.rank != 0 or not actions:
         return ""
     write_timeline(folder.path / "timeline.json", actions, plan, engine.parallel.arrows())
+    write_step_page(folder.path / "timeline.html", actions, plan, f"{folder.path.name}: the last step")
     return describe(summarize(actions, plan))

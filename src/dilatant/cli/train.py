@@ -273,7 +273,8 @@ def _say_where_to_look(
         f"dilatant generate {path}/export --help": "ask it something",
     }
     if (folder.path / "timeline.json").is_file():
-        places[f"{path}/timeline.json"] = "one step on every rank; open it at ui.perfetto.dev"
+        places[f"{path}/timeline.html"] = "the last step on every rank: who computed, who waited for whom"
+        places[f"{path}/timeline.json"] = "the same for ui.perfetto.dev"
     if evaluation is not None:
         places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
     for place, what in places.items():

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 from dilatant.report.model_graph import model_graph
-from dilatant.report.page import asset, template
+from dilatant.report.page import scripted, template
 from dilatant.report.plan_report import Candidate, PlanReport, SizeDistribution
-from dilatant.report.plan_summary import explain, lost_to, suggest, summarize
+from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.timeline_data import pack_timeline
-from dilatant.report.wording import bytes_text, count_text, listed, percent_text, ranks_text, seconds_text
+from dilatant.report.timeline_tables import (
+    HUES,
+    action_legend,
+    bar_part,
+    cause_tones,
+    idle_legend,
+    idle_rows,
+    stage_name,
+)
+from dilatant.report.wording import (
+    bytes_text,
+    count_text,
+    listed,
+    lost_to,
+    percent_text,
+    ranks_text,
+    seconds_text,
+    unbroken,
+)
 
-_ACTIONS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js", "page.js")
 _CHART = 480.0  # width of a histogram in figures.html
-_HUES = 6  # as many as page.css has for units and for causes
 
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
@@ -31,19 +42,16 @@ def write_plan_page(report: PlanReport, path: str | Path) -> Path:
 
 def render_plan_page(report: PlanReport) -> str:
     """The page as text. Everything from the report is escaped; no script but the page's own may run in it."""
-    from markupsafe import Markup
-
     timelines = {"The timeline of a typical step": report.timeline}
     if report.measured is not None:
         timelines = {"The step as predicted": report.timeline, "The step as measured": report.measured}
-    script = "\n".join(asset(name) for name in _SCRIPTS)
-    tones = _cause_tones(report)
-    packed = [pack_timeline(timeline, report.plan, title) for title, timeline in timelines.items()]
+    causes = [cause for candidate in report.candidates for cause in candidate.idle]
+    tones = cause_tones(report.plan, [*report.timeline.idle_fractions(), *causes])
     return template("plan.html").render(
         report=report,
         tiles=_tiles(report),
-        summary=[_unbroken(sentence) for sentence in summarize(report)],
-        advice=[_unbroken(sentence) for sentence in suggest(report)],
+        summary=[unbroken(sentence) for sentence in summarize(report)],
+        advice=[unbroken(sentence) for sentence in suggest(report)],
         model_graph=model_graph(report),
         graph_notes=_graph_notes(report),
         histograms=[_histogram(report, sizes) for sizes in report.sizes],
@@ -51,32 +59,23 @@ def render_plan_page(report: PlanReport) -> str:
         ratio_confidence=percent_text(report.ratio.confidence) if report.ratio else "",
         ratio_note=_ratio_note(report),
         timeline_titles=list(timelines),
-        action_legend=_action_legend(report),
-        idle_rows=_idle_rows(report, tones),
-        idle_legend=[{"name": lost_to(cause), "tone": tone} for cause, tone in tones.items()]
-        + [{"name": "waiting", "tone": "idle"}] * (not tones),
+        action_legend=action_legend(report.plan, timelines.values()),
+        idle_rows=idle_rows(report.timeline, report.plan, tones),
+        idle_legend=idle_legend(tones),
         memory_rows=_memory_rows(report),
         memory_legend=[
-            {"name": use, "tone": f"m{order % _HUES}"} for order, use in enumerate(_memory_uses(report))
+            {"name": use, "tone": f"m{order % HUES}"} for order, use in enumerate(_memory_uses(report))
         ],
         candidate_rows=_candidate_rows(report, tones),
         footer=_footer(report),
-        style=Markup(asset("page.css")),
-        script=Markup(script),
-        script_hash=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
-        data=Markup(_script_safe({"timelines": packed})),
+        **scripted(
+            {
+                "timelines": [
+                    pack_timeline(timeline, report.plan, title) for title, timeline in timelines.items()
+                ]
+            }
+        ),
     )
-
-
-def _unbroken(sentence: str) -> str:
-    """The sentence with figures tied to their units, so that no line ends between them."""
-    return re.sub(r"(?<=\d) (?=%|[KMGT]iB|[mµ]?s\b|min\b|h\b)", "\u00a0", sentence)
-
-
-def _script_safe(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, and that is valid in any JavaScript."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _tiles(report: PlanReport) -> list[dict[str, str]]:
@@ -189,98 +188,6 @@ def _ratio_note(report: PlanReport) -> str:
     )
 
 
-def _action_legend(report: PlanReport) -> list[dict[str, str]]:
-    stages = report.plan.stages()
-    units = [unit.name for unit in report.plan.units]
-    rows = report.timeline.rows + (report.measured.rows if report.measured else ())
-    seen = {(units.index(stages[row.stage].unit) if row.stage >= 0 else len(units), row.kind) for row in rows}
-    entries = []
-    for unit, kind in sorted(seen, key=lambda pair: _shade_order(*pair)):
-        shade = kind if kind in _ACTIONS else "other"
-        name = f"{units[unit]} {_ACTIONS.get(kind, kind)}" if unit < len(units) else kind
-        entries.append({"name": name, "tone": f"shade u{unit % _HUES} {shade}"})
-    return [*entries, {"name": "idle", "tone": "idle"}]
-
-
-def _shade_order(unit: int, kind: str) -> tuple[int, int]:
-    return unit, list(_ACTIONS).index(kind) if kind in _ACTIONS else len(_ACTIONS)
-
-
-def _cause_tones(report: PlanReport) -> dict[str, str]:
-    """A colour for every cause of idle time; waiting for a unit takes the unit's hue."""
-    units = [unit.name for unit in report.plan.units]
-    causes = dict.fromkeys(report.timeline.idle_fractions())
-    causes |= dict.fromkeys(cause for candidate in report.candidates for cause in candidate.idle)
-    tones: dict[str, str] = {}
-    for cause in causes:
-        awaited = cause.removeprefix("waiting for ")
-        plain = sum(1 for tone in tones.values() if tone.startswith("c"))
-        tones[cause] = f"wait u{units.index(awaited) % _HUES}" if awaited in units else f"c{plain % _HUES}"
-    return tones
-
-
-def _lanes_alike(report: PlanReport) -> dict[str, list[int]]:
-    """Lanes by unit and position, over all replicas: what the tables show as one line."""
-    stages = report.plan.stages()
-    groups: dict[str, list[int]] = {}
-    for number, lane in enumerate(report.timeline.lanes):
-        groups.setdefault(_stage_name([stages[index] for index in lane.stages]), []).append(number)
-    return groups
-
-
-def _stage_name(placed: list[Any]) -> str:
-    if not placed:
-        return "other"
-    return " + ".join(dict.fromkeys(f"{stage.unit} {stage.position}" for stage in placed))
-
-
-def _idle_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str, Any]]:
-    timeline, stages = report.timeline, report.plan.stages()
-    units = [unit.name for unit in report.plan.units]
-    time = timeline.seconds or 1.0
-    work: list[dict[tuple[int, str], float]] = [{} for _ in timeline.lanes]
-    for row in timeline.rows:
-        unit = units.index(stages[row.stage].unit) if row.stage >= 0 else len(units)
-        shade = row.kind if row.kind in _ACTIONS else "other"
-        work[row.lane][unit, shade] = work[row.lane].get((unit, shade), 0.0) + row.seconds / time
-    rows = []
-    for name, lanes in _lanes_alike(report).items():
-        parts = []
-        busy: dict[tuple[int, str], float] = {}
-        for lane in lanes:
-            for key, part in work[lane].items():
-                busy[key] = busy.get(key, 0.0) + part / len(lanes)
-        for (unit, shade), part in sorted(busy.items(), key=lambda item: _shade_order(*item[0])):
-            label = f"{units[unit]} {_ACTIONS.get(shade, shade)}" if unit < len(units) else "other work"
-            parts.append(_part(label, part, f"shade u{unit % _HUES} {shade}"))
-        lost = {
-            cause: sum(timeline.idle[lane].get(cause, 0.0) for lane in lanes) / len(lanes) / time
-            for cause in (timeline.idle_fractions() if timeline.idle else ())
-        }
-        parts += [_part(lost_to(cause), part, tones[cause]) for cause, part in lost.items() if part > 0.0]
-        worst = max(lost, key=lambda cause: lost[cause], default="")
-        rows.append(
-            {
-                "name": name + (f" (× {len(lanes)})" if len(lanes) > 1 else ""),
-                "parts": parts,
-                "busy": percent_text(sum(busy.values())),
-                "loss": f"{lost_to(worst)}, {percent_text(lost[worst])}"
-                if worst and lost[worst] >= 0.005
-                else "",
-            }
-        )
-    return rows
-
-
-def _part(name: str, fraction: float, tone: str, text: str = "") -> dict[str, Any]:
-    return {
-        "name": name,
-        "percent": round(100 * fraction, 3),
-        "tone": tone,
-        "text": text or percent_text(fraction),
-    }
-
-
 def _memory_uses(report: PlanReport) -> list[str]:
     return list(dict.fromkeys(name for use in report.memory for name in use.bytes_by_use))
 
@@ -289,7 +196,7 @@ def _memory_rows(report: PlanReport) -> list[dict[str, Any]]:
     stages, uses = report.plan.stages(), _memory_uses(report)
     fullest: dict[str, Any] = {}
     for use in report.memory:
-        name = _stage_name([stages[index] for index in use.stages])
+        name = stage_name([stages[index] for index in use.stages])
         if name not in fullest or use.fraction > fullest[name].fraction:
             fullest[name] = use
     rows = []
@@ -299,7 +206,7 @@ def _memory_rows(report: PlanReport) -> list[dict[str, Any]]:
             {
                 "name": f"{name}, {'ranks' if len(use.ranks) > 1 else 'rank'} {ranks_text(use.ranks)}",
                 "parts": [
-                    _part(part, count / scale, f"m{uses.index(part) % _HUES}", bytes_text(count))
+                    bar_part(part, count / scale, f"m{uses.index(part) % HUES}", bytes_text(count))
                     for part, count in use.bytes_by_use.items()
                 ],
                 "need": bytes_text(use.peak_bytes),
@@ -321,10 +228,10 @@ def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str,
         length = candidate.step_seconds / slowest
         busy = max(1.0 - sum(candidate.idle.values()), 0.0)
         lost = [
-            _part(lost_to(cause), part * length, tones[cause], percent_text(part))
+            bar_part(lost_to(cause), part * length, tones[cause], percent_text(part))
             for cause, part in candidate.idle.items()
         ]
-        return [_part("computes", busy * length, "shade other", percent_text(busy)), *lost]
+        return [bar_part("computes", busy * length, "shade other", percent_text(busy)), *lost]
 
     return [
         {

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dilatant.report.plan_report import Candidate, PlanReport
+from dilatant.report.timeline_summary import NOTABLE, losses, pace
 from dilatant.report.wording import (
     bytes_text,
     count_text,
-    layers_text,
     listed,
+    lost_to,
     percent_text,
-    ranks_text,
     seconds_text,
 )
 
-_LOST = {
-    "warm-up": "filling the pipeline",
-    "drain": "draining the pipeline",
-    "imbalance": "uneven work of stages and microbatches",
-    "communication": "moving data between devices",
-}
 _REMEDY = {
     "warm-up": "more microbatches in a step, or fewer stages, would shorten the filling of the pipeline",
     "drain": "more microbatches in a step, or fewer stages, would shorten the draining of the pipeline",
@@ -26,13 +20,18 @@ _REMEDY = {
     "balanced and searched, would shorten the waits",
     "communication": "faster links, or cuts that keep neighbours on one machine, would shorten transfers",
 }
-_NOTABLE = 0.01  # Losses below one percent of device time are not worth a reader's attention.
 
 
 def summarize(report: PlanReport) -> tuple[str, ...]:
     """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
-    sentences = [_speed(report), _losses(report), *_pace(report), *_memory(report), *_data(report)]
-    sentences += [*_optimality(report), *_rivals(report), *_measurement(report)]
+    sentences = [_speed(report), losses(report.timeline), *pace(report.timeline, report.plan)]
+    sentences += [
+        *_memory(report),
+        *_data(report),
+        *_optimality(report),
+        *_rivals(report),
+        *_measurement(report),
+    ]
     return tuple(sentences)
 
 
@@ -40,7 +39,7 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
     """What would help: the planner's own advice, then a remedy for each large loss with the most it can save."""
     advice = list(report.advice)
     for cause, fraction in report.timeline.idle_fractions().items():
-        if fraction < 3 * _NOTABLE or len(advice) >= len(report.advice) + 2:
+        if fraction < 3 * NOTABLE or len(advice) >= len(report.advice) + 2:
             break
         remedy = _REMEDY.get(cause)
         if remedy is None and cause.startswith("waiting for "):
@@ -63,18 +62,13 @@ def explain(candidate: Candidate, chosen: Candidate) -> str:
         return f"Does not fit: {percent_text(candidate.peak_memory)} of a device's memory."
     extra = {cause: part - chosen.idle.get(cause, 0.0) for cause, part in candidate.idle.items()}
     worst = max(extra, key=lambda cause: extra[cause], default="")
-    if worst and extra[worst] >= _NOTABLE:
+    if worst and extra[worst] >= NOTABLE:
         return f"Loses {percent_text(extra[worst])} more of device time to {lost_to(worst)}."
     if candidate.devices < chosen.devices:
         return f"Leaves {chosen.devices - candidate.devices} devices unused."
     if candidate.step_seconds <= chosen.step_seconds:
         return "As fast, within the accuracy of the prediction."
     return "The slowest stage has more work."
-
-
-def lost_to(cause: str) -> str:
-    """A cause of idle time in words."""
-    return _LOST.get(cause, cause)
 
 
 def _speed(report: PlanReport) -> str:
@@ -85,32 +79,6 @@ def _speed(report: PlanReport) -> str:
         f"{count_text(report.samples_per_second)} samples per second on {devices:,} devices."
     )
     return f"{sentence} {unused:,} allocated devices stay unused." if unused > 0 else sentence
-
-
-def _losses(report: PlanReport) -> str:
-    busy = report.timeline.busy_fraction()
-    sentence = f"Devices compute {percent_text(busy)} of the time."
-    lost = [
-        f"{percent_text(part)} on {lost_to(cause)}"
-        for cause, part in report.timeline.idle_fractions().items()
-        if part >= _NOTABLE
-    ]
-    return f"{sentence} The rest is lost: {listed(lost[:4])}." if lost else sentence
-
-
-def _pace(report: PlanReport) -> list[str]:
-    busy = report.timeline.busy_seconds()
-    if not busy or report.step_seconds <= 0.0:
-        return []
-    slowest = max(range(len(busy)), key=lambda lane: busy[lane])
-    lane = report.timeline.lanes[slowest]
-    placed = [report.plan.stages()[index] for index in lane.stages]
-    names = listed(
-        [f"{stage.unit} (layers {layers_text(stage.stage.first, stage.stage.end)})" for stage in placed]
-    )
-    who = f"{'ranks' if len(lane.ranks) > 1 else 'rank'} {ranks_text(lane.ranks)}"
-    part = percent_text(busy[slowest] / report.step_seconds)
-    return [f"The busiest stage sets the pace: {names} on {who} computes {part} of the step."]
 
 
 def _memory(report: PlanReport) -> list[str]:

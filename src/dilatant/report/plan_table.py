@@ -10,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.plan_summary import explain, lost_to, suggest, summarize
+from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.wording import (
     bytes_text,
     count_text,
     layers_text,
+    lost_to,
     percent_text,
     ranks_text,
     seconds_text,

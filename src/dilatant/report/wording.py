@@ -1,8 +1,17 @@
-"""How numbers are written for a reader."""
+"""How numbers and names are written for a reader."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+_LOST = {
+    "warm-up": "filling the pipeline",
+    "drain": "draining the pipeline",
+    "imbalance": "uneven work of stages and microbatches",
+    "communication": "moving data between devices",
+    "between actions": "bookkeeping between actions",
+}
 
 
 def seconds_text(seconds: float) -> str:
@@ -63,3 +72,13 @@ def listed(items: Sequence[str]) -> str:
 def _three_digits(value: float) -> str:
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f}"
+
+
+def lost_to(cause: str) -> str:
+    """A cause of idle time in words."""
+    return _LOST.get(cause, cause)
+
+
+def unbroken(sentence: str) -> str:
+    """The sentence with figures tied to their units, so that no line ends between them."""
+    return re.sub(r"(?<=\d) (?=%|[KMGT]iB|[mµ]?s\b|min\b|h\b)", "\u00a0", sentence)
