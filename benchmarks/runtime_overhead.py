@@ -2,9 +2,9 @@
 
 Both run the same stages (a text-only Llama-type model cut in equal parts) in the same processes, step by step in
 turn, so noise of the machine falls on both. Their gradients are compared once. Times are the best and the median of
-the steps.
+the steps. More ranks than cores share the cores, in our steps and in theirs.
 
-    python benchmarks/runtime_overhead.py --ranks 2 --json overhead.json
+    python benchmarks/runtime_overhead.py --json benchmarks/results/runtime_overhead.json
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from machine import describe_machine
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -173,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
@@ -182,7 +183,16 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
-    result = launch_local(compare, settings.ranks, settings)[0]
+    results = []
+    for ranks in settings.ranks:
+        results.append(launch_local(compare, ranks, settings)[0])
+        show(results[-1])
+    if settings.json:
+        report = {"machine": describe_machine(), "runs": results}
+        settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def show(result: dict[str, Any]) -> None:
     print(
         f"{result['ranks']} ranks, {result['microbatches']} microbatches; "
         f"gradients differ by {result['gradient_error']:.1e}"
@@ -193,8 +203,6 @@ def main() -> None:
     ratio, path = result["ratio_to_schedule_1f1b"], result["ratio_to_critical_path"]
     print(f"{'ratio':24}{ratio['best']:10.3f}{ratio['median_of_pairs']:10.3f}   (aim: at most 1.05)")
     print(f"{'step / critical path':24}{path['best_step']:10.3f}{path['median']:10.3f}   (aim: at most 1.05)")
-    if settings.json:
-        settings.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
