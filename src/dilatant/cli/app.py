@@ -6,10 +6,12 @@ Verbs import what they need when they run, so that `--help` and the light verbs 
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from dilatant import __version__
 from dilatant.cli import data, doctor, export, generate, plan, profile, resume, simulate, train
 from dilatant.config import UserError
 
@@ -22,6 +24,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dilatant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """What holds for all verbs."""
+
+
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
