@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from dilatant.cli import data, doctor, export, generate, plan, profile, resume, simulate, train
-from dilatant.config import UserError
+from dilatant.config.errors import UserError
 
 USER_ERROR_EXIT = 2
 

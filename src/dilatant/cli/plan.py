@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides
-from dilatant.config import Config, load_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dilatant.config import Config
     from dilatant.report.plan_report import PlanReport
     from dilatant.runtime.planning import PlannedRun, PlanningProblem
 
@@ -43,7 +43,7 @@ def plan(
     from dilatant.runtime.planning import plan_run
 
     console = Console(stderr=as_json)
-    resolved = with_costs(load_config(config, overrides), costs)
+    resolved = with_costs(read_config(config, overrides), costs)
     problem = open_problem(resolved, console)
     with console.status("searching"):
         planned = plan_run(problem)

@@ -15,7 +15,6 @@ from dilatant.models.multimodal import LANGUAGE
 from dilatant.plan.candidates import Mode, Placement
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.evaluation import Evaluation
-from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.plan import Plan
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.search import RankedPlan, SearchResult, search
@@ -27,10 +26,10 @@ from dilatant.runtime.assemble import Samples
 from dilatant.runtime.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.runtime.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.runtime.planned_hardware import Target, plan_target
-from dilatant.runtime.planned_samples import PlannedSamples, planned_samples
-from dilatant.schedule import FAMILIES, predict, trainability_of
+from dilatant.runtime.planned_samples import PlannedSamples, planned_samples, squares
+from dilatant.schedule import FAMILIES, evaluate, predict, trainability_of
 from dilatant.schedule.distribute import assign
-from dilatant.schedule.evaluate import Step, best_step, evaluator, sample_seconds
+from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02
@@ -123,10 +122,10 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     train this model on this cluster, or a batch that does not divide among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
-    evaluate = _evaluator(problem)
+    score = _evaluator(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
-    found = {count: evaluate(plan, count) for count in counts}
+    found = {count: score(plan, count) for count in counts}
 
     def rank(count: int) -> tuple[bool, float]:
         overflows = max(found[count].peak_bytes, default=0.0) > problem.target.cluster.bytes_per_device
@@ -148,36 +147,42 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
 
 
-def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> Step:
+def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> evaluate.Step:
     """Of the simulated steps the one whose time is nearest to their mean."""
     steps = simulated_steps(problem, plan, num_microbatches)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
 
 
-def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[Step]:
+def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[evaluate.Step]:
     """One step for every simulated global batch."""
+    return evaluate.simulated_steps(
+        plan,
+        num_microbatches,
+        problem.model.spec,
+        problem.costs,
+        problem.target.cluster,
+        problem.simulated().steps(problem.global_batch),
+        problem.config.plan.assignment,
+        problem.target.rules,
+        problem.config.seed,
+    )
+
+
+def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
+    """A step that a run measured, as the costs of `problem` predict the very same actions (without gradient sync)."""
     spec, target = problem.model.spec, problem.target
-    table = stage_costs(plan, spec, problem.costs, target.rules)
-    sync = sync_seconds(plan, spec, target.cluster, target.rules)
-    batch, whole = problem.global_batch, problem.simulated()
-    return [
-        best_step(
-            plan,
-            spec,
-            table,
-            Workload(
-                {unit: tokens[first : first + batch] for unit, tokens in whole.tokens.items()},
-                {unit: squares[first : first + batch] for unit, squares in whole.squares.items()},
-            ),
-            target.cluster,
-            num_microbatches,
-            sync,
-            problem.config.plan.assignment,
-            problem.config.seed,
-        )
-        for first in range(0, whole.num_samples, batch)
-    ]
+    validate(plan, spec, target.cluster)
+    tokens = {unit: np.asarray(counts, dtype=np.float64) for unit, counts in step.tokens.items()}
+    return predict(
+        plan,
+        step.assignment,
+        step.schedule,
+        stage_costs(plan, spec, problem.costs, target.rules),
+        tokens,
+        target.cluster,
+        squares=squares(problem.model, tokens),
+    )
 
 
 def compare_schedules(
@@ -190,7 +195,7 @@ def compare_schedules(
     samples = problem.samples.first(problem.global_batch)
     assignment = assign(
         plan,
-        sample_seconds(plan, table, samples),
+        evaluate.sample_seconds(plan, table, samples),
         num_microbatches,
         problem.config.plan.assignment,
         problem.config.seed,
@@ -216,7 +221,7 @@ def _work(problem: PlanningProblem) -> NDArray[np.float64]:
 
 
 def _evaluator(problem: PlanningProblem) -> Callable[[Plan, int], Evaluation]:
-    return evaluator(
+    return evaluate.evaluator(
         problem.model.spec,
         problem.costs,
         problem.target.cluster,

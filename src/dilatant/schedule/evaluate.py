@@ -13,7 +13,6 @@ from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.depth import eager_depths, path_depths
-from dilatant.plan.errors import PlanError
 from dilatant.plan.evaluation import Evaluation, Evaluator
 from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.model_spec import ModelSpec
@@ -49,35 +48,33 @@ def evaluator(
 
     `workload` holds a whole number of global batches (`Workload.batches`), one step each. Raises PlanError if not.
     """
-    steps, rest = divmod(workload.num_samples, global_batch)
-    if rest or not steps:
-        raise PlanError(
-            f"{workload.num_samples} samples are no whole number of global batches of {global_batch}"
-        )
-    parts = [
-        Workload(
-            {
-                unit: np.asarray(column)[k * global_batch : (k + 1) * global_batch]
-                for unit, column in workload.tokens.items()
-            },
-            {
-                unit: np.asarray(column)[k * global_batch : (k + 1) * global_batch]
-                for unit, column in workload.squares.items()
-            },
-        )
-        for k in range(steps)
-    ]
+    parts = workload.steps(global_batch)
 
     def evaluate(plan: Plan, num_microbatches: int) -> Evaluation:
-        table = stage_costs(plan, model, costs, rules)
-        sync = sync_seconds(plan, model, cluster, rules)
-        found = [
-            best_step(plan, model, table, part, cluster, num_microbatches, sync, policy, seed)
-            for part in parts
-        ]
-        return _mean(found, global_batch)
+        steps = simulated_steps(plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed)
+        return _mean(steps, global_batch)
 
     return evaluate
+
+
+def simulated_steps(
+    plan: Plan,
+    num_microbatches: int,
+    model: ModelSpec,
+    costs: CostModel,
+    cluster: Cluster,
+    batches: Sequence[Workload],
+    policy: Policy = "balanced",
+    rules: ParameterBytes = BF16,
+    seed: int = 0,
+) -> list[Step]:
+    """One step for every global batch."""
+    table = stage_costs(plan, model, costs, rules)
+    sync = sync_seconds(plan, model, cluster, rules)
+    return [
+        best_step(plan, model, table, batch, cluster, num_microbatches, sync, policy, seed)
+        for batch in batches
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
