@@ -37,6 +37,8 @@ def plan(
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
 
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
@@ -58,7 +60,7 @@ def plan(
     print_plan(report, console)
     console.print("[bold]Why this plan[/]")
     for sentence in report.reasons:
-        console.print(f"  {sentence}", highlight=False, markup=False)
+        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
     show_places(
         console,
         {
@@ -67,6 +69,10 @@ def plan(
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
+    if problem.target.is_here and len(planned.result.winner.plan.ranks) > 1:
+        console.print("\nTo train with it:", highlight=False)
+        command = train_command(config, out or folder / "plan.json", planned)
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:
@@ -123,23 +129,45 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
 
 
 def _warnings(problem: PlanningProblem) -> list[str]:
-    poor = 0.3
+    from dilatant.report.wording import counted
+
+    poor, notable = 0.3, 0.1
+    parts = problem.seconds_by_kind()
     worst = [
         (cost.fit_error, kind)
         for kind, degrees in problem.measured.layers.items()
         for cost in degrees.values()
         if cost.fit_error is not None and cost.fit_error > poor
     ]
+    share = sum(parts.get(kind, 0.0) for kind in {kind for _, kind in worst}) / sum(parts.values())
     warnings = []
-    if worst:
+    if share > notable:
         error, kind = max(worst)
         warnings.append(
-            f"measured times of {len(worst)} layer types scatter, worst {kind} (a fit is off by {error:.0%}): the "
-            "machine was busy, or the layers are tiny; predictions are as rough. Measure again with `dilatant profile`"
+            f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
+            f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "
+            "rough. Measure again with `dilatant profile`"
         )
     if problem.samples.left_out:
         warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")
     return warnings
+
+
+def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
+    """The command that trains with a plan as it was simulated."""
+    winner = planned.result.winner
+    settings = {
+        "plan": _seen_from_here(plan_file),
+        "microbatches": winner.num_microbatches,
+        "schedule": winner.evaluation.schedule,
+    }
+    chosen = " ".join(f"--set parallel.{name}={value}" for name, value in settings.items())
+    return f"dilatant train {config} {chosen}"
+
+
+def _seen_from_here(path: Path) -> Path:
+    whole = path.resolve()
+    return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
 
 
 def plan_document(planned: PlannedRun) -> str:
@@ -174,6 +202,4 @@ def show_places(console: Console, places: dict[Path, str]) -> None:
     """Where to look."""
     console.print()
     for path, what in places.items():
-        whole = path.resolve()
-        shown = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
-        console.print(f"  {shown}  [dim]{what}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  {_seen_from_here(path)}  [dim]{what}[/]", highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ from dilatant.runtime.device import Precision, pick_precision
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.launch import Worker
 from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.schedule.assign import Policy
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import one_f_one_b
@@ -35,11 +36,21 @@ class Parallel:
     after `execute` as every other holder does.
     """
 
-    def __init__(self, runtime: Runtime, num_microbatches: int, family: Family, comm: Comm) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        num_microbatches: int,
+        family: Family,
+        comm: Comm,
+        policy: Policy = "balanced",
+        seed: int = 0,
+    ) -> None:
         self.runtime = runtime
         self.num_microbatches = num_microbatches
         self._family = family
         self._comm = comm
+        self._policy = policy
+        self._seed = seed
         self._last: tuple[Assignment, Schedule, dict[str, list[int]]] | None = None
         self._trainability = trainability_of(runtime.plan, trainable_layers(runtime.model.units))
 
@@ -54,11 +65,11 @@ class Parallel:
     def execute(self, samples: Sequence[EncodedSample]) -> StepResult:
         """Forward, backward and gradient sync of one global batch, the same on all ranks (see `Runtime.execute`).
 
-        Microbatches are balanced by tokens.
+        Samples are grouped into microbatches by the policy, by their tokens.
         """
         plan = self.runtime.plan
         tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
-        assignment = assign(plan, tokens, self.num_microbatches)
+        assignment = assign(plan, tokens, self.num_microbatches, self._policy, self._seed)
         schedule = self._family(plan, assignment, self._trainability)
         self._last = assignment, schedule, tokens
         return self.runtime.execute(samples, assignment, schedule)

@@ -56,6 +56,17 @@ class PlanningProblem:
         """The global batches that plans are simulated on."""
         return self.samples.first(self.config.plan.steps * self.global_batch)
 
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Forward of a mean sample on one device, by layer type."""
+        seconds: dict[str, float] = {}
+        for unit in self.model.spec.units:
+            square, linear, present = self.simulated().mean(unit.name)
+            for layer in unit.layers:
+                forward = next(iter(self.costs.layers[layer.kind].values())).forward
+                one = forward.a * square + forward.b * linear + forward.c * present
+                seconds[layer.kind] = seconds.get(layer.kind, 0.0) + float(one)
+        return seconds
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
