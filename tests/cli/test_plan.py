@@ -166,7 +166,12 @@ def test_fewer_devices_than_units(project: Path, dilatant: Dilatant) -> None:
 
 def test_a_batch_that_does_not_divide(project: Path, dilatant: Dilatant) -> None:
     settings = ("--set", "train.global_batch_size=10", "--set", "plan.microbatch_sizes=[4]")
-    refused(dilatant("plan", project / "config.yaml", *H100, *settings), "global_batch_size 10", "8 and 12")
+    refused(
+        dilatant("plan", project / "config.yaml", *H100, *settings),
+        "train.global_batch_size",
+        "a global batch of 10",
+        "8 and 12",
+    )
 
 
 def test_costs_of_other_hardware_and_of_another_model(project: Path, dilatant: Dilatant) -> None:

@@ -27,7 +27,6 @@ from dilatant.cost import (
     load_hardware,
     save_costs,
     save_hardware,
-    stage_bytes,
     trainable_before,
 )
 
@@ -133,7 +132,6 @@ def test_frozen_parameters_hold_their_weights_only():
     assert BF16.of(10, trainable=True) == 180
     assert BF16.of(10, trainable=False) == 20
     assert FP32.of(10, trainable=True) == 160
-    assert stage_bytes(100, 7, in_flight=4, num_microbatches=3) == 121
 
 
 # --- Files

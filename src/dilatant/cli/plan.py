@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -157,7 +158,8 @@ def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
     """The command that trains with a plan as it was simulated."""
     winner = planned.result.winner
     settings = {
-        "plan": _seen_from_here(plan_file),
+        # Paths in a config and its overrides are relative to the YAML file.
+        "plan": os.path.relpath(plan_file.resolve(), config.resolve().parent),
         "microbatches": winner.num_microbatches,
         "schedule": winner.evaluation.schedule,
     }

@@ -11,7 +11,7 @@ from dilatant.cost.analytic import (
 )
 from dilatant.cost.hardware import Hardware, Link, fit_link, load_hardware, save_hardware
 from dilatant.cost.layer import LayerCost, LayerWork, frozen_work, trainable_before
-from dilatant.cost.memory import BF16, FP32, ParameterBytes, stage_bytes
+from dilatant.cost.memory import BF16, FP32, ParameterBytes
 from dilatant.cost.model import CostModel, load_costs, save_costs
 from dilatant.cost.quadratic import Quadratic, fit
 
@@ -39,6 +39,5 @@ __all__ = [
     "load_hardware",
     "save_costs",
     "save_hardware",
-    "stage_bytes",
     "trainable_before",
 ]

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dilatant.report.plan_report import PlanReport
+from dilatant.report.plan_report import MemoryUse, PlanReport
 from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.wording import (
     bytes_text,
@@ -81,14 +81,17 @@ def _stages(report: PlanReport, wide: bool) -> Table:
             *((f"{placed[0].stage.tp}×{placed[0].stage.cp}", _bar(part)) if wide else ()),
             percent_text(part),
             f"{lost_to(worst) if wide else worst} {percent_text(lost[worst])}" if worst else "",
-            (f"{bytes_text(use.peak_bytes)} " if wide else "") + f"({percent_text(use.fraction)})"
-            if use
-            else "",
+            "" if use is None else _memory(use, wide),
             style="red" if use and use.fraction > 1.0 else None,
         )
     if len(alike) > _STAGES_SHOWN:
         table.caption = f"{len(alike) - _STAGES_SHOWN} more stages: see the page or --json"
     return table
+
+
+def _memory(use: MemoryUse, wide: bool) -> str:
+    part = percent_text(use.fraction)
+    return f"{bytes_text(use.peak_bytes)} ({part})" if wide else part
 
 
 def _mean_idle(report: PlanReport, lanes: list[int]) -> dict[str, float]:
@@ -121,7 +124,7 @@ def _sizes(report: PlanReport, wide: bool) -> Table:
 
 def _candidates(report: PlanReport, wide: bool) -> Table:
     extra = ("memory", "devices", "layout", "why") if wide else ()
-    table = _table("plan", "step", "against ours", *extra)
+    table = _table("plan", "step", "against ours" if wide else "slower", *extra)
     chosen = next((one for one in report.candidates if one.chosen), report.candidates[0])
     for one in sorted(
         report.candidates, key=lambda candidate: (not candidate.chosen, candidate.step_seconds)
@@ -130,7 +133,7 @@ def _candidates(report: PlanReport, wide: bool) -> Table:
         table.add_row(
             name if wide or not one.layout else f"{name}\n[dim]{escape(one.layout)}[/]",
             seconds_text(one.step_seconds),
-            "" if one.chosen else f"{100 * (one.step_seconds / chosen.step_seconds - 1):+.1f} %",
+            "" if one.chosen else _relative(one.step_seconds / chosen.step_seconds - 1),
             *(
                 (percent_text(one.peak_memory), f"{one.devices:,}", one.layout, explain(one, chosen))
                 if wide
@@ -139,6 +142,10 @@ def _candidates(report: PlanReport, wide: bool) -> Table:
             style="bold" if one.chosen else "red" if one.peak_memory > 1.0 else None,
         )
     return table
+
+
+def _relative(fraction: float) -> str:
+    return f"{'+' if fraction >= 0 else ''}{percent_text(fraction)}"
 
 
 def sparkline(values: tuple[float, ...] | list[float]) -> str:
@@ -158,6 +165,7 @@ def _table(*columns: str) -> Table:
         "devices",
         "step",
         "against ours",
+        "slower",
         "memory",
         "mean",
         "median",
@@ -171,6 +179,6 @@ def _table(*columns: str) -> Table:
             name,
             justify="right" if name in right else "left",
             no_wrap=name
-            in ("stage", "step", "busy", "memory", "distribution", "against ours", "share of work"),
+            in ("stage", "step", "busy", "memory", "distribution", "against ours", "slower", "share of work"),
         )
     return table

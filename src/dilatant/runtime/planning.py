@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config import Config, UserError
+from dilatant.config import Config
 from dilatant.cost.model import CostModel
 from dilatant.data.sizes import Progress
 from dilatant.models.multimodal import LANGUAGE
@@ -16,6 +16,7 @@ from dilatant.plan.candidates import Mode, Placement
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.evaluation import Evaluation
 from dilatant.plan.plan import Plan
+from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.search import RankedPlan, SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
@@ -91,7 +92,7 @@ def planning_problem(
 ) -> PlanningProblem:
     """Everything that is to be known before a search. `say` is told what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision)
-    _check_batch(config)
+    _microbatch_sizes(config)  # before anything is measured
     model = describe_model(
         skeleton(config, len(samples.tokenizer)), recompute=config.train.gradient_checkpointing
     )
@@ -304,27 +305,14 @@ def _as_ranked(
 
 
 def _microbatch_counts(problem: PlanningProblem, pipelines: int) -> list[int]:
-    batch = problem.global_batch
-    sizes = problem.config.plan.microbatch_sizes
-    counts = sorted({batch // (pipelines * size) for size in sizes if batch % (pipelines * size) == 0})
-    if counts:
-        return counts
-    step = pipelines * min(sizes)
-    nearest = [value for value in (batch // step * step, batch // step * step + step) if value]
-    raise UserError(
-        f"a global batch of {batch} does not divide among {pipelines} pipelines in microbatches of "
-        f"{' or '.join(map(str, sizes))}; the nearest that do are {' and '.join(map(str, nearest))}"
-    )
+    sizes = _microbatch_sizes(problem.config, pipelines)
+    return sorted(problem.global_batch // (pipelines * size) for size in sizes)
 
 
-def _check_batch(config: Config) -> None:
-    """Before anything is measured: does the global batch divide into microbatches at all?"""
-    batch, sizes = config.train.global_batch_size, config.plan.microbatch_sizes
-    if all(batch % size for size in sizes):
-        low = batch // min(sizes) * min(sizes)
-        nearest = tuple(value for value in (low, low + min(sizes)) if value)
-        raise BatchError(
-            f"train.global_batch_size {batch} does not divide into microbatches of {' or '.join(map(str, sizes))} "
-            f"(plan.microbatch_sizes); the nearest that do are {' and '.join(map(str, nearest))}",
-            nearest,
-        )
+def _microbatch_sizes(config: Config, pipelines: int = 1) -> list[int]:
+    """The samples per microbatch that the config allows. Raises BatchError, naming the keys."""
+    try:
+        return microbatch_sizes_for(config.train.global_batch_size, config.plan.microbatch_sizes, pipelines)
+    except BatchError as error:
+        where = "train.global_batch_size and plan.microbatch_sizes"
+        raise BatchError(f"{where}: {error}", error.nearest) from None
