@@ -126,21 +126,23 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
         for unit in report.units
         for whole, trainable in [problem.model.parameters[unit.name]]
     )
-    return replace(report, units=units, warnings=(*report.warnings, *_warnings(problem)))
+    return replace(report, units=units, warnings=(*report.warnings, *_warnings(planned)))
 
 
-def _warnings(problem: PlanningProblem) -> list[str]:
+def _warnings(planned: PlannedRun) -> list[str]:
     from dilatant.report.wording import counted
 
-    poor, notable = 0.3, 0.1
-    parts = problem.seconds_by_kind()
+    problem = planned.problem
+    poor, notable, fixed_at_most = 0.3, 0.1, 0.25
+    parts = problem.forward_seconds(planned.result.winner.microbatch_size)
+    whole = sum(seconds for seconds, _ in parts.values())
     worst = [
         (cost.fit_error, kind)
         for kind, degrees in problem.measured.layers.items()
         for cost in degrees.values()
         if cost.fit_error is not None and cost.fit_error > poor
     ]
-    share = sum(parts.get(kind, 0.0) for kind in {kind for _, kind in worst}) / sum(parts.values())
+    share = sum(parts[kind][0] for kind in {kind for _, kind in worst} & parts.keys()) / whole
     warnings = []
     if share > notable:
         error, kind = max(worst)
@@ -148,6 +150,12 @@ def _warnings(problem: PlanningProblem) -> list[str]:
             f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
             f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "
             "rough. Measure again with `dilatant profile`"
+        )
+    fixed = sum(constant for _, constant in parts.values()) / whole
+    if fixed > fixed_at_most and problem.target.is_here:
+        warnings.append(
+            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
+            "predicted, for calls also take time between layers"
         )
     if problem.samples.left_out:
         warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")

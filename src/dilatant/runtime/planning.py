@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,16 +58,16 @@ class PlanningProblem:
         """The global batches that plans are simulated on."""
         return self.samples.first(self.config.plan.steps * self.global_batch)
 
-    def seconds_by_kind(self) -> dict[str, float]:
-        """Forward of a mean sample on one device, by layer type."""
-        seconds: dict[str, float] = {}
+    def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
+        """Forward of a microbatch of mean samples on one device, by layer type: all of it, and what calls cost."""
+        simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
         for unit in self.model.spec.units:
-            square, linear, present = self.simulated().mean(unit.name)
+            square, linear, _ = (simulated.mean(unit.name) * samples).tolist()
             for layer in unit.layers:
                 forward = next(iter(self.costs.layers[layer.kind].values())).forward
-                one = forward.a * square + forward.b * linear + forward.c * present
-                seconds[layer.kind] = seconds.get(layer.kind, 0.0) + float(one)
-        return seconds
+                seconds[layer.kind][0] += forward.a * square + forward.b * linear + forward.c
+                seconds[layer.kind][1] += forward.c
+        return {kind: (whole, fixed) for kind, (whole, fixed) in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
