@@ -12,11 +12,11 @@ from typing import Any
 _LIBRARIES = ("numpy", "numba", "torch", "transformers", "triton")
 
 
-def describe_machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """Date (UTC), processor, cores, Python and library versions; and the GPU, where torch finds one."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "processor": processor(),
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
     }
@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, Any]:
     return {**facts, "gpu": gpu} if gpu else facts
 
 
-def processor() -> str:
+def _processor() -> str:
     """The processor's name, as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -14,6 +14,7 @@ import os
 import time
 from pathlib import Path
 
+from machine import machine
 from rich.console import Console
 
 CHAPTERS = ("oobleck", "cornstarch", "entrain", "disttrain")
@@ -40,7 +41,8 @@ def main() -> None:
             tables.append(table.to_plain())
     console.print(f"\n{len(tables)} tables in {time.perf_counter() - started:.0f} s")
     if arguments.json:
-        arguments.json.write_text(json.dumps(tables, indent=1), encoding="utf-8")
+        document = {**machine(), "tables": tables}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from machine import machine
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule import (
@@ -177,17 +177,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer runs and seeds")
     arguments = parser.parse_args()
     rows = all_rows(arguments.quick)
-    print(f"{'':66} {'ours':>10} {'bar':>8}  {'ours/bar':>8}")
+    print(f"{'':66} {'ours':>10} {'bar':>8}  {'ours/bar':>8} held")
     for row in rows:
-        bar = f"{row.bar:8.3g}  {row.value / row.bar:8.2f}" if row.bar else f"{'':18}"
+        held = "yes " if row.bar and row.value <= row.bar else "NO  "
+        bar = f"{row.bar:8.3g}  {row.value / row.bar:8.2f} {held}" if row.bar else f"{'':23}"
         print(f"{row.name:66} {row.value:10.4g} {bar} {row.unit:3} {row.note}")
     if arguments.json:
-        document = {
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "rows": list(map(asdict, rows)),
-        }
-        arguments.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        document = {**machine(), "rows": list(map(asdict, rows))}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

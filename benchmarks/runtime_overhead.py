@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from machine import describe_machine
+from machine import machine
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -188,7 +188,7 @@ def main() -> None:
         results.append(launch_local(compare, ranks, settings)[0])
         show(results[-1])
     if settings.json:
-        report = {"machine": describe_machine(), "runs": results}
+        report = {"machine": machine(), "runs": results}
         settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -14,6 +14,9 @@ import pytest
 import yaml
 from tiny_project import Dilatant, tiny_config
 
+from dilatant.report.plan_report import PlanReport
+from dilatant.report.timeline import StepTimeline
+
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 THREE = {"units": {"vision": {"pp": 1}, "language": {"pp": 2}}, "microbatches": 2}
 COLOCATED = {"units": {"vision": {}, "language": {"replicas": 2}}, "colocated": {"vision": "language"}}
@@ -33,6 +36,13 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def actions(timeline: StepTimeline) -> dict[tuple[int, ...], list[tuple]]:
+    return {
+        lane.ranks: [row[1:5] for row in timeline.rows if row.lane == number]
+        for number, lane in enumerate(timeline.lanes)
+    }
+
+
 def layout(parallel: dict) -> tuple[str, str]:
     return "--set", f"parallel={json.dumps(parallel)}"
 
@@ -49,6 +59,15 @@ def test_three_processes_have_the_losses_of_one_and_resume_under_any_layout(
     assert losses(run) == pytest.approx(losses(project / "one"), rel=1e-4)
     assert json.loads((run / "timeline.json").read_text())["traceEvents"]
     assert (run / "export" / "language" / "model.safetensors").is_file()
+    code, out, err = dilatant("simulate", run)
+    assert code == 0, err
+    assert "A measured step took" in out
+    assert "The step as measured" in (run / "plan.html").read_text()
+    _, out, _ = dilatant("simulate", run, "--json")
+    report = PlanReport.from_json(json.dumps(json.loads(out)["report"]))
+    assert report.measured is not None
+    # The same actions, in the order in which each rank runs them.
+    assert actions(report.measured) == actions(report.timeline)
     # From three processes into one, and from one process into two that share both units.
     (run / "checkpoints" / "step-00000006").rename(project / "gone")
     code, _, _ = dilatant("resume", run, "--set", "parallel=null")

@@ -107,6 +107,20 @@ def test_a_plan_is_timed_on_a_cluster_that_is_not_here(project: Path, dilatant: 
     assert min(slow["step_seconds"]) > max(fast["step_seconds"])
 
 
+def test_links_between_processes_are_measured_into_a_hardware_file(project: Path, dilatant: Dilatant) -> None:
+    costs, links = project / "costs.yaml", project / "hardware.yaml"
+    sizes = ("--tokens", "8,16", "--repeats", 1, "--out", costs, "--set", "cluster.gpus_per_node=2")
+    code, out, err = dilatant("profile", project / "config.yaml", *sizes, "--links", links)
+    assert code == 0, err
+    assert "links inside a node:" in out
+    assert "links between nodes: not measured" in out
+    (name,) = yaml.safe_load(links.read_text())
+    mine = f"cluster={{hardware: {name}, hardware_file: {links}, gpus_per_node: 2}}"
+    report = planned(dilatant, project / "config.yaml", "--set", mine, "--costs", costs)
+    assert report.cost_source == "measured"
+    refused(dilatant("profile", project / "config.yaml", *H100, "--links", links), "cannot be measured")
+
+
 def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
     trace = project / "trace.csv"
     trace.write_text("".join(f"0,add,{node}\n" for node in range(4)) + "600000,remove,1\n900000,add,7\n")
@@ -152,7 +166,12 @@ def test_fewer_devices_than_units(project: Path, dilatant: Dilatant) -> None:
 
 def test_a_batch_that_does_not_divide(project: Path, dilatant: Dilatant) -> None:
     settings = ("--set", "train.global_batch_size=10", "--set", "plan.microbatch_sizes=[4]")
-    refused(dilatant("plan", project / "config.yaml", *H100, *settings), "global_batch_size 10", "8 and 12")
+    refused(
+        dilatant("plan", project / "config.yaml", *H100, *settings),
+        "train.global_batch_size",
+        "a global batch of 10",
+        "8 and 12",
+    )
 
 
 def test_costs_of_other_hardware_and_of_another_model(project: Path, dilatant: Dilatant) -> None:

@@ -11,6 +11,7 @@ from dilatant.cost import (
     BF16,
     FP32,
     CostModel,
+    Hardware,
     LayerCost,
     Quadratic,
     analytic_cost,
@@ -18,13 +19,14 @@ from dilatant.cost import (
     block_shape,
     embedding_shape,
     fit,
+    fit_link,
     frozen_work,
     head_shape,
     linear_shape,
     load_costs,
     load_hardware,
     save_costs,
-    stage_bytes,
+    save_hardware,
     trainable_before,
 )
 
@@ -130,7 +132,6 @@ def test_frozen_parameters_hold_their_weights_only():
     assert BF16.of(10, trainable=True) == 180
     assert BF16.of(10, trainable=False) == 20
     assert FP32.of(10, trainable=True) == 160
-    assert stage_bytes(100, 7, in_flight=4, num_microbatches=3) == 121
 
 
 # --- Files
@@ -212,6 +213,37 @@ def test_a_users_hardware_file_is_read_and_every_mistake_in_it_named(tmp_path):
 
 
 # --- The analytic model
+
+
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 24)
+
+
+@settings(max_examples=50)
+@given(st.floats(1e8, 1e12), st.floats(1e-6, 1e-3))
+def test_a_link_is_found_from_the_seconds_of_its_messages(bandwidth, latency):
+    found, error = fit_link(SIZES, [latency + size / bandwidth for size in SIZES])
+    # Figures are kept to four digits.
+    assert error < 1e-3
+    assert found.seconds(1 << 22) == pytest.approx(latency + (1 << 22) / bandwidth, rel=2e-3)
+
+
+def test_messages_that_take_equally_long_tell_no_bandwidth():
+    with pytest.raises(ValueError, match="no bandwidth"):
+        fit_link(SIZES, [2e-4, 1e-4, 1e-4, 1e-4, 1e-4])
+
+
+def test_a_measured_entry_joins_a_hardware_file_and_reads_back_equal(tmp_path):
+    path = tmp_path / "hardware.yaml"
+    for name in ("A40", "H100"):
+        save_hardware(load_hardware(name), name, path)
+    assert [load_hardware(name, path) for name in ("A40", "H100")] == [
+        load_hardware("A40"),
+        load_hardware("H100"),
+    ]
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(UserError, match="is no hardware file"):
+        save_hardware(load_hardware("A40"), "A40", tmp_path / "list.yaml")
+    assert isinstance(load_hardware("A40", path), Hardware)
 
 
 def test_analytic_costs_follow_flops_and_shrink_with_parallelism():

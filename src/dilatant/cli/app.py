@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dilatant import __version__
 from dilatant.cli import data, doctor, export, generate, plan, profile, resume, simulate, train
-from dilatant.config import UserError
+from dilatant.config.errors import UserError
 
 USER_ERROR_EXIT = 2
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides
-from dilatant.config import load_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +42,7 @@ def stats(
     from dilatant.runtime.assemble import assemble_samples
 
     console = Console(stderr=as_json)
-    resolved = load_config(config, overrides)
+    resolved = read_config(config, overrides)
     samples = assemble_samples(resolved)
     with _progress(console) as progress:
         task = progress.add_task("measuring samples", total=None)
@@ -82,7 +81,7 @@ def lint(
     from dilatant.runtime.assemble import assemble_samples
 
     console = Console(stderr=as_json)
-    samples = assemble_samples(load_config(config, overrides))
+    samples = assemble_samples(read_config(config, overrides))
     problems: list[Problem] = []
     checked = 0
     for blend in [samples.train] if samples.held_out is None else [samples.train, samples.held_out]:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, RunPath
-from dilatant.config import UserError, load_config
+from dilatant.cli.options import AsJson, RunPath, read_config
+from dilatant.config.errors import UserError
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     if checkpoint is None:
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
-    config = load_config(saved)
+    config = read_config(saved)
     samples = assemble_samples(config)
     model = assemble_model(config, samples)
     load(checkpoint.path, {"model": model_tensors(model)})

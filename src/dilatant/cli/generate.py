@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dilatant.cli.options import AsJson
-from dilatant.config import UserError
+from dilatant.config.errors import UserError
 
 
 def generate(

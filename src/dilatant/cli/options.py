@@ -1,11 +1,15 @@
-"""Arguments that several verbs share."""
+"""Arguments that several verbs share, and how they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from dilatant.config import Config
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)
@@ -20,3 +24,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, written by `dilatant train`.", show_default=False)
 ]
+
+
+def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """`load_config`, whose libraries are imported only now, so that `--help` starts at once."""
+    from dilatant.config import load_config
+
+    return load_config(path, overrides)

@@ -16,9 +16,9 @@ import typer
 
 from dilatant.cli.observe import observing
 from dilatant.cli.stop_signal import StopSignal
-from dilatant.config import Config
 
 if TYPE_CHECKING:
+    from dilatant.config import Config
     from dilatant.plan.plan import Plan
     from dilatant.report.run_folder import RunFolder
     from dilatant.runtime.launch import Worker
@@ -119,14 +119,15 @@ def _train(config: Config, folder: RunFolder, trainer: Trainer, console: object,
 
 
 def _last_step(engine: Pipeline, plan: Plan, folder: RunFolder) -> str:
-    """Write the last step's timeline, as a page and for Perfetto; returns its summary. Called by all ranks, of which
-    the first writes."""
+    """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
+    ranks, of which the first writes."""
     from dilatant.report.perfetto import describe, summarize, write_timeline
     from dilatant.report.step_page import write_step_page
 
-    actions = engine.parallel.runtime.measured()
-    if engine.rank != 0 or not actions:
+    step = engine.parallel.measured()
+    if engine.rank != 0 or step is None or not step.actions:
         return ""
-    write_timeline(folder.path / "timeline.json", actions, plan, engine.parallel.arrows())
-    write_step_page(folder.path / "timeline.html", actions, plan, f"{folder.path.name}: the last step")
-    return describe(summarize(actions, plan))
+    write_timeline(folder.path / "timeline.json", step.actions, plan, engine.parallel.arrows())
+    write_step_page(folder.path / "timeline.html", step.actions, plan, f"{folder.path.name}: the last step")
+    folder.write_text("step.json", step.to_json() + "\n")
+    return describe(summarize(step.actions, plan))

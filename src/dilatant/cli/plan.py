@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides
-from dilatant.config import Config, load_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dilatant.config import Config
     from dilatant.report.plan_report import PlanReport
     from dilatant.runtime.planning import PlannedRun, PlanningProblem
 
@@ -37,13 +38,15 @@ def plan(
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
 
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.runtime.planning import plan_run
 
     console = Console(stderr=as_json)
-    resolved = with_costs(load_config(config, overrides), costs)
+    resolved = with_costs(read_config(config, overrides), costs)
     problem = open_problem(resolved, console)
     with console.status("searching"):
         planned = plan_run(problem)
@@ -58,7 +61,7 @@ def plan(
     print_plan(report, console)
     console.print("[bold]Why this plan[/]")
     for sentence in report.reasons:
-        console.print(f"  {sentence}", highlight=False, markup=False)
+        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
     show_places(
         console,
         {
@@ -67,6 +70,10 @@ def plan(
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
+    if problem.target.is_here and len(planned.result.winner.plan.ranks) > 1:
+        console.print("\nTo train with it:", highlight=False)
+        command = train_command(config, out or folder / "plan.json", planned)
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:
@@ -119,27 +126,58 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
         for unit in report.units
         for whole, trainable in [problem.model.parameters[unit.name]]
     )
-    return replace(report, units=units, warnings=(*report.warnings, *_warnings(problem)))
+    return replace(report, units=units, warnings=(*report.warnings, *_warnings(planned)))
 
 
-def _warnings(problem: PlanningProblem) -> list[str]:
-    poor = 0.3
+def _warnings(planned: PlannedRun) -> list[str]:
+    from dilatant.report.wording import counted
+
+    problem = planned.problem
+    poor, notable, fixed_at_most = 0.3, 0.1, 0.25
+    parts = problem.forward_seconds(planned.result.winner.microbatch_size)
+    whole = sum(seconds for seconds, _ in parts.values())
     worst = [
         (cost.fit_error, kind)
         for kind, degrees in problem.measured.layers.items()
         for cost in degrees.values()
         if cost.fit_error is not None and cost.fit_error > poor
     ]
+    share = sum(parts[kind][0] for kind in {kind for _, kind in worst} & parts.keys()) / whole
     warnings = []
-    if worst:
+    if share > notable:
         error, kind = max(worst)
         warnings.append(
-            f"measured times of {len(worst)} layer types scatter, worst {kind} (a fit is off by {error:.0%}): the "
-            "machine was busy, or the layers are tiny; predictions are as rough. Measure again with `dilatant profile`"
+            f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
+            f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "
+            "rough. Measure again with `dilatant profile`"
+        )
+    fixed = sum(constant for _, constant in parts.values()) / whole
+    if fixed > fixed_at_most and problem.target.is_here:
+        warnings.append(
+            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
+            "predicted, for calls also take time between layers"
         )
     if problem.samples.left_out:
         warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")
     return warnings
+
+
+def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
+    """The command that trains with a plan as it was simulated."""
+    winner = planned.result.winner
+    settings = {
+        # Paths in a config and its overrides are relative to the YAML file.
+        "plan": os.path.relpath(plan_file.resolve(), config.resolve().parent),
+        "microbatches": winner.num_microbatches,
+        "schedule": winner.evaluation.schedule,
+    }
+    chosen = " ".join(f"--set parallel.{name}={value}" for name, value in settings.items())
+    return f"dilatant train {config} {chosen}"
+
+
+def _seen_from_here(path: Path) -> Path:
+    whole = path.resolve()
+    return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
 
 
 def plan_document(planned: PlannedRun) -> str:
@@ -174,6 +212,4 @@ def show_places(console: Console, places: dict[Path, str]) -> None:
     """Where to look."""
     console.print()
     for path, what in places.items():
-        whole = path.resolve()
-        shown = whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
-        console.print(f"  {shown}  [dim]{what}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  {_seen_from_here(path)}  [dim]{what}[/]", highlight=False, soft_wrap=True)

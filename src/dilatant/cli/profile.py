@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides
-from dilatant.config import UserError, load_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
+from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.cost.model import CostModel
+    from dilatant.runtime.link_probe import MeasuredLinks
+    from dilatant.runtime.planned_hardware import Target
 
 
 def profile(
@@ -25,24 +29,39 @@ def profile(
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements per count; their median counts.")] = 7,
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure the links between devices as well, and write them into this hardware file.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure every layer type of a model: forward, gradients, recomputation, memory, at several token counts.
 
     For hardware that is not this machine (cluster.hardware), costs are modelled from FLOPs and bytes and say so.
+    Links are measured between two processes of this machine, or between the ranks that torchrun or Slurm started.
     """
     from rich.console import Console
 
+    from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs
     from dilatant.runtime.assemble import load_model_tokenizer
     from dilatant.runtime.describe_model import describe_model, skeleton
+    from dilatant.runtime.launch import place_from
     from dilatant.runtime.layer_costs import layer_costs, measure_layers, measured_tokens
-    from dilatant.runtime.planned_hardware import plan_target
+    from dilatant.runtime.planned_hardware import entry_name, plan_target, with_links
 
     console = Console(stderr=as_json)
-    resolved = load_config(config, overrides)
+    resolved = read_config(config, overrides)
     target = plan_target(resolved.cluster, resolved.train.precision)
     counts = _counts(tokens) or measured_tokens(resolved)
+    place = place_from(os.environ)
+    found = _measure_links(target, console) if links is not None else None
+    if place is not None and place.rank > 0:
+        return  # layers are measured once, where nothing else runs
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_here:
@@ -56,15 +75,61 @@ def profile(
         save_costs(costs, out)
     except OSError as error:
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
+    name = entry_name(target.hardware)
+    if links is not None and found is not None:
+        save_hardware(with_links(target.hardware, found), name, links)
     if as_json:
-        print(json.dumps(_plain(costs, counts)))
+        measured = {} if found is None else {"links": asdict(found)}
+        print(json.dumps({**_plain(costs, counts), **measured}))
         return
     _show(costs, counts, console)
+    if links is not None and found is not None:
+        _show_links(found, console)
+        console.print(
+            f"{links}: plan with it by `cluster.hardware: {name}` and `cluster.hardware_file: {links}`",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(
         f"{out}: plan with it by `plan.costs: {out}`, or share it with others on {costs.hardware}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _measure_links(target: Target, console: Console) -> MeasuredLinks:
+    """Between the ranks there are, or between two processes started here. Raises UserError where there is no pair."""
+    import torch
+
+    from dilatant.runtime.launch import launch, place_from
+    from dilatant.runtime.link_probe import measure_links
+
+    if not target.is_here:
+        raise UserError(
+            f"--links: {target.asked_for} is not here, so its links cannot be measured; run `dilatant profile` there"
+        )
+    if torch.cuda.device_count() == 1 and place_from(os.environ) is None:
+        raise UserError(
+            "--links: one GPU has no links; start `dilatant profile` on several, by torchrun or Slurm"
+        )
+    with console.status("measuring links"):
+        found: MeasuredLinks = launch(measure_links, 2)[0]
+    return found
+
+
+def _show_links(found: MeasuredLinks, console: Console) -> None:
+    from dilatant.report.wording import percent_text, seconds_text
+
+    for where, measured in (("inside a node", found.inside), ("between nodes", found.between)):
+        if measured is None:
+            console.print(f"links {where}: not measured, no two ranks are placed so", highlight=False)
+            continue
+        link = measured.link
+        console.print(
+            f"links {where}: {link.bandwidth / 1e9:.3g} GB/s, {seconds_text(link.latency)} a message "
+            f"(fit off by {percent_text(measured.error)})",
+            highlight=False,
+        )
 
 
 def _counts(text: str) -> tuple[int, ...]:

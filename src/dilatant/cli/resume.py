@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides, RunPath
+from dilatant.cli.options import AsJson, Overrides, RunPath, read_config
 from dilatant.cli.train import run
-from dilatant.config import UserError, load_config
+from dilatant.config.errors import UserError
 
 
 def resume(
@@ -18,5 +18,5 @@ def resume(
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
-    config = load_config(saved, [*overrides, f"output_dir={folder.resolve()}", "train.resume=auto"])
+    config = read_config(saved, [*overrides, f"output_dir={folder.resolve()}", "train.resume=auto"])
     raise typer.Exit(run(config, as_json=as_json))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, Overrides
+from dilatant.cli.options import AsJson, Overrides, read_config
 from dilatant.cli.plan import Page, open_problem, plan_report, show_places
-from dilatant.config import Config, UserError, load_config
+from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dilatant.config import Config
     from dilatant.plan.plan import Plan
+    from dilatant.report.plan_report import PlanReport
     from dilatant.runtime.planning import PlannedRun, PlanningProblem
+    from dilatant.schedule.measured import MeasuredStep
 
 
 def simulate(
@@ -25,7 +29,7 @@ def simulate(
         Path,
         typer.Argument(
             metavar="PLAN_OR_CONFIG",
-            help="A plan.json that `dilatant plan` wrote, its folder, or a YAML file.",
+            help="A plan.json that `dilatant plan` wrote, its folder, the folder of a run, or a YAML file.",
             show_default=False,
         ),
     ],
@@ -46,7 +50,8 @@ def simulate(
     page: Page = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a plan on any cluster. Of a YAML file the best plan for its cluster is timed.
+    """Time a plan on any cluster. Of a YAML file the best plan for its cluster is timed; of a run over several
+    processes the step that it measured last, beside the measurement.
 
     Costs of hardware that is not here are modelled (or `--set plan.costs=FILE`). With --failures, nodes of the
     cluster come and go as the trace says: throughput over time under pipeline templates and under restarts.
@@ -54,23 +59,34 @@ def simulate(
     from rich.console import Console
 
     console = Console(stderr=as_json)
-    config, plan, recorded = _read(source, [*_cluster(cluster), *overrides])
-    problem = open_problem(config, console)
+    given = _read(source, [*_cluster(cluster), *overrides])
+    problem = open_problem(given.config, console)
     if failures is not None:
         _replay(problem, failures, fault_tolerance, page, as_json, console)
         return
     with console.status("simulating"):
-        planned = _timed(problem, plan, microbatches or recorded)
-    _show(planned, source.stem, page, as_json, console)
+        planned = _timed(problem, given.plan, microbatches or given.microbatches)
+    if given.step is not None and page is None and not as_json:
+        page = source / "plan.html"
+    _show(planned, given.step, source.stem, page, as_json, console)
 
 
-def _read(source: Path, overrides: list[str]) -> tuple[Config, Plan | None, int | None]:
-    """The config, and of a plan file the plan with the microbatches it was made for."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What is to be simulated: of a plan file the plan and the microbatches it is for, of a run its measured step."""
+
+    config: Config
+    plan: Plan | None = None
+    microbatches: int | None = None
+    step: MeasuredStep | None = None
+
+
+def _read(source: Path, overrides: list[str]) -> _Given:
     from dilatant.plan.plan import Plan
 
     path = source / "plan.json" if source.is_dir() else source
     if path.suffix != ".json":
-        return load_config(path, overrides), None, None
+        return _Given(read_config(path, overrides))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -84,9 +100,29 @@ def _read(source: Path, overrides: list[str]) -> tuple[Config, Plan | None, int 
         raise UserError(
             f"{path} needs the config.yaml that `dilatant plan` writes beside it: model and data are read from there"
         )
+    measured = _measured(path.parent)
+    if measured is not None and not any(entry.startswith("cluster.") for entry in overrides):
+        overrides = [*overrides, f"cluster.gpus_per_node={len(plan.ranks)}"]
     if not any(entry.startswith("plan.costs=") for entry in overrides):
         overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
-    return load_config(beside, overrides), plan, step.get("num_microbatches")
+    config = read_config(beside, overrides)
+    microbatches = step.get("num_microbatches")
+    if measured is not None and config.parallel is not None:
+        microbatches = config.parallel.microbatches
+    return _Given(config, plan, microbatches, measured)
+
+
+def _measured(folder: Path) -> MeasuredStep | None:
+    """The step that a run measured, if this is the folder of one."""
+    from dilatant.schedule.measured import MeasuredStep
+
+    path = folder / "step.json"
+    if not path.is_file():
+        return None
+    try:
+        return MeasuredStep.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]:
@@ -94,10 +130,10 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
     from dilatant.cost.model import load_costs
     from dilatant.runtime.planned_hardware import is_same_hardware, plan_target
 
-    path = folder / "costs.yaml"
-    if not path.is_file():
+    path = next((p for p in (folder / "costs.yaml", folder / "plan" / "costs.yaml") if p.is_file()), None)
+    if path is None:
         return []
-    resolved = load_config(config, overrides)
+    resolved = read_config(config, overrides)
     target = plan_target(resolved.cluster, resolved.train.precision)
     costs = load_costs(path)
     fits = is_same_hardware(costs.hardware, target.asked_for) and costs.dtype == target.dtype
@@ -125,15 +161,22 @@ def _timed(problem: PlanningProblem, plan: Plan | None, microbatches: int | None
     return time_plan(problem, plan, microbatches)
 
 
-def _show(planned: PlannedRun, title: str, page: Path | None, as_json: bool, console: Console) -> None:
-    from dataclasses import replace
-
+def _show(
+    planned: PlannedRun,
+    measured: MeasuredStep | None,
+    title: str,
+    page: Path | None,
+    as_json: bool,
+    console: Console,
+) -> None:
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.runtime.planning import compare_schedules, simulated_steps
 
     winner = planned.result.winner
     report = replace(plan_report(planned, title), lower_bound_seconds=None, candidates=(), reasons=())
+    if measured is not None:
+        report = _beside(report, measured, planned)
     steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
     schedules = compare_schedules(planned.problem, winner.plan, winner.num_microbatches)
     if page is not None:
@@ -153,6 +196,21 @@ def _show(planned: PlannedRun, title: str, page: Path | None, as_json: bool, con
     _print_steps([step.seconds for step in steps], schedules, planned.problem, console)
     if page is not None:
         show_places(console, {page: "the same as a page: open it in a browser"})
+
+
+def _beside(report: PlanReport, measured: MeasuredStep, planned: PlannedRun) -> PlanReport:
+    """The report with a measured step, and the prediction of the very same actions instead of a typical step."""
+    from dilatant.report.step_timeline import measured_timeline, step_timeline
+    from dilatant.runtime.planning import predicted_step
+
+    config = planned.problem.config
+    predicted = predicted_step(planned.problem, report.plan, measured)
+    return replace(
+        report,
+        schedule=config.parallel.schedule if config.parallel is not None else report.schedule,
+        timeline=step_timeline(predicted),
+        measured=measured_timeline(measured.actions, report.plan),
+    )
 
 
 def _print_steps(

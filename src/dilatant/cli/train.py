@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dilatant.cli.observe import observing
-from dilatant.cli.options import AsJson, ConfigPath, Overrides
-from dilatant.config import Config, UserError, load_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
+from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dilatant.config import Config
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.report.run_folder import RunFolder
     from dilatant.runtime.assemble import Samples
@@ -31,7 +32,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train the model of a YAML file. Ctrl-C or SIGTERM saves and stops; `dilatant resume` goes on."""
-    raise typer.Exit(run(load_config(config, overrides), overwrite=overwrite, as_json=as_json))
+    raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
 
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
@@ -275,6 +276,7 @@ def _say_where_to_look(
     if (folder.path / "timeline.json").is_file():
         places[f"{path}/timeline.html"] = "the last step on every rank: who computed, who waited for whom"
         places[f"{path}/timeline.json"] = "the same for ui.perfetto.dev"
+        places[f"dilatant simulate {path}"] = "the same step predicted, beside the measured one"
     if evaluation is not None:
         places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
     for place, what in places.items():

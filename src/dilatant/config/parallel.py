@@ -29,7 +29,7 @@ class ParallelConfig(Section):
     """A plan file, as `dilatant plan` writes it, instead of `units`."""
     microbatches: int = Field(4, ge=1)
     """Microbatches of each unit replica in a step."""
-    schedule: Literal["gpipe", "1f1b", "eager", "interleaved", "zb-h1", "zb-h2"] = "eager"
+    schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] = "eager"
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
 

@@ -48,7 +48,7 @@ class PlanConfig(Section):
     context_parallel: tuple[int, ...] = (1,)
     """Context-parallel degrees to model."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] = "balanced"
-    """How samples are grouped into microbatches."""
+    """How samples are grouped into microbatches, in plans and in training over several processes."""
     finalists: int = Field(24, gt=0)
     """Candidates to simulate at most, the most promising first."""
 

@@ -9,9 +9,9 @@ from dilatant.cost.analytic import (
     head_shape,
     linear_shape,
 )
-from dilatant.cost.hardware import Hardware, Link, load_hardware
+from dilatant.cost.hardware import Hardware, Link, fit_link, load_hardware, save_hardware
 from dilatant.cost.layer import LayerCost, LayerWork, frozen_work, trainable_before
-from dilatant.cost.memory import BF16, FP32, ParameterBytes, stage_bytes
+from dilatant.cost.memory import BF16, FP32, ParameterBytes
 from dilatant.cost.model import CostModel, load_costs, save_costs
 from dilatant.cost.quadratic import Quadratic, fit
 
@@ -31,12 +31,13 @@ __all__ = [
     "block_shape",
     "embedding_shape",
     "fit",
+    "fit_link",
     "frozen_work",
     "head_shape",
     "linear_shape",
     "load_costs",
     "load_hardware",
     "save_costs",
-    "stage_bytes",
+    "save_hardware",
     "trainable_before",
 ]

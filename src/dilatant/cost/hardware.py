@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.cost.quadratic import fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,41 @@ class Hardware:
         if dtype not in self.peak_flops:
             raise UserError(f"hardware {self.name} has no peak for {dtype}; it has {sorted(self.peak_flops)}")
         return self.peak_flops[dtype] * self.matmul_efficiency
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, float]:
+    """The link whose `latency + bytes / bandwidth` is nearest to the measured seconds of messages of `sizes` bytes, by
+    least squares of relative errors, and its largest relative error. Raises ValueError when larger messages take no
+    longer.
+    """
+    line, error = fit(sizes, seconds, square=False)
+    if line.b <= 0.0:
+        raise ValueError(f"messages of {list(sizes)} bytes took {list(seconds)} s: that tells no bandwidth")
+    return Link(bandwidth=float(f"{1.0 / line.b:.4g}"), latency=line.c), error
+
+
+def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
+    """Write `hardware` as entry `name` of a hardware file; other entries of a file that is there already stay.
+
+    Raises UserError when `path` holds something else, or cannot be written.
+    """
+    document: Any = {}
+    try:
+        if path.is_file():
+            document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        if not isinstance(document, dict):
+            raise UserError(f"{path} is there already and is no hardware file; choose another name")
+        entry = {key: value for key, value in asdict(hardware).items() if key != "name"}
+        document[name] = {"source": entry.pop("source"), **entry}
+        path.write_text(
+            "# Devices and links; see `cluster.hardware_file`. Edit what you know better.\n"
+            + yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100),
+            encoding="utf-8",
+        )
+    except yaml.YAMLError:
+        raise UserError(f"{path} is there already and is not YAML; choose another name") from None
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def load_hardware(name: str, path: Path | None = None) -> Hardware:

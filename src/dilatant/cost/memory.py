@@ -1,4 +1,4 @@
-"""What a stage keeps in memory: parameters, gradients, optimizer states, and activations of microbatches in flight."""
+"""What a parameter takes in memory: weight, gradient, optimizer state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,3 @@ class ParameterBytes:
 
 FP32 = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0)
 BF16 = ParameterBytes()
-
-
-def stage_bytes(static: float, kept_per_microbatch: float, in_flight: int, num_microbatches: int) -> float:
-    """Peak bytes of a stage: what it always holds, and the activations of the microbatches in flight (at most as
-    many as there are). A stage without backward keeps nothing: pass 0 for it."""
-    return static + kept_per_microbatch * min(in_flight, num_microbatches)

@@ -6,7 +6,7 @@ Importing this room compiles nothing and loads no torch; planners load numba whe
 from dilatant.plan.candidates import Mode, Placement
 from dilatant.plan.cluster import Cluster, Link, cluster_of
 from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches, template_node_counts
-from dilatant.plan.depth import eager_depths, path_depths
+from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 from dilatant.plan.evaluation import Evaluation, Evaluator
 from dilatant.plan.explain import reasons
@@ -65,6 +65,7 @@ __all__ = [
     "compose_pipelines",
     "eager_depths",
     "feasible_allocations",
+    "half_eager_depths",
     "layer_table",
     "minimum_stable_batch",
     "orchestrate",

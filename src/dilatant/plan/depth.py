@@ -26,3 +26,8 @@ def path_depths(plan: Plan) -> tuple[int, ...]:
 def eager_depths(plan: Plan) -> tuple[int, ...]:
     """By stage number: 2(S - s) - 1 along the stage's own path, eager 1F1B's default depth."""
     return tuple(2 * depth - 1 for depth in path_depths(plan))
+
+
+def half_eager_depths(plan: Plan) -> tuple[int, ...]:
+    """By stage number: halfway between the depths of 1F1B and of eager 1F1B, rounded down."""
+    return tuple((least + most) // 2 for least, most in zip(path_depths(plan), eager_depths(plan)))

@@ -14,21 +14,29 @@ def reasons(result: SearchResult, bytes_per_device: float) -> tuple[str, ...]:
     """Sentences on the winner: its devices against its work, what bounds it, where it idles, memory, the runner-up,
     and how sure the search is."""
     winner = result.winner
-    lines = [_shape(winner), *_shares(winner), _bottleneck(winner)]
+    lines = [*choice(result)]
     if winner.evaluation.bubble > 0.0 and winner.evaluation.idle_seconds:
         lines.append(_bubble(winner))
+    lines.append(_memory(winner, bytes_per_device))
+    if result.runners_up:
+        lines.append(_runner_up(winner, result.runners_up[0]))
+    return tuple(lines)
+
+
+def choice(result: SearchResult) -> tuple[str, ...]:
+    """Sentences on what was chosen and how sure the search is: those of `reasons` that a plan report, which draws idle
+    time, memory and runners-up, does not say anyway."""
+    winner = result.winner
+    lines = [_shape(winner), *_shares(winner), _bottleneck(winner)]
     if winner.evaluation.sync_seconds > 0.0:
         lines.append(
             f"Summing gradients adds {_ms(winner.evaluation.sync_seconds)} "
             f"({winner.evaluation.sync_seconds / result.seconds:.1%} of the step) after the last backward."
         )
-    lines.append(_memory(winner, bytes_per_device))
     if winner.idle_devices:
         lines.append(
             f"{winner.idle_devices} devices stay idle: no shape with profiled degrees uses all of them exactly."
         )
-    if result.runners_up:
-        lines.append(_runner_up(winner, result.runners_up[0]))
     lines += [f"Rejected: {text}." for text in result.rejected[:3]]
     lines.append(_certainty(result))
     return tuple(lines)
@@ -36,7 +44,8 @@ def reasons(result: SearchResult, bytes_per_device: float) -> tuple[str, ...]:
 
 def _shape(one: RankedPlan) -> str:
     units = ", ".join(
-        f"{unit.name} {_times(len(unit.replicas))}{_count(len(unit.replicas[0].stages), 'stage')} of tp {stage.tp}"
+        f"{unit.name} {_times(len(unit.replicas))}{_count(len(unit.replicas[0].stages), 'stage')}"
+        + (f" tp {stage.tp}" if stage.tp > 1 else "")
         + (f" cp {stage.cp}" if stage.cp > 1 else "")
         for unit in one.plan.units
         for stage in unit.replicas[0].stages[:1]

@@ -15,17 +15,21 @@ from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.plan import Plan
 
 
-def microbatch_sizes_for(global_batch: int, sizes: Sequence[int]) -> list[int]:
-    """The sizes that divide the global batch. Raises BatchError, naming the nearest batches, if none does."""
-    dividing = sorted({size for size in sizes if size > 0 and global_batch % size == 0})
+def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
+    """The sizes that divide the global batch among so many pipelines. Raises BatchError, naming the nearest batches,
+    if none does."""
+    dividing = sorted({size for size in sizes if size > 0 and global_batch % (pipelines * size) == 0})
     if dividing and global_batch > 0:
         return dividing
-    least = min((size for size in sizes if size > 0), default=1)
-    low = global_batch // least * least
-    nearest = tuple(batch for batch in (low, low + least) if batch > 0)
+    wanted = sorted({size for size in sizes if size > 0}) or [1]
+    steps = [pipelines * size for size in wanted]
+    low = max(global_batch // step * step for step in steps)
+    high = min(global_batch // step * step + step for step in steps)
+    nearest = tuple(batch for batch in (low, high) if batch > 0)
+    among = f" among {pipelines} pipelines" if pipelines > 1 else ""
     raise BatchError(
-        f"a global batch of {global_batch} does not divide into microbatches of "
-        f"{' or '.join(map(str, sorted(set(sizes))))}; the nearest that do are {' and '.join(map(str, nearest))}",
+        f"a global batch of {global_batch} does not divide{among} into microbatches of "
+        f"{' or '.join(map(str, wanted))}; the nearest that do are {' and '.join(map(str, nearest))}",
         nearest,
     )
 
@@ -60,19 +64,19 @@ def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
 def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
     """Which unit overflows by most with one pipeline and the smallest microbatches, or that only all together do."""
     excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
-    capacity = space.cluster.bytes_per_device / 2**30
+    capacity = _bytes(space.cluster.bytes_per_device)
     devices = space.cluster.num_devices
     unit = max(excess, key=lambda name: excess[name])
     remedy = "add devices, use recomputation or smaller microbatches, or freeze more layers"
     if 0.0 < excess[unit] < math.inf:
         return DoesNotFitError(
-            f"no plan fits memory: unit {unit!r} needs about {excess[unit] / 2**30:.2f} GiB more than the "
-            f"{capacity:.2f} GiB of a device on {devices} devices; {remedy}",
+            f"no plan fits memory: unit {unit!r} needs about {_bytes(excess[unit])} more than the {capacity} of a "
+            f"device, spread over {devices} devices as thinly as it can be; {remedy}",
             unit,
             excess[unit],
         )
     return DoesNotFitError(
-        f"no plan uses {devices} devices of {capacity:.2f} GiB: each unit fits, all together do not; {remedy}"
+        f"no plan fits memory on {devices} devices of {capacity}: each unit fits, all together do not; {remedy}"
     )
 
 
@@ -118,7 +122,7 @@ def rejection(plan: Plan, candidate: Candidate, evaluation: Evaluation, excess: 
     culprit = next(option for option in candidate.options if held[0].unit in option.cuts)
     return culprit, (
         f"{candidate.replicas} pipelines, {candidate.placement}: rank {rank} ({where}) overflows by "
-        f"{excess / 2**30:.2f} GiB"
+        f"{_bytes(excess)}"
     )
 
 
@@ -133,3 +137,8 @@ def nothing_survived(rejected: Sequence[tuple[float, str]], cluster: Cluster) ->
         "recomputation or smaller microbatches",
         excess_bytes=excess,
     )
+
+
+def _bytes(count: float) -> str:
+    """Bytes for a reader: GiB, or MiB where that would be 0."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.3g} MiB"

@@ -115,9 +115,8 @@ def search(
     feeds = {unit.name: unit.feeds for unit in model.units}
     ranked: list[RankedPlan] = []
     rejected: list[tuple[float, str]] = []
-    overflowing: set[tuple[int, int]] = (
-        set()
-    )  # options that overflowed once, by number of pipelines: not again
+    overflowing: set[tuple[int, int]] = set()
+    """Options that overflowed once, by number of pipelines: they are not tried again."""
     seen: set[tuple[Plan, int]] = set()
     skipped = math.inf
     done = 0
@@ -176,9 +175,8 @@ def _enumerate(space: Space, mode: Mode, sizes: Sequence[int]) -> list[Candidate
             for candidate in space.candidates(mode, devices, replicas, size)
         ]
         if not found and devices == space.cluster.num_devices:
-            hopeless = excess_by_unit(
-                space, mode, sizes[0], 1
-            )  # one microbatch in flight is the least there is
+            # One microbatch in flight is the least there is.
+            hopeless = excess_by_unit(space, mode, sizes[0], 1)
             if max(hopeless.values()) > 0.0:
                 return []
         if found:

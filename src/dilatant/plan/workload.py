@@ -28,6 +28,22 @@ class Workload:
     def num_samples(self) -> int:
         return len(next(iter(self.tokens.values())))
 
+    def part(self, first: int, end: int) -> Workload:
+        """Samples `first <= s < end`."""
+        return Workload(
+            {unit: tokens[first:end] for unit, tokens in self.tokens.items()},
+            {unit: squares[first:end] for unit, squares in self.squares.items()},
+        )
+
+    def steps(self, global_batch: int) -> list[Workload]:
+        """The global batches that these samples are, one after another. PlanError if they are no whole number."""
+        count, rest = divmod(self.num_samples, global_batch)
+        if rest or not count:
+            raise PlanError(
+                f"{self.num_samples} samples are no whole number of global batches of {global_batch}"
+            )
+        return [self.part(k * global_batch, (k + 1) * global_batch) for k in range(count)]
+
     def batches(self, global_batch: int, steps: int, seed: int = 0) -> Workload:
         """`steps` global batches drawn from these samples: without repetition while there are enough of them."""
         draw = np.random.default_rng(seed)

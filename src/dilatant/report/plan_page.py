@@ -158,7 +158,8 @@ def _ratio_rows(report: PlanReport) -> list[dict[str, Any]]:
         )
         for unit in report.plan.units
     }
-    total = sum(devices.values())
+    total = len(report.plan.ranks)
+    shared = sum(devices.values()) > total
     return [
         {
             "index": index,
@@ -168,7 +169,7 @@ def _ratio_rows(report: PlanReport) -> list[dict[str, Any]]:
             "high": 100 * ratio.high[unit.name],
             "work_text": percent_text(ratio.shares[unit.name]),
             "devices": 100 * devices[unit.name] / total,
-            "devices_text": percent_text(devices[unit.name] / total),
+            "devices_text": percent_text(devices[unit.name] / total) + (", shared" if shared else ""),
         }
         for index, unit in enumerate(report.plan.units)
         if unit.name in ratio.shares

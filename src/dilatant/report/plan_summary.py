@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dilatant.report.plan_report import Candidate, PlanReport
+from dilatant.report.timeline import StepTimeline
 from dilatant.report.timeline_summary import NOTABLE, losses, pace
 from dilatant.report.wording import (
     bytes_text,
@@ -146,7 +147,26 @@ def _measurement(report: PlanReport) -> list[str]:
     if report.measured is None or report.measured.seconds <= 0.0:
         return []
     error = report.step_seconds / report.measured.seconds - 1.0
-    return [
+    sentences = [
         f"A measured step took {seconds_text(report.measured.seconds)}; "
         f"the prediction was {percent_text(abs(error))} too {'long' if error > 0 else 'short'}."
     ]
+    predicted, measured = _work_by_unit(report, report.timeline), _work_by_unit(report, report.measured)
+    off = [
+        f"those of {unit} took {percent_text(abs(seconds / predicted[unit] - 1.0))} "
+        f"{'longer' if seconds > predicted[unit] else 'less'}"
+        for unit, seconds in measured.items()
+        if predicted.get(unit)
+    ]
+    return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
+
+
+def _work_by_unit(report: PlanReport, timeline: StepTimeline) -> dict[str, float]:
+    """Seconds of computing by unit, over all ranks."""
+    unit_of = [placed.unit for placed in report.plan.stages()]
+    work: dict[str, float] = {}
+    for row in timeline.rows:
+        if row.stage >= 0:
+            unit, ranks = unit_of[row.stage], len(timeline.lanes[row.lane].ranks)
+            work[unit] = work.get(unit, 0.0) + row.seconds * ranks
+    return work

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dilatant.report.plan_report import PlanReport
+from dilatant.report.plan_report import MemoryUse, PlanReport
 from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.wording import (
     bytes_text,
@@ -50,7 +50,9 @@ def print_plan(report: PlanReport, console: Console) -> None:
 def _stages(report: PlanReport, wide: bool) -> Table:
     """One line a stage; stages that are cut alike in several replicas share one."""
     extra = ("tp×cp", "") if wide else ()
-    table = _table("stage", "layers", "ranks", *extra, "computes", "largest loss", "memory")
+    table = _table(
+        "stage", "layers", "ranks", *extra, "computes" if wide else "busy", "largest loss", "memory"
+    )
     stages, timeline = report.plan.stages(), report.timeline
     memory = {index: use for use in report.memory for index in use.stages}
     busy = timeline.busy_seconds()
@@ -75,16 +77,21 @@ def _stages(report: PlanReport, wide: bool) -> Table:
             " + ".join(f"{one.unit} {one.position}" for one in placed)
             + (f" ×{len(lanes)}" if len(lanes) > 1 else ""),
             " + ".join(layers_text(one.stage.first, one.stage.end) for one in placed),
-            shown if len(shown) <= 20 else f"{len(ranks):,} ranks",
+            shown if len(shown) <= (20 if wide else 8) else f"{len(ranks):,} ranks",
             *((f"{placed[0].stage.tp}×{placed[0].stage.cp}", _bar(part)) if wide else ()),
             percent_text(part),
-            f"{lost_to(worst)} {percent_text(lost[worst])}" if worst else "",
-            f"{bytes_text(use.peak_bytes)} ({percent_text(use.fraction)})" if use else "",
+            f"{lost_to(worst) if wide else worst} {percent_text(lost[worst])}" if worst else "",
+            "" if use is None else _memory(use, wide),
             style="red" if use and use.fraction > 1.0 else None,
         )
     if len(alike) > _STAGES_SHOWN:
         table.caption = f"{len(alike) - _STAGES_SHOWN} more stages: see the page or --json"
     return table
+
+
+def _memory(use: MemoryUse, wide: bool) -> str:
+    part = percent_text(use.fraction)
+    return f"{bytes_text(use.peak_bytes)} ({part})" if wide else part
 
 
 def _mean_idle(report: PlanReport, lanes: list[int]) -> dict[str, float]:
@@ -116,24 +123,29 @@ def _sizes(report: PlanReport, wide: bool) -> Table:
 
 
 def _candidates(report: PlanReport, wide: bool) -> Table:
-    extra = ("memory", "devices", "layout", "why") if wide else ("layout",)
-    table = _table("plan", "step", "against ours", *extra)
+    extra = ("memory", "devices", "layout", "why") if wide else ()
+    table = _table("plan", "step", "against ours" if wide else "slower", *extra)
     chosen = next((one for one in report.candidates if one.chosen), report.candidates[0])
     for one in sorted(
         report.candidates, key=lambda candidate: (not candidate.chosen, candidate.step_seconds)
     ):
+        name = f"✓ {one.name}" if one.chosen else one.name
         table.add_row(
-            f"✓ {one.name}" if one.chosen else one.name,
+            name if wide or not one.layout else f"{name}\n[dim]{escape(one.layout)}[/]",
             seconds_text(one.step_seconds),
-            "" if one.chosen else f"{100 * (one.step_seconds / chosen.step_seconds - 1):+.1f} %",
+            "" if one.chosen else _relative(one.step_seconds / chosen.step_seconds - 1),
             *(
                 (percent_text(one.peak_memory), f"{one.devices:,}", one.layout, explain(one, chosen))
                 if wide
-                else (one.layout,)
+                else ()
             ),
             style="bold" if one.chosen else "red" if one.peak_memory > 1.0 else None,
         )
     return table
+
+
+def _relative(fraction: float) -> str:
+    return f"{'+' if fraction >= 0 else ''}{percent_text(fraction)}"
 
 
 def sparkline(values: tuple[float, ...] | list[float]) -> str:
@@ -149,11 +161,24 @@ def _bar(part: float, width: int = 12) -> Text:
 
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    right = {"devices", "step", "against ours", "memory", "mean", "median", "95 %", "largest", "computes"}
+    right = {
+        "devices",
+        "step",
+        "against ours",
+        "slower",
+        "memory",
+        "mean",
+        "median",
+        "95 %",
+        "largest",
+        "computes",
+        "busy",
+    }
     for name in columns:
         table.add_column(
             name,
             justify="right" if name in right else "left",
-            no_wrap=name in ("stage", "plan", "step", "distribution", "against ours"),
+            no_wrap=name
+            in ("stage", "step", "busy", "memory", "distribution", "against ours", "slower", "share of work"),
         )
     return table

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dilatant.cost.memory import BF16, ParameterBytes
-from dilatant.plan.candidates import roles_of
+from dilatant.plan.candidates import Placement, roles_of
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.explain import reasons
+from dilatant.plan.explain import choice
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.search import RankedPlan, SearchResult
@@ -27,6 +27,7 @@ from dilatant.report.plan_report import (
     WorkloadRatio,
 )
 from dilatant.report.step_timeline import step_timeline
+from dilatant.report.wording import counted
 from dilatant.schedule import Timeline
 
 _BINS = 24
@@ -61,7 +62,7 @@ def search_report(
         title=title,
         hardware=hardware,
         cost_source=cost_source,
-        schedule=result.winner.evaluation.schedule or "1F1B",
+        schedule=result.winner.evaluation.schedule or "1f1b",
         plan=result.winner.plan,
         units=tuple(
             UnitFacts(
@@ -87,7 +88,7 @@ def search_report(
         proven=result.proven,
         planning_seconds=result.wall_seconds,
         allocated_devices=cluster.num_devices,
-        reasons=reasons(result, cluster.bytes_per_device),
+        reasons=choice(result),
         warnings=(warning,) if warning else (),
     )
 
@@ -181,8 +182,8 @@ def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Ca
     total = evaluation.seconds * len(plan.ranks)
     idle = {cause: seconds / total for cause, seconds in evaluation.idle_seconds.items() if seconds > 0.0}
     return Candidate(
-        name=f"{ranked.placement}, {ranked.replicas} {'pipeline' if ranked.replicas == 1 else 'pipelines'}",
-        layout=f"{layout_text(plan)}; {ranked.num_microbatches} microbatches of {ranked.microbatch_size}",
+        name=_name(ranked),
+        layout=f"{layout_text(plan)}; {counted(ranked.num_microbatches, 'microbatch')} of {ranked.microbatch_size}",
         devices=len(plan.ranks),
         step_seconds=evaluation.seconds,
         peak_memory=max(evaluation.peak_bytes, default=0.0) / cluster.bytes_per_device,
@@ -191,17 +192,29 @@ def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Ca
     )
 
 
+def _name(ranked: RankedPlan) -> str:
+    """How many pipelines, and where encoders run."""
+    pipelines = counted(ranked.replicas, "pipeline")
+    if len(ranked.plan.units) == 1:
+        return pipelines
+    where = {
+        Placement.PARALLEL: "units apart",
+        Placement.COLOCATED: "encoders together",
+        Placement.IN_LANGUAGE: "encoders in language",
+    }
+    return f"{where[ranked.placement]}, {pipelines}"
+
+
 def layout_text(plan: Plan) -> str:
-    """Every unit's replicas, stages and degrees: `vision 4 × 2 stages, tp 1; language 4 × 3 stages, tp 2`."""
+    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`."""
     texts = []
     for unit in plan.units:
         stages = unit.replicas[0].stages
-        degrees = sorted({(stage.tp, stage.cp) for stage in stages})
-        grid = ", ".join(f"tp {tp}" + (f" cp {cp}" if cp > 1 else "") for tp, cp in degrees)
-        texts.append(
-            f"{unit.name} {len(unit.replicas)} × {len(stages)} {'stage' if len(stages) == 1 else 'stages'}, {grid}"
-        )
-    return "; ".join(texts)
+        text = f"{unit.name} {len(unit.replicas)} × {counted(len(stages), 'stage')}"
+        for tp, cp in sorted({(stage.tp, stage.cp) for stage in stages}):
+            text += (f" tp {tp}" if tp > 1 else "") + (f" cp {cp}" if cp > 1 else "")
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def _role(is_language: bool) -> str:

@@ -42,6 +42,11 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}" if count >= 100 or float(count).is_integer() else _three_digits(count)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `2 stages`, `3 microbatches`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('h') else 's'}"
+
+
 def percent_text(fraction: float) -> str:
     """`81 %`; below ten one decimal, so that small shares stay distinguishable."""
     percent = 100.0 * fraction

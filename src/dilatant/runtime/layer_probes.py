@@ -13,6 +13,7 @@ from dilatant.cost.profile import LayerProbe
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import EncoderStage, LanguageStage, MultimodalOutput, Stage
 from dilatant.models.unit import Unit
+from dilatant.runtime.deferred import WeightGradients, replace_linears
 from dilatant.runtime.describe_model import EMBEDDING, HEAD, LayerType
 from dilatant.runtime.device import Precision
 
@@ -50,6 +51,7 @@ def _build(entry: LayerType, device: torch.device, precision: Precision) -> OneL
     stage = unit.stage(entry.index, entry.index + 1)
     for parameter in stage.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
+    replace_linears(stage, WeightGradients())  # as the runtime runs them; tiny layers feel the difference
     call = _run_language if entry.geometry is None else _run_encoder
     return OneLayer(stage, call, precision).to(device).train()
 

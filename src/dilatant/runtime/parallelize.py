@@ -18,9 +18,11 @@ from dilatant.runtime.device import Precision, pick_precision
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.launch import Worker
 from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.schedule.assign import Policy
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, trainability_of
 
@@ -34,12 +36,22 @@ class Parallel:
     after `execute` as every other holder does.
     """
 
-    def __init__(self, runtime: Runtime, num_microbatches: int, family: Family, comm: Comm) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        num_microbatches: int,
+        family: Family,
+        comm: Comm,
+        policy: Policy = "balanced",
+        seed: int = 0,
+    ) -> None:
         self.runtime = runtime
         self.num_microbatches = num_microbatches
         self._family = family
         self._comm = comm
-        self._last: tuple[Plan, Assignment, Schedule] | None = None
+        self._policy = policy
+        self._seed = seed
+        self._last: tuple[Assignment, Schedule, dict[str, list[int]]] | None = None
         self._trainability = trainability_of(runtime.plan, trainable_layers(runtime.model.units))
 
     @property
@@ -53,21 +65,29 @@ class Parallel:
     def execute(self, samples: Sequence[EncodedSample]) -> StepResult:
         """Forward, backward and gradient sync of one global batch, the same on all ranks (see `Runtime.execute`).
 
-        Microbatches are balanced by tokens.
+        Samples are grouped into microbatches by the policy, by their tokens.
         """
         plan = self.runtime.plan
         tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
-        assignment = assign(plan, tokens, self.num_microbatches)
+        assignment = assign(plan, tokens, self.num_microbatches, self._policy, self._seed)
         schedule = self._family(plan, assignment, self._trainability)
-        self._last = plan, assignment, schedule
+        self._last = assignment, schedule, tokens
         return self.runtime.execute(samples, assignment, schedule)
 
     def arrows(self) -> list[tuple[Action, Action]]:
         """Which action of the last step made rows for which other one, for `write_timeline`."""
         if self._last is None:
             return []
-        edges = messages(*self._last).values()
+        edges = messages(self.runtime.plan, *self._last[:2]).values()
         return [(message.producer, message.consumer) for edge in edges for message in edge]
+
+    def measured(self) -> MeasuredStep | None:
+        """The last step as all ranks ran it, None before the first; called by all of them."""
+        if self._last is None:
+            return None
+        assignment, schedule, tokens = self._last
+        counts = {unit: tuple(each) for unit, each in tokens.items()}
+        return MeasuredStep(assignment, schedule, counts, self.runtime.measured())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """As torch.nn.utils.clip_grad_norm_, over the whole model."""

@@ -48,7 +48,14 @@ class Pipeline:
             check_transport=config.parallel.check_transport,
         )
         family = FAMILIES[config.parallel.schedule]
-        self.parallel = Parallel(self._runtime, config.parallel.microbatches, family, self._comm)
+        self.parallel = Parallel(
+            self._runtime,
+            config.parallel.microbatches,
+            family,
+            self._comm,
+            config.plan.assignment,
+            config.seed,
+        )
         self.parameters = self._runtime.parameters
         self._saved_by = _lowest_holder(model, plan)
 

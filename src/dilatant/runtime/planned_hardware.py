@@ -16,6 +16,7 @@ from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import FP32, ParameterBytes
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.runtime.device import pick_precision
+from dilatant.runtime.link_probe import MeasuredLinks
 
 AUTOCAST = ParameterBytes(weight=6.0, gradient=4.0, optimizer=8.0)
 """fp32 weights and the bf16 copies that autocast keeps, fp32 gradients and moments."""
@@ -74,6 +75,26 @@ def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
         dtype=dtype,
         rules=FP32 if dtype == "float32" else AUTOCAST,
     )
+
+
+def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
+    """The hardware with the links that were measured; the others as they are."""
+    measured = {
+        name: one.link
+        for name, one in (("inside", found.inside), ("between", found.between))
+        if one is not None
+    }
+    source = f"links {' and '.join(measured)} measured on {hardware.name}; the rest: {hardware.source}"
+    return replace(hardware, inside=measured.get("inside", hardware.inside),
+                   between=measured.get("between", hardware.between), source=source)  # fmt: skip
+
+
+def entry_name(hardware: Hardware) -> str:
+    """What an entry of a hardware file for this device is best called: the known word in its name, or all of it."""
+    for word in sorted(_words(hardware.name)):
+        with suppress(UserError):
+            return load_hardware(word).name
+    return hardware.name
 
 
 def is_same_hardware(one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -36,11 +37,7 @@ class PlannedSamples:
 
     def first(self, count: int) -> Workload:
         """The first `count` samples."""
-        whole = self.workload
-        return Workload(
-            {unit: tokens[:count] for unit, tokens in whole.tokens.items()},
-            {unit: squares[:count] for unit, squares in whole.squares.items()},
-        )
+        return self.workload.part(0, count)
 
 
 def planned_samples(
@@ -71,15 +68,25 @@ def planned_samples(
         raise UserError("none of the samples can be measured; see `dilatant data lint`")
     order = np.resize(order, max(len(order) // batch, 1) * batch)
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
-    rows = {entry.unit.unit: entry.geometry.encoder_tokens for entry in model.types if entry.geometry}
     language = float(tokens[LANGUAGE].sum())
     return PlannedSamples(
-        # Images and clips do not attend to each other: a sample's square is that of one, times their number.
-        workload=Workload(tokens, {unit: tokens[unit] * each for unit, each in rows.items()}),
+        workload=Workload(tokens, squares(model, tokens)),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
         available=len(np.unique(order)),
         left_out=len(bad),
     )
+
+
+def squares(
+    model: ModelDescription, tokens: Mapping[str, NDArray[np.float64]]
+) -> dict[str, NDArray[np.float64]]:
+    """What stands for tokens² in encoders: images and clips do not attend to each other, so a sample's square is that
+    of one, times their number."""
+    return {
+        entry.unit.unit: tokens[entry.unit.unit] * entry.geometry.encoder_tokens
+        for entry in model.types
+        if entry.geometry is not None
+    }
 
 
 def _sizes(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config import Config, UserError
+from dilatant.config import Config
 from dilatant.cost.model import CostModel
 from dilatant.data.sizes import Progress
 from dilatant.models.multimodal import LANGUAGE
 from dilatant.plan.candidates import Mode, Placement
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.evaluation import Evaluation
-from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.plan import Plan
+from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.search import RankedPlan, SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
@@ -27,10 +28,10 @@ from dilatant.runtime.assemble import Samples
 from dilatant.runtime.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.runtime.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.runtime.planned_hardware import Target, plan_target
-from dilatant.runtime.planned_samples import PlannedSamples, planned_samples
-from dilatant.schedule import FAMILIES, predict, trainability_of
+from dilatant.runtime.planned_samples import PlannedSamples, planned_samples, squares
+from dilatant.schedule import FAMILIES, evaluate, predict, trainability_of
 from dilatant.schedule.distribute import assign
-from dilatant.schedule.evaluate import Step, best_step, evaluator, sample_seconds
+from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02
@@ -57,6 +58,17 @@ class PlanningProblem:
         """The global batches that plans are simulated on."""
         return self.samples.first(self.config.plan.steps * self.global_batch)
 
+    def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
+        """Forward of a microbatch of mean samples on one device, by layer type: all of it, and what calls cost."""
+        simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        for unit in self.model.spec.units:
+            square, linear, _ = (simulated.mean(unit.name) * samples).tolist()
+            for layer in unit.layers:
+                forward = next(iter(self.costs.layers[layer.kind].values())).forward
+                seconds[layer.kind][0] += forward.a * square + forward.b * linear + forward.c
+                seconds[layer.kind][1] += forward.c
+        return {kind: (whole, fixed) for kind, (whole, fixed) in seconds.items()}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
@@ -81,7 +93,7 @@ def planning_problem(
 ) -> PlanningProblem:
     """Everything that is to be known before a search. `say` is told what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision)
-    _check_batch(config)
+    _microbatch_sizes(config)  # before anything is measured
     model = describe_model(
         skeleton(config, len(samples.tokenizer)), recompute=config.train.gradient_checkpointing
     )
@@ -123,10 +135,10 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     train this model on this cluster, or a batch that does not divide among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
-    evaluate = _evaluator(problem)
+    score = _evaluator(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
-    found = {count: evaluate(plan, count) for count in counts}
+    found = {count: score(plan, count) for count in counts}
 
     def rank(count: int) -> tuple[bool, float]:
         overflows = max(found[count].peak_bytes, default=0.0) > problem.target.cluster.bytes_per_device
@@ -148,36 +160,42 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
 
 
-def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> Step:
+def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> evaluate.Step:
     """Of the simulated steps the one whose time is nearest to their mean."""
     steps = simulated_steps(problem, plan, num_microbatches)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
 
 
-def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[Step]:
+def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[evaluate.Step]:
     """One step for every simulated global batch."""
+    return evaluate.simulated_steps(
+        plan,
+        num_microbatches,
+        problem.model.spec,
+        problem.costs,
+        problem.target.cluster,
+        problem.simulated().steps(problem.global_batch),
+        problem.config.plan.assignment,
+        problem.target.rules,
+        problem.config.seed,
+    )
+
+
+def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
+    """A step that a run measured, as the costs of `problem` predict the very same actions (without gradient sync)."""
     spec, target = problem.model.spec, problem.target
-    table = stage_costs(plan, spec, problem.costs, target.rules)
-    sync = sync_seconds(plan, spec, target.cluster, target.rules)
-    batch, whole = problem.global_batch, problem.simulated()
-    return [
-        best_step(
-            plan,
-            spec,
-            table,
-            Workload(
-                {unit: tokens[first : first + batch] for unit, tokens in whole.tokens.items()},
-                {unit: squares[first : first + batch] for unit, squares in whole.squares.items()},
-            ),
-            target.cluster,
-            num_microbatches,
-            sync,
-            problem.config.plan.assignment,
-            problem.config.seed,
-        )
-        for first in range(0, whole.num_samples, batch)
-    ]
+    validate(plan, spec, target.cluster)
+    tokens = {unit: np.asarray(counts, dtype=np.float64) for unit, counts in step.tokens.items()}
+    return predict(
+        plan,
+        step.assignment,
+        step.schedule,
+        stage_costs(plan, spec, problem.costs, target.rules),
+        tokens,
+        target.cluster,
+        squares=squares(problem.model, tokens),
+    )
 
 
 def compare_schedules(
@@ -190,7 +208,7 @@ def compare_schedules(
     samples = problem.samples.first(problem.global_batch)
     assignment = assign(
         plan,
-        sample_seconds(plan, table, samples),
+        evaluate.sample_seconds(plan, table, samples),
         num_microbatches,
         problem.config.plan.assignment,
         problem.config.seed,
@@ -216,7 +234,7 @@ def _work(problem: PlanningProblem) -> NDArray[np.float64]:
 
 
 def _evaluator(problem: PlanningProblem) -> Callable[[Plan, int], Evaluation]:
-    return evaluator(
+    return evaluate.evaluator(
         problem.model.spec,
         problem.costs,
         problem.target.cluster,
@@ -288,27 +306,14 @@ def _as_ranked(
 
 
 def _microbatch_counts(problem: PlanningProblem, pipelines: int) -> list[int]:
-    batch = problem.global_batch
-    sizes = problem.config.plan.microbatch_sizes
-    counts = sorted({batch // (pipelines * size) for size in sizes if batch % (pipelines * size) == 0})
-    if counts:
-        return counts
-    step = pipelines * min(sizes)
-    nearest = [value for value in (batch // step * step, batch // step * step + step) if value]
-    raise UserError(
-        f"a global batch of {batch} does not divide among {pipelines} pipelines in microbatches of "
-        f"{' or '.join(map(str, sizes))}; the nearest that do are {' and '.join(map(str, nearest))}"
-    )
+    sizes = _microbatch_sizes(problem.config, pipelines)
+    return sorted(problem.global_batch // (pipelines * size) for size in sizes)
 
 
-def _check_batch(config: Config) -> None:
-    """Before anything is measured: does the global batch divide into microbatches at all?"""
-    batch, sizes = config.train.global_batch_size, config.plan.microbatch_sizes
-    if all(batch % size for size in sizes):
-        low = batch // min(sizes) * min(sizes)
-        nearest = tuple(value for value in (low, low + min(sizes)) if value)
-        raise BatchError(
-            f"train.global_batch_size {batch} does not divide into microbatches of {' or '.join(map(str, sizes))} "
-            f"(plan.microbatch_sizes); the nearest that do are {' and '.join(map(str, nearest))}",
-            nearest,
-        )
+def _microbatch_sizes(config: Config, pipelines: int = 1) -> list[int]:
+    """The samples per microbatch that the config allows. Raises BatchError, naming the keys."""
+    try:
+        return microbatch_sizes_for(config.train.global_batch_size, config.plan.microbatch_sizes, pipelines)
+    except BatchError as error:
+        where = "train.global_batch_size and plan.microbatch_sizes"
+        raise BatchError(f"{where}: {error}", error.nearest) from None

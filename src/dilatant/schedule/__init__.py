@@ -3,7 +3,7 @@
 from dilatant.schedule.assign import Microbatches, assign_microbatches
 from dilatant.schedule.dependencies import Message, messages
 from dilatant.schedule.distribute import assign
-from dilatant.schedule.families import depths_within, eager, gpipe, interleaved, one_f_one_b
+from dilatant.schedule.families import depths_within, eager, gpipe, half_eager, interleaved, one_f_one_b
 from dilatant.schedule.graph import ScheduleError, ScheduleGraph, build
 from dilatant.schedule.pipeline_shape import PipelineShape
 from dilatant.schedule.predict import predict
@@ -17,6 +17,7 @@ from dilatant.schedule.zero_bubble import split_backward, zero_bubble_h1, zero_b
 FAMILIES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "half-eager": half_eager,
     "eager": eager,
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
@@ -46,6 +47,7 @@ __all__ = [
     "depths_within",
     "eager",
     "gpipe",
+    "half_eager",
     "interleaved",
     "messages",
     "one_f_one_b",

@@ -12,8 +12,6 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import roles_of
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.depth import eager_depths, path_depths
-from dilatant.plan.errors import PlanError
 from dilatant.plan.evaluation import Evaluation, Evaluator
 from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.model_spec import ModelSpec
@@ -22,17 +20,17 @@ from dilatant.plan.stage_costs import StageCosts, stage_costs
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.distribute import assign
-from dilatant.schedule.families import pipelined
+from dilatant.schedule.families import eager, half_eager, one_f_one_b
 from dilatant.schedule.graph import build
 from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
 from dilatant.schedule.simulate import edge_lag, run, step_seconds
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
-DEPTHS = {"1F1B": 0.0, "half-eager 1F1B": 0.5, "eager 1F1B": 1.0}
-"""How far between 1F1B's and eager 1F1B's in-flight microbatches a schedule goes."""
+TRIED = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+"""The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
 
-FRUGAL = "1F1B"
+FRUGAL = "1f1b"
 
 
 def evaluator(
@@ -49,40 +47,38 @@ def evaluator(
 
     `workload` holds a whole number of global batches (`Workload.batches`), one step each. Raises PlanError if not.
     """
-    steps, rest = divmod(workload.num_samples, global_batch)
-    if rest or not steps:
-        raise PlanError(
-            f"{workload.num_samples} samples are no whole number of global batches of {global_batch}"
-        )
-    parts = [
-        Workload(
-            {
-                unit: np.asarray(column)[k * global_batch : (k + 1) * global_batch]
-                for unit, column in workload.tokens.items()
-            },
-            {
-                unit: np.asarray(column)[k * global_batch : (k + 1) * global_batch]
-                for unit, column in workload.squares.items()
-            },
-        )
-        for k in range(steps)
-    ]
+    parts = workload.steps(global_batch)
 
     def evaluate(plan: Plan, num_microbatches: int) -> Evaluation:
-        table = stage_costs(plan, model, costs, rules)
-        sync = sync_seconds(plan, model, cluster, rules)
-        found = [
-            best_step(plan, model, table, part, cluster, num_microbatches, sync, policy, seed)
-            for part in parts
-        ]
-        return _mean(found, global_batch)
+        steps = simulated_steps(plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed)
+        return _mean(steps, global_batch)
 
     return evaluate
 
 
+def simulated_steps(
+    plan: Plan,
+    num_microbatches: int,
+    model: ModelSpec,
+    costs: CostModel,
+    cluster: Cluster,
+    batches: Sequence[Workload],
+    policy: Policy = "balanced",
+    rules: ParameterBytes = BF16,
+    seed: int = 0,
+) -> list[Step]:
+    """One step for every global batch."""
+    table = stage_costs(plan, model, costs, rules)
+    sync = sync_seconds(plan, model, cluster, rules)
+    return [
+        best_step(plan, model, table, batch, cluster, num_microbatches, sync, policy, seed)
+        for batch in batches
+    ]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `DEPTHS`."""
+    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `TRIED`."""
 
     timeline: Timeline
     seconds: float
@@ -100,7 +96,7 @@ def best_step(
     policy: Policy = "balanced",
     seed: int = 0,
 ) -> Step:
-    """The quickest of the depths in `DEPTHS` that stays in memory; the most frugal if none does."""
+    """The quickest of the families in `TRIED` that stays in memory; the most frugal if none does."""
     assignment = assign(
         plan,
         sample_seconds(plan, costs, samples),
@@ -110,18 +106,16 @@ def best_step(
         anchor=roles_of(model).language,
     )
     trainability = trainability_of(plan, model.trainable)
-    least, most = np.asarray(path_depths(plan)), np.asarray(eager_depths(plan))
     graphs = {}
-    for name, share in DEPTHS.items():
-        depths = (least + np.floor(share * (most - least))).astype(int).tolist()
-        graph = build(plan, assignment, pipelined(plan, assignment, depths, trainability))
+    for name, family in TRIED.items():
+        graph = build(plan, assignment, family(plan, assignment, trainability))
         sums = piece_sums(graph, samples.tokens, samples.squares)
         messages = message_sums(graph, samples.tokens, samples.squares)
         size = step_bytes(graph, costs, sums, messages)
         seconds = action_seconds(graph, costs, sums)
         lag = message_lag(graph, size.message, cluster)
         graphs[name] = step_seconds(graph, seconds, edge_lag(graph, lag)), graph, seconds, lag, size
-    # The memory sweep costs more than all the rest: only the quickest depth is swept, unless it overflows.
+    # The memory sweep costs more than all the rest: only the quickest is swept, unless it overflows.
     step = None
     for name in sorted(graphs, key=lambda name: graphs[name][0]):
         _, graph, seconds, lag, size = graphs[name]
@@ -131,7 +125,7 @@ def best_step(
             step = Step(timeline, _until_synced(timeline, sync), name)
         if float(timeline.peak_bytes.max()) <= cluster.bytes_per_device:
             return Step(timeline, _until_synced(timeline, sync), name)
-    assert step is not None, "DEPTHS is not empty"
+    assert step is not None, "TRIED is not empty"
     return step
 
 

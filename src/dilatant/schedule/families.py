@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.depth import eager_depths, path_depths
+from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.plan import Plan
 from dilatant.schedule.layout import Layout, layout_of
 from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces
@@ -61,6 +61,11 @@ def eager(
     """Eager 1F1B: twice as far ahead as 1F1B, which hides transfers and uneven microbatches (planning notes 0.3);
     or any `depths`, by stage number."""
     return pipelined(plan, assignment, eager_depths(plan) if depths is None else depths, trainability)
+
+
+def half_eager(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Halfway between 1F1B and eager 1F1B, for memory that holds no more."""
+    return pipelined(plan, assignment, half_eager_depths(plan), trainability)
 
 
 def gpipe(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:

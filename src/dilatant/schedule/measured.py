@@ -1,11 +1,13 @@
-"""What was measured of a step: one row for every action that a rank ran."""
+"""What was measured of a step: one row for every action that a rank ran, and what the step was."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +51,37 @@ class MeasuredAction:
         rank, unit, (kind, stage, microbatch, part), samples, *times = row
         action = Action(ActionKind(kind), stage, microbatch, None if part is None else tuple(part))
         return cls(rank, unit, action, tuple(samples), *times)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step that ran: enough to predict the very same step. `tokens[unit][sample]` are those of the global batch."""
+
+    assignment: Assignment
+    schedule: Schedule
+    tokens: Mapping[str, tuple[int, ...]]
+    actions: tuple[MeasuredAction, ...]
+
+    def to_json(self) -> str:
+        """A JSON document that `from_json` reads back to an equal value."""
+        document = {
+            "assignment": json.loads(self.assignment.to_json()),
+            "schedule": json.loads(self.schedule.to_json()),
+            "tokens": self.tokens,
+            "actions": [action.to_row() for action in self.actions],
+        }
+        return json.dumps(document)
+
+    @classmethod
+    def from_json(cls, text: str) -> MeasuredStep:
+        """Read what `to_json` wrote. Raises ValueError when it is something else."""
+        try:
+            document = json.loads(text)
+            return cls(
+                Assignment.from_json(json.dumps(document["assignment"])),
+                Schedule.from_json(json.dumps(document["schedule"])),
+                {unit: tuple(tokens) for unit, tokens in document["tokens"].items()},
+                tuple(MeasuredAction.from_row(row) for row in document["actions"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a measured step: {type(error).__name__}: {error}") from error
