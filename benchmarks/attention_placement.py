@@ -35,7 +35,7 @@ import numpy as np
 from dilatant.attention import packing
 from dilatant.attention.blocks import block_samples, block_table, block_workloads
 from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 from dilatant.attention.placement import needed_keys, place_blocks
 
 BOUND_MS = 1.0
@@ -63,24 +63,24 @@ def embedded_sample(tokens: int, rng: np.random.Generator) -> list[tuple[str, in
     return segments
 
 
-def draw_row(kind: str, tokens: int, seed: int) -> PackedRow:
+def draw_row(kind: str, tokens: int, seed: int) -> RowLayout:
     rng = np.random.default_rng(seed)
     if kind == "causal":
-        return PackedRow.of_lengths([tokens])
+        return RowLayout.of_lengths([tokens])
     if kind == "EP":
         image, audio = int(tokens * rng.uniform(0.2, 0.5)), int(tokens * rng.uniform(0.05, 0.25))
-        return PackedRow.of_samples([[("vision", image), ("audio", audio), ("text", tokens - image - audio)]])
+        return RowLayout.of_samples([[("vision", image), ("audio", audio), ("text", tokens - image - audio)]])
     if kind == "EE":
-        return PackedRow.of_samples([embedded_sample(tokens, rng)])
+        return RowLayout.of_samples([embedded_sample(tokens, rng)])
     samples, left = [], tokens
     while left > 0:
         length = min(left, max(1, int(rng.lognormal(8.5, 1.0))))
         samples.append(embedded_sample(length, rng))
         left -= length
-    return PackedRow.of_samples(samples)
+    return RowLayout.of_samples(samples)
 
 
-def build(kind: str, row: PackedRow) -> AttentionMask:
+def build(kind: str, row: RowLayout) -> AttentionMask:
     return packing.causal(row) if kind == "causal" else packing.embedded(row)
 
 
@@ -112,8 +112,8 @@ def first_use_seconds() -> dict[str, float]:
     """Seconds of the first plan in a fresh process: with nothing compiled, and with compiled code on disk."""
     program = (
         "import time; start = time.perf_counter()\n"
-        "from dilatant.attention import PackedRow, block_workloads, build_mask, place_blocks\n"
-        "place_blocks(block_workloads(build_mask(PackedRow.of_lengths([4096]), 'causal')), 4)\n"
+        "from dilatant.attention import RowLayout, block_workloads, build_mask, place_blocks\n"
+        "place_blocks(block_workloads(build_mask(RowLayout.of_lengths([4096]), 'causal')), 4)\n"
         "print(time.perf_counter() - start)"
     )
     with tempfile.TemporaryDirectory() as folder:
