@@ -232,7 +232,7 @@ def _grad_key_value(
 ) -> None:
     query, key, value, grad_output, logsumexp, delta = inputs
     tile = tuning.grad_key_value
-    tokens, kv_heads, head_dim = grad_key.shape
+    _, kv_heads, head_dim = grad_key.shape
     group = query.shape[1] // kv_heads
     work = _work(plan, query, tuning, kv_heads, transposed=True, copy_cost=group)
     shape = (work.num_slots, kv_heads, tuning.block, head_dim)

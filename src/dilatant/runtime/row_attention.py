@@ -26,7 +26,8 @@ MEDIA_MASKS: Mapping[str, Callable[[RowLayout], AttentionMask]] = {
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """How a unit's items stand in `input_ids`: `tokens` copies of `placeholder_id` for each image or window of sound."""
+    """How items stand in `input_ids`: each image or window of sound takes the next `tokens` copies of
+    `placeholder_id`."""
 
     placeholder_id: int
     tokens: int
@@ -70,7 +71,8 @@ class RowAttention:
     def _sample(self, ids: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Modality of each token, 0 for text, and the number of its item from 1 on, 0 for text."""
         modality = np.zeros(ids.size, dtype=np.int64)
-        begins = np.zeros(ids.size, dtype=np.int64)
+        instance = np.zeros(ids.size, dtype=np.int64)
+        items = 0
         for place, (unit, media) in enumerate(self.units.items(), start=1):
             at = np.flatnonzero(ids == media.placeholder_id)
             if at.size % media.tokens:
@@ -79,8 +81,9 @@ class RowAttention:
                     f"of {media.tokens} tokens; media_attention cannot tell its items apart"
                 )
             modality[at] = place
-            begins[at[:: media.tokens]] = 1
-        return modality, np.where(modality > 0, np.cumsum(begins), 0)
+            instance[at] = 1 + items + np.arange(at.size) // media.tokens
+            items += at.size // media.tokens
+        return modality, instance
 
 
 def use_row_attention(model: MultimodalModel) -> None:
