@@ -214,9 +214,7 @@ def _dense(problem: Problem) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        output = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
         return output[0].transpose(0, 1)
 
     return attend
