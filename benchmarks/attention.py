@@ -89,7 +89,9 @@ def rates(settings: argparse.Namespace, device: torch.device, report: dict[str, 
     found = measure_rates(settings.kinds, settings.tokens, settings.shape, device, settings.repeats)
     report["rates"] = found
     print(f"{found['shape']}; TFLOP/s over visible pairs; x: how many times as fast ours is")
-    columns = "".join(f"{name:>{width}}" for name, width in (("fwd ms", 9), ("bwd ms", 9), ("fwd", 8), ("bwd", 8)))
+    columns = "".join(
+        f"{name:>{width}}" for name, width in (("fwd ms", 9), ("bwd ms", 9), ("fwd", 8), ("bwd", 8))
+    )
     print(f"{'mask':16}{'tokens':>8}{'visible':>9}  {'':18}{columns}{'x fwd':>8}{'x bwd':>8}")
     for row in found["rates"]:
         for number, (name, result) in enumerate(row["results"].items()):

@@ -11,6 +11,7 @@ from mask_strategies import masks, ragged_masks
 from dilatant.attention import attention, flex, packing
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.backends import Installed, Request, choose_backend, explain_backend
+from dilatant.attention.explain import explain_here
 from dilatant.attention.mask import AttentionMask
 from dilatant.attention.packing import RowLayout
 from dilatant.attention.scores import AttentionError
@@ -164,3 +165,12 @@ def test_flex_attention_over_our_tables_equals_dense_attention() -> None:
     )
     expected = case.dense()[0][0]
     torch.testing.assert_close(output[0].transpose(0, 1).double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_doctor_explains_every_backend_for_every_kind_of_row() -> None:
+    lines = explain_here(torch.device("cpu"), torch.float32)
+    assert set(lines) == {"packed text", "sliding window", "text and images"}
+    for line in lines.values():
+        assert line.startswith("blockwise (")
+        for other in ("triton", "flex", "sdpa"):
+            assert f"not {other}: " in line

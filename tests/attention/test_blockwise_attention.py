@@ -126,6 +126,14 @@ def test_low_precision_inputs_are_summed_in_float32() -> None:
     assert_close_to_dense((output, logsumexp), gradients, case, 2**-6)
 
 
+def test_autocast_does_not_lower_the_precision_of_sums() -> None:
+    row = RowLayout.of_samples([[("text", 9), ("vision", 12), ("text", 30)]])
+    case = make_case(embedded(row))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(case)
+    assert_close_to_dense(*found, case, 2e-5)  # as without: float32 sums of tens of terms
+
+
 def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 64k tokens nothing is larger than a chunk of scores or a few numbers a token, tables included."""
     monkeypatch.undo()

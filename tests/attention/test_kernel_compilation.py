@@ -11,8 +11,8 @@ from dilatant.attention.triton_tuning import tuning_for
 
 HOPPER_SHARED_BYTES = 227 * 1024
 SPILL_BYTES = {"forward": 48, "grad_query": 64, "grad_key_value": 240}
-"""Per thread: the most that the shapes in use take under Triton 3.6 (48, 48, 124) or 3.9 (36, 16, 240). A tile one size up
-takes a thousand."""
+"""Per thread: the most that the shapes in use take under Triton 3.6 (48, 48, 124) or 3.9 (36, 16, 240). A tile one
+size up takes a thousand."""
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 
 from dilatant.config import UserError
@@ -16,7 +17,6 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.row_attention import RowAttention, use_row_attention
 from dilatant.runtime.step import model_inputs
-from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import loss_of_batch
 
@@ -41,7 +41,9 @@ def make_samples(model: MultimodalModel, encoder: str) -> list[EncodedSample]:
         labels = [token if token < VOCABULARY else -100 for token in ids]
         labels[0] = -100
         items = parts.count("item")
-        media = {"vision": {name: random.standard_normal((items, *shape)).astype(np.float32)}} if items else {}
+        media = (
+            {"vision": {name: random.standard_normal((items, *shape)).astype(np.float32)}} if items else {}
+        )
         samples.append(EncodedSample(f"{number}", np.array(ids), np.array(labels), media=media))
     return samples
 
@@ -165,7 +167,9 @@ def test_items_are_counted_by_placeholders_also_where_one_lies_inside_another() 
     row = attention.layout([np.array([5, 90, 91, 91, 90, 90, 90, 7])])
     assert np.repeat(row.modality, row.length).tolist() == [0, 1, 2, 2, 1, 1, 1, 0]
     assert np.repeat(row.instance, row.length).tolist() == [0, 1, 3, 3, 1, 2, 2, 0]
-    with pytest.raises(UserError, match="sample number 1 of a row has 3 placeholders of a, which are no whole items"):
+    with pytest.raises(
+        UserError, match="sample number 1 of a row has 3 placeholders of a, which are no whole items"
+    ):
         attention.layout([np.array([5]), np.array([90, 90, 90])])
 
 

@@ -47,6 +47,6 @@ def compiler_note(capability: tuple[int, int] | None) -> str | None:
     if capability[0] != 9 or found >= SAFE_ASSEMBLER:
         return f"ptxas {version}"
     return (
-        f"ptxas {version}: versions before {'.'.join(map(str, SAFE_ASSEMBLER))} have miscompiled kernels for Hopper; run "
-        "`pytest -m gpu tests/attention`, and if it fails point TRITON_PTXAS_PATH at a later ptxas"
+        f"ptxas {version}: versions before {'.'.join(map(str, SAFE_ASSEMBLER))} have miscompiled kernels for Hopper; "
+        "run `pytest -m gpu tests/attention`, and if it fails point TRITON_PTXAS_PATH at a later ptxas"
     )

@@ -188,6 +188,7 @@ class MultimodalModel(nn.Module):
                 rows, input_ids, attention_mask, None, is_packed=False
             )
             embeddings = self.language.embed(input_ids, rows)
+            assert attention_mask is not None
             if self.media_attention != "causal":
                 generation["past_key_values"] = self._read_prompts(input_ids, embeddings, attention_mask)
             with self.language.decoding():
