@@ -12,8 +12,7 @@ Three tables.
 3. Maximal over mean load of each placement policy at 64k tokens. The loads are counts of key blocks to visit, exact for
    the mask; nothing here is a GPU measurement. Causal is the control: there zigzag is as good as anything.
 
-Masks are drawn as thesis 3.5.4 names them: EP puts encoder outputs before the text (20-50 % image, 5-25 % audio); EE
-alternates text (64-2k tokens) with images (576-8k) or audio (375-1.5k); MP packs EE samples of log-normal length.
+Masks are drawn as thesis 3.5.4 names them: see attention_suite/rows.py.
 """
 
 from __future__ import annotations
@@ -26,72 +25,18 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from attention_suite.clock import host_milliseconds, processor
+from attention_suite.rows import build, draw_row
 
-from dilatant.attention import packing
 from dilatant.attention.blocks import block_samples, block_table, block_workloads
-from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import PackedRow
 from dilatant.attention.placement import needed_keys, place_blocks
 
 BOUND_MS = 1.0
 KINDS = ("causal", "EP", "EE", "MP")
 POLICIES = ("lpt", "zigzag", "contiguous", "random", "document_affine")
-
-
-def log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
-    return int(np.exp(rng.uniform(np.log(low), np.log(high))))
-
-
-def embedded_sample(tokens: int, rng: np.random.Generator) -> list[tuple[str, int]]:
-    segments: list[tuple[str, int]] = []
-    left = tokens
-    while left > 0:
-        image = rng.random() < 0.7
-        encoded = log_uniform(rng, 576, 8000) if image else log_uniform(rng, 375, 1500)
-        for modality, length in (
-            ("text", log_uniform(rng, 64, 2000)),
-            ("vision" if image else "audio", encoded),
-        ):
-            length = min(length, left)
-            segments.append((modality, length))
-            left -= length
-    return segments
-
-
-def draw_row(kind: str, tokens: int, seed: int) -> PackedRow:
-    rng = np.random.default_rng(seed)
-    if kind == "causal":
-        return PackedRow.of_lengths([tokens])
-    if kind == "EP":
-        image, audio = int(tokens * rng.uniform(0.2, 0.5)), int(tokens * rng.uniform(0.05, 0.25))
-        return PackedRow.of_samples([[("vision", image), ("audio", audio), ("text", tokens - image - audio)]])
-    if kind == "EE":
-        return PackedRow.of_samples([embedded_sample(tokens, rng)])
-    samples, left = [], tokens
-    while left > 0:
-        length = min(left, max(1, int(rng.lognormal(8.5, 1.0))))
-        samples.append(embedded_sample(length, rng))
-        left -= length
-    return PackedRow.of_samples(samples)
-
-
-def build(kind: str, row: PackedRow) -> AttentionMask:
-    return packing.causal(row) if kind == "causal" else packing.embedded(row)
-
-
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """The best of several: the machine may be busy with other work."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e3
 
 
 def heapq_placement(work: list[int], num_ranks: int) -> list[int]:
@@ -112,8 +57,8 @@ def first_use_seconds() -> dict[str, float]:
     """Seconds of the first plan in a fresh process: with nothing compiled, and with compiled code on disk."""
     program = (
         "import time; start = time.perf_counter()\n"
-        "from dilatant.attention import PackedRow, block_workloads, build_mask, place_blocks\n"
-        "place_blocks(block_workloads(build_mask(PackedRow.of_lengths([4096]), 'causal')), 4)\n"
+        "from dilatant.attention import RowLayout, block_workloads, build_mask, place_blocks\n"
+        "place_blocks(block_workloads(build_mask(RowLayout.of_lengths([4096]), 'causal')), 4)\n"
         "print(time.perf_counter() - start)"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -143,17 +88,19 @@ def measure_planning(tokens: int, repeats: int) -> list[dict]:
             "mask": kind,
             "tokens": tokens,
             "runs": mask.runs.start.size,
-            "mask_from_row_ms": milliseconds(lambda row=row, kind=kind: build(kind, row), repeats),
-            "workloads_ms": milliseconds(lambda mask=mask: block_workloads(mask), repeats),
+            "mask_from_row_ms": host_milliseconds(lambda row=row, kind=kind: build(kind, row), repeats),
+            "workloads_ms": host_milliseconds(lambda mask=mask: block_workloads(mask), repeats),
         }
         for ranks in (8, 64, 256):
             placed = place_blocks(work, ranks)
             result[f"G{ranks}"] = {
-                "place_ms": milliseconds(lambda ranks=ranks, work=work: place_blocks(work, ranks), repeats),
-                "plan_ms": milliseconds(
+                "place_ms": host_milliseconds(
+                    lambda ranks=ranks, work=work: place_blocks(work, ranks), repeats
+                ),
+                "plan_ms": host_milliseconds(
                     lambda ranks=ranks, mask=mask: place_blocks(block_workloads(mask), ranks), repeats
                 ),
-                "heapq_place_ms": milliseconds(
+                "heapq_place_ms": host_milliseconds(
                     lambda ranks=ranks, work=listed: heapq_placement(work, ranks), 3
                 ),
                 "gap": placed.gap,
@@ -173,8 +120,10 @@ def measure_tables(tokens: int, repeats: int) -> list[dict]:
             {
                 "mask": kind,
                 "tokens": tokens,
-                "table_ms": milliseconds(lambda mask=mask: block_table(mask), repeats),
-                "transposed_ms": milliseconds(lambda table=table: table.transposed(), max(3, repeats // 20)),
+                "table_ms": host_milliseconds(lambda mask=mask: block_table(mask), repeats),
+                "transposed_ms": host_milliseconds(
+                    lambda table=table: table.transposed(), max(3, repeats // 20)
+                ),
                 "table_bytes": table.nbytes,
                 "transposed_bytes": turned.nbytes,
                 "exact": table.exact and turned.exact,
@@ -278,15 +227,6 @@ def main() -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"\nwritten to {arguments.out}")
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from mask_strategies import MODALITIES, masks, ragged_masks
 from dilatant.attention import attention, packing
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 from dilatant.attention.scores import Gradients, Scores
 from dilatant.attention.triton_kernel import kernel
 from dilatant.attention.triton_tuning import Tile, Tuning
@@ -89,7 +89,7 @@ def test_drawn_rows_equal_dense_attention(
         check(case, tuning, 2e-5)
 
 
-LONG_ROW = PackedRow.of_samples(
+LONG_ROW = RowLayout.of_samples(
     [
         [("text", 9), ("vision", 35), ("text", 5), ("audio", 8), ("text", 14)],
         [("vision", 13), ("vision", 3), ("text", 7), ("padding", 4)],
@@ -142,7 +142,7 @@ def test_half_precision_stays_within_its_rounding() -> None:
 
 def test_strided_tensors_are_read_as_they_lie() -> None:
     """Transformers gives [1, heads, tokens, dim], transposed."""
-    mask = packing.build_mask(PackedRow.of_lengths([40]), "document_causal")
+    mask = packing.build_mask(RowLayout.of_lengths([40]), "document_causal")
     case = make_case(mask, query_heads=2, kv_heads=2)
     for tuning in (SQUARE, DESCRIPTORS):
         expected, _ = run(case, tuning)
@@ -156,7 +156,7 @@ def test_strided_tensors_are_read_as_they_lie() -> None:
 
 
 def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
-    mask = packing.build_mask(PackedRow.of_lengths([20]), "document_causal")
+    mask = packing.build_mask(RowLayout.of_lengths([20]), "document_causal")
     case = make_case(mask, query_heads=1, kv_heads=1)
     for tuning in (SQUARE, DESCRIPTORS):
         expanded = replace(case, grad_output=torch.ones(()).expand_as(case.query))
@@ -164,7 +164,7 @@ def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
 
 
 def test_the_interpreter_can_be_asked_for_by_name() -> None:
-    mask = packing.build_mask(PackedRow.of_lengths([20, 12]), "document_causal")
+    mask = packing.build_mask(RowLayout.of_lengths([20, 12]), "document_causal")
     case = make_case(mask, query_heads=1, kv_heads=1)
     found = attention(case.query, case.key, case.value, mask, backend="triton")
     torch.testing.assert_close(found.double(), case.dense()[0][0], rtol=2e-5, atol=2e-5)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dilatant.attention import packing
 from dilatant.attention.mask import AttentionMask, pack_fields
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 
 MODALITIES = ("text", "vision", "audio")
 
@@ -38,7 +38,7 @@ BUILDERS = {
 def masks(draw: st.DrawFn) -> AttentionMask:
     """Masks of every kind, with and without a window."""
     kind = draw(st.sampled_from(sorted(BUILDERS)))
-    row = PackedRow.of_samples(draw(prepended_rows if kind == "prepended" else rows), MODALITIES)
+    row = RowLayout.of_samples(draw(prepended_rows if kind == "prepended" else rows), MODALITIES)
     return BUILDERS[kind](row).with_window(draw(windows))
 
 

@@ -11,8 +11,9 @@ from mask_strategies import masks, ragged_masks
 from dilatant.attention import attention, flex, packing
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.backends import Installed, Request, choose_backend, explain_backend
+from dilatant.attention.explain import explain_here
 from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 from dilatant.attention.scores import AttentionError
 
 HOPPER = Installed(triton=True, capability=(9, 0))
@@ -82,21 +83,21 @@ def test_a_backend_asked_for_by_name_runs_or_says_why_not(
 
 
 def test_an_explanation_names_the_backend_and_the_others() -> None:
-    plan = AttentionPlan(packing.build_mask(PackedRow.of_samples([[("text", 4), ("image", 4)]]), "embedded"))
+    plan = AttentionPlan(packing.build_mask(RowLayout.of_samples([[("text", 4), ("image", 4)]]), "embedded"))
     text = str(explain_backend("cpu", torch.bfloat16, 128, plan))
     assert text.startswith("attention backend: blockwise")
     assert "not sdpa: SDPA knows only whole and causal samples" in text
 
 
 PLAIN = {
-    "full": packing.full(PackedRow.of_lengths([9, 9, 9])),
-    "document_causal": packing.document_causal(PackedRow.of_lengths([7, 3, 7, 1])),
-    "causal": packing.causal(PackedRow.of_lengths([5, 9])),
+    "full": packing.full(RowLayout.of_lengths([9, 9, 9])),
+    "document_causal": packing.document_causal(RowLayout.of_lengths([7, 3, 7, 1])),
+    "causal": packing.causal(RowLayout.of_lengths([5, 9])),
     "text with padding": packing.embedded(
-        PackedRow.of_samples([[("text", 6), ("padding", 3)], [("text", 4)]])
+        RowLayout.of_samples([[("text", 6), ("padding", 3)], [("text", 4)]])
     ),
-    "images": packing.embedded(PackedRow.of_samples([[("image", 5)], [("image", 5)], [("text", 2)]])),
-    "wide window": packing.sliding_window(PackedRow.of_lengths([4, 6]), 6),
+    "images": packing.embedded(RowLayout.of_samples([[("image", 5)], [("image", 5)], [("text", 2)]])),
+    "wide window": packing.sliding_window(RowLayout.of_lengths([4, 6]), 6),
 }
 
 
@@ -116,10 +117,10 @@ def test_plain_rows_run_on_sdpa_with_the_same_results(kind: str) -> None:
     ("mask", "reason"),
     [
         (
-            packing.sliding_window(PackedRow.of_lengths([4, 7]), 6),
+            packing.sliding_window(RowLayout.of_lengths([4, 7]), 6),
             "sample 1 of 7 tokens is held to a window of 6",
         ),
-        (packing.embedded(PackedRow.of_samples([[("text", 2), ("image", 2)]])), "in more than one way"),
+        (packing.embedded(RowLayout.of_samples([[("text", 2), ("image", 2)]])), "in more than one way"),
         (AttentionMask.from_tokens([1 | 2 << 12] * 3), "do not attend to their own modality"),
     ],
 )
@@ -146,7 +147,7 @@ def test_flex_attention_over_our_tables_equals_dense_attention() -> None:
 
     samples = [[("text", 40), ("image", 110), ("text", 20)], [("text", 10), ("padding", 15)]]
     case = make_case(
-        packing.build_mask(PackedRow.of_samples(samples), "embedded"), query_heads=2, kv_heads=1, softcap=2.0
+        packing.build_mask(RowLayout.of_samples(samples), "embedded"), query_heads=2, kv_heads=1, softcap=2.0
     )
     block_mask = flex.block_mask(AttentionPlan(case.mask), torch.device("cpu"))
     whole_blocks = torch.zeros(256, 256, dtype=torch.bool)
@@ -164,3 +165,12 @@ def test_flex_attention_over_our_tables_equals_dense_attention() -> None:
     )
     expected = case.dense()[0][0]
     torch.testing.assert_close(output[0].transpose(0, 1).double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_doctor_explains_every_backend_for_every_kind_of_row() -> None:
+    lines = explain_here(torch.device("cpu"), torch.float32)
+    assert set(lines) == {"packed text", "sliding window", "text and images"}
+    for line in lines.values():
+        assert line.startswith("blockwise (")
+        for other in ("triton", "flex", "sdpa"):
+            assert f"not {other}: " in line

@@ -14,7 +14,7 @@ from mask_strategies import masks
 
 from dilatant.attention import lpt, packing
 from dilatant.attention.blocks import block_samples, block_table, block_workloads
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 from dilatant.attention.placement import POLICIES, PlacementError, needed_keys, place_blocks
 from oracles.dense_mask import word_matrix
 from oracles.placements import least_maximum
@@ -112,7 +112,7 @@ def test_a_million_tokens_are_even_on_any_mask(kind, num_ranks):
         "embedded": [segments],
         "packed": [segments[i : i + 20] for i in range(0, 500, 20)],
     }[kind]
-    work = block_workloads(packing.embedded(PackedRow.of_samples(samples)))
+    work = block_workloads(packing.embedded(RowLayout.of_samples(samples)))
     placement = place_blocks(work, num_ranks)
     assert placement.gap < 1e-4
     assert np.ptp(placement.counts) <= 1
@@ -155,7 +155,7 @@ def test_chunks_are_neighbours_of_one_document_within_the_limit(work, limit, see
 
 
 def test_on_a_causal_mask_longest_first_and_zigzag_agree():
-    work = block_workloads(packing.causal(PackedRow.of_lengths([1 << 16])))
+    work = block_workloads(packing.causal(RowLayout.of_lengths([1 << 16])))
     for num_ranks in (4, 8, 32):
         assert place_blocks(work, num_ranks).imbalance == pytest.approx(1)
         assert place_blocks(work, num_ranks, "zigzag").imbalance == pytest.approx(1)
@@ -235,7 +235,7 @@ def test_needed_keys_are_those_a_rank_sees(mask, block, num_ranks, seed):
 
 def test_document_affinity_spares_most_keys_and_stays_even():
     rng = np.random.default_rng(2)
-    mask = packing.document_causal(PackedRow.of_lengths(rng.integers(1000, 30000, 20)))
+    mask = packing.document_causal(RowLayout.of_lengths(rng.integers(1000, 30000, 20)))
     table = block_table(mask)
     work = table.full_blocks + table.partial_blocks
     affine = place_blocks(work, 8, "document_affine", documents=block_samples(mask))

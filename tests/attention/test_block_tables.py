@@ -16,7 +16,7 @@ from mask_strategies import masks, ragged_masks, rows
 from dilatant.attention import packing, summary
 from dilatant.attention.blocks import BlockCost, BlockKind, BlockTable, block_table, block_workloads
 from dilatant.attention.mask import AttentionMask, MaskError, pack_fields
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 from oracles import dense_mask as oracle
 
 # Compiled code is loaded on first use, which no deadline should count.
@@ -96,7 +96,7 @@ def test_rows_can_be_taken_as_a_rank_holds_them(mask, block, seed):
 
 
 def test_a_short_block_in_the_middle_of_a_rank_is_refused():
-    table = block_table(packing.full(PackedRow.of_lengths([10])), 4)
+    table = block_table(packing.full(RowLayout.of_lengths([10])), 4)
     with pytest.raises(MaskError, match="short last block"):
         table.take([2, 0])
 
@@ -166,7 +166,7 @@ def test_summaries_lose_little_on_masks_with_two_kinds_of_query():
     # What one summary a block cannot tell apart (text that sees far, images that do not) two can.
     rng = np.random.default_rng(5)
     sample = [(("text", "vision")[i % 2], int(rng.integers(20, 90))) for i in range(40)]
-    mask = packing.embedded(PackedRow.of_samples([sample, sample]))
+    mask = packing.embedded(RowLayout.of_samples([sample, sample]))
     runs = np.stack([mask.runs.start, mask.runs.length, mask.runs.field, mask.runs.position])
     tokens = mask.num_tokens
     _, _, counts = summary.classify(runs, runs, -1, 16, 16, tokens, tokens, False)
@@ -206,13 +206,13 @@ _nrt_python.memsys_use_cpython_allocator()  # else what compiled code allocates 
 sys.path[:0] = sys.argv[1:]
 from mask_strategies import BUILDERS
 from dilatant.attention.blocks import block_table
-from dilatant.attention.packing import PackedRow
+from dilatant.attention.packing import RowLayout
 
 def peak(kind, samples):
     sample = [("vision", 1024), ("text", 300), ("vision", 700), ("text", 24)] * 4
     if kind == "prepended":
         sample.sort(reverse=True)
-    mask = BUILDERS[kind](PackedRow.of_samples([sample] * samples))
+    mask = BUILDERS[kind](RowLayout.of_samples([sample] * samples))
     tracemalloc.start()
     table = block_table(mask)
     turned = table.transposed()
@@ -243,7 +243,7 @@ def test_tables_take_memory_in_proportion_to_tokens():
 @checked
 @given(samples=rows)
 def test_an_empty_row_or_a_rank_without_blocks_is_fine(samples):
-    keys = packing.embedded(PackedRow.of_samples(samples))
+    keys = packing.embedded(RowLayout.of_samples(samples))
     nobody = AttentionMask.from_tokens([])
     assert block_table(nobody, 8, keys=keys).num_rows == 0
     assert block_workloads(nobody, 8, keys=keys).size == 0

@@ -15,7 +15,7 @@ from dilatant.attention import attention, blockwise
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.kernels import attention_with_logsumexp
 from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import PackedRow, document_causal, embedded
+from dilatant.attention.packing import RowLayout, document_causal, embedded
 from dilatant.attention.scores import AttentionError
 
 
@@ -82,7 +82,7 @@ def test_some_queries_against_all_keys_in_another_order(
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_gradients_are_those_of_the_function_itself(softcap: float | None, sinks: bool) -> None:
-    row = PackedRow.of_samples([[("text", 2), ("vision", 3), ("text", 5)], [("text", 2), ("padding", 1)]])
+    row = RowLayout.of_samples([[("text", 2), ("vision", 3), ("text", 5)], [("text", 2), ("padding", 1)]])
     case = make_case(embedded(row), head_dim=3, dtype=torch.float64, sinks=sinks)
     plan = AttentionPlan(case.mask)
     inputs = [x.requires_grad_() for x in (case.query, case.key, case.value)]
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_function_itself(softcap: float | None, sinks
 
 
 def test_padding_gives_zeros_and_takes_zero_gradients() -> None:
-    row = PackedRow.of_samples([[("text", 5), ("padding", 6)], [("padding", 3), ("text", 2)]])
+    row = RowLayout.of_samples([[("text", 5), ("padding", 6)], [("padding", 3), ("text", 2)]])
     case = make_case(document_causal(row), sinks=True)
     (output, logsumexp), gradients = run(case)
     padding = torch.tensor(case.mask.fields) == 0
@@ -116,7 +116,7 @@ def test_a_row_of_padding_alone_is_zero() -> None:
 
 
 def test_low_precision_inputs_are_summed_in_float32() -> None:
-    row = PackedRow.of_samples([[("text", 9), ("vision", 12), ("text", 30)]])
+    row = RowLayout.of_samples([[("text", 9), ("vision", 12), ("text", 30)]])
     case = make_case(embedded(row), dtype=torch.bfloat16)
     (output, logsumexp), gradients = run(case)
     assert output.dtype == torch.bfloat16
@@ -124,6 +124,14 @@ def test_low_precision_inputs_are_summed_in_float32() -> None:
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
     # One rounding to bfloat16's 8 bits of values up to about 4.
     assert_close_to_dense((output, logsumexp), gradients, case, 2**-6)
+
+
+def test_autocast_does_not_lower_the_precision_of_sums() -> None:
+    row = RowLayout.of_samples([[("text", 9), ("vision", 12), ("text", 30)]])
+    case = make_case(embedded(row))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(case)
+    assert_close_to_dense(*found, case, 2e-5)  # as without: float32 sums of tens of terms
 
 
 def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +149,7 @@ def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) ->
             return result
 
     tokens = 65536
-    row = PackedRow.of_samples([[("text", 250), ("vision", 750), ("text", 1048)]] * 32)
+    row = RowLayout.of_samples([[("text", 250), ("vision", 750), ("text", 1048)]] * 32)
     plan = AttentionPlan(embedded(row))
     assert row.num_tokens == tokens
     query, key, value = (torch.randn(tokens, 1, 4) for _ in range(3))
@@ -168,6 +176,6 @@ def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_tensors_that_do_not_fit_together_are_named(change, complaint: str) -> None:
-    case = make_case(document_causal(PackedRow.of_lengths([12])))
+    case = make_case(document_causal(RowLayout.of_lengths([12])))
     with pytest.raises(AttentionError, match=complaint):
         attention(*change(case.query, case.key, case.value), case.mask)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from mask_strategies import masks
 from rank_pool import RankPool
 
-from dilatant.attention import AttentionMask, PackedRow, attention, block_workloads, place_blocks
+from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
 from dilatant.attention.blocks import block_table
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.packing import MASK_KINDS, build_mask
 from dilatant.attention.placement import POLICIES, Placement
 
 BLOCK = 16
-ROW = PackedRow.of_samples(
+ROW = RowLayout.of_samples(
     [
         [("image", 33), ("audio", 20), ("text", 30)],
         [("image", 7), ("image", 41), ("text", 12), ("padding", 9)],
@@ -141,7 +141,7 @@ def check(pool: RankPool, ranks: int, call: Call, tolerance: float = 1e-5) -> No
 @pytest.mark.parametrize("kind", MASK_KINDS)
 def test_every_mask_kind_equals_one_process(pool: RankPool, kind: str, ranks: int) -> None:
     row = (
-        ROW if kind != "prepended" else PackedRow.of_samples([[("image", 40), ("text", 37)], [("text", 11)]])
+        ROW if kind != "prepended" else RowLayout.of_samples([[("image", 40), ("text", 37)], [("text", 11)]])
     )
     check(pool, ranks, make_call(build_mask(row, kind), ranks))
 
@@ -153,7 +153,7 @@ def test_every_placement_equals_one_process(pool: RankPool, policy: str) -> None
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65])
 def test_ragged_rows_and_ranks_without_tokens_equal_one_process(pool: RankPool, tokens: int) -> None:
-    mask = build_mask(PackedRow.of_lengths([tokens // 3, tokens - tokens // 3]), "document_causal")
+    mask = build_mask(RowLayout.of_lengths([tokens // 3, tokens - tokens // 3]), "document_causal")
     check(pool, 4, make_call(mask, 4))
 
 
@@ -196,7 +196,7 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
         def size(self) -> int:
             return 4
 
-    mask = build_mask(PackedRow.of_samples([[("text", 40), ("image", 88)] * 4]), "embedded")
+    mask = build_mask(RowLayout.of_samples([[("text", 40), ("image", 88)] * 4]), "embedded")
     placement = place_blocks(block_workloads(mask, BLOCK), 4)
     share = ContextParallelRow(mask, placement, Group(), block=BLOCK)
     whole = block_table(mask, BLOCK).take(placement.blocks_of_rank(1))
@@ -228,7 +228,7 @@ def test_a_model_given_a_share_for_its_plan_computes_its_tokens_of_the_row(pool:
 
     lengths = (37, 20, 41)
     inputs = torch.randint(3, 48, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    call = make_call(build_mask(PackedRow.of_lengths(lengths), "document_causal"), 3)
+    call = make_call(build_mask(RowLayout.of_lengths(lengths), "document_causal"), 3)
     shares = pool.run(3, run_model_share, call, inputs)
     model = language_model("gemma2")
     expected = torch.cat(
@@ -253,7 +253,7 @@ def place_for_two(group: dist.ProcessGroup, call: Call) -> None:
 
 
 def test_backends_without_a_backward_of_their_own_are_refused(pool: RankPool) -> None:
-    call = make_call(build_mask(PackedRow.of_lengths([20]), "causal"), 1)
+    call = make_call(build_mask(RowLayout.of_lengths([20]), "causal"), 1)
     with pytest.raises(AssertionError, match="attention backend 'sdpa' has no separate backward"):
         pool.run(1, ask_for_sdpa, call)
 

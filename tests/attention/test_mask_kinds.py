@@ -11,7 +11,7 @@ from mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 from dilatant.attention import packing
 from dilatant.attention.bitset import from_bitset
 from dilatant.attention.mask import MAX_INSTANCES, MAX_SAMPLES, AttentionMask, MaskError, pack_fields, visible
-from dilatant.attention.packing import PackedRow, Segment
+from dilatant.attention.packing import RowLayout, Segment
 from oracles import dense_mask as oracle
 
 # Compiled code is loaded on first use, which no deadline should count.
@@ -38,14 +38,14 @@ RULES = {
 @checked
 @given(samples=rows)
 def test_a_kind_means_its_rule(kind, samples):
-    mask = packing.build_mask(PackedRow.of_samples(samples, MODALITIES), kind)
+    mask = packing.build_mask(RowLayout.of_samples(samples, MODALITIES), kind)
     np.testing.assert_array_equal(seen(mask), oracle.matrix(oracle.tokens_of(samples), RULES[kind]))
 
 
 @checked
 @given(samples=prepended_rows, across=st.booleans())
 def test_prepended_outputs_see_themselves_and_are_seen_by_the_text(samples, across):
-    mask = packing.prepended(PackedRow.of_samples(samples, MODALITIES), across)
+    mask = packing.prepended(RowLayout.of_samples(samples, MODALITIES), across)
     np.testing.assert_array_equal(
         seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across))
     )
@@ -54,7 +54,7 @@ def test_prepended_outputs_see_themselves_and_are_seen_by_the_text(samples, acro
 @checked
 @given(samples=rows)
 def test_images_see_each_other_only_when_asked(samples):
-    row = PackedRow.of_samples(samples, MODALITIES)
+    row = RowLayout.of_samples(samples, MODALITIES)
     tokens = oracle.tokens_of(samples)
     np.testing.assert_array_equal(
         seen(packing.embedded(row, across_instances=True)),
@@ -69,7 +69,7 @@ def test_images_see_each_other_only_when_asked(samples):
 @checked
 @given(samples=rows, window=st.integers(1, 12))
 def test_a_window_reaches_its_width_in_positions_of_the_sample(samples, window):
-    row = PackedRow.of_samples(samples, MODALITIES)
+    row = RowLayout.of_samples(samples, MODALITIES)
     tokens = oracle.tokens_of(samples)
     for mask, rule in (
         (packing.sliding_window(row, window), oracle.sliding(window)),
@@ -85,7 +85,7 @@ def test_a_window_reaches_its_width_in_positions_of_the_sample(samples, window):
 @checked
 @given(samples=rows, data=st.data())
 def test_prefix_tokens_see_each_other_and_the_rest_is_causal(samples, data):
-    row = PackedRow.of_samples(samples, MODALITIES)
+    row = RowLayout.of_samples(samples, MODALITIES)
     lengths = [sum(length for _, length in sample) for sample in samples]
     prefix = [data.draw(st.integers(0, length)) for length in lengths]
     np.testing.assert_array_equal(
@@ -98,9 +98,9 @@ def test_prefix_tokens_see_each_other_and_the_rest_is_causal(samples, data):
 @given(first=rows, second=rows)
 def test_packing_keeps_every_row_its_own_mask(first, second):
     parts = [
-        packing.embedded(PackedRow.of_samples(first, MODALITIES)),
-        packing.full(PackedRow.of_samples(second, MODALITIES)),
-        packing.causal(PackedRow.of_samples(first, MODALITIES)),
+        packing.embedded(RowLayout.of_samples(first, MODALITIES)),
+        packing.full(RowLayout.of_samples(second, MODALITIES)),
+        packing.causal(RowLayout.of_samples(first, MODALITIES)),
     ]
     dense = [seen(part) for part in parts]
     total = sum(len(part) for part in dense)
@@ -116,7 +116,7 @@ def test_packing_keeps_every_row_its_own_mask(first, second):
 @given(samples=prepended_rows, data=st.data())
 def test_samples_of_one_row_may_have_masks_of_different_kinds(samples, data):
     kinds = [data.draw(st.sampled_from(sorted(RULES))) for _ in samples]
-    mask = packing.multimodal_packing(PackedRow.of_samples(samples, MODALITIES), kinds)
+    mask = packing.multimodal_packing(RowLayout.of_samples(samples, MODALITIES), kinds)
 
     def rule(q, k):
         return q.sample == k.sample and RULES[kinds[q.sample]](q, k)
@@ -127,13 +127,13 @@ def test_samples_of_one_row_may_have_masks_of_different_kinds(samples, data):
 @checked
 @given(samples=rows)
 def test_a_row_is_the_same_from_segments_and_from_tokens(samples):
-    row = PackedRow.of_samples(samples, MODALITIES)
+    row = RowLayout.of_samples(samples, MODALITIES)
     kept = row.length > 0
     number = np.unique(row.sample[kept], return_inverse=True)[
         1
     ]  # samples without tokens leave no trace in tokens
     columns = [np.repeat(part, row.length[kept]) for part in (number, row.modality[kept], row.instance[kept])]
-    again = PackedRow.of_tokens(*columns, MODALITIES)
+    again = RowLayout.of_tokens(*columns, MODALITIES)
     for build in (packing.embedded, packing.bidirectional_instances, packing.document_causal):
         np.testing.assert_array_equal(seen(build(again)), seen(build(row)))
 
@@ -171,7 +171,7 @@ def test_all_groups_of_the_papers_word_fit():
 
 def test_one_image_in_several_segments_is_one_instance():
     samples = [[("vision", 2, 7), ("text", 1), ("vision", 2, 7), ("vision", 3)]]
-    mask = packing.embedded(PackedRow.of_samples(samples, MODALITIES))
+    mask = packing.embedded(RowLayout.of_samples(samples, MODALITIES))
     np.testing.assert_array_equal(
         seen(mask), oracle.matrix(oracle.tokens_of(samples), oracle.embedded(across=False))
     )
@@ -185,55 +185,55 @@ def test_permuted_tokens_keep_what_they_see(mask, seed):
 
 
 def test_a_million_tokens_cost_what_their_segments_cost():
-    mask = packing.embedded(PackedRow.of_samples([[("vision", 1 << 19), ("text", 1 << 19)]]))
+    mask = packing.embedded(RowLayout.of_samples([[("vision", 1 << 19), ("text", 1 << 19)]]))
     assert mask.runs.start.tolist() == [0, 1 << 19]
     assert mask.num_tokens == 1 << 20
 
 
 def test_a_row_holds_as_many_samples_as_the_word_tells_apart():
-    assert packing.document_causal(PackedRow.of_lengths([1] * MAX_SAMPLES)).num_tokens == MAX_SAMPLES
+    assert packing.document_causal(RowLayout.of_lengths([1] * MAX_SAMPLES)).num_tokens == MAX_SAMPLES
     with pytest.raises(MaskError, match=r"sample 4096 .* at most 4096 samples"):
-        packing.document_causal(PackedRow.of_lengths([1] * (MAX_SAMPLES + 1)))
-    half = packing.document_causal(PackedRow.of_lengths([1] * 2049))
+        packing.document_causal(RowLayout.of_lengths([1] * (MAX_SAMPLES + 1)))
+    half = packing.document_causal(RowLayout.of_lengths([1] * 2049))
     with pytest.raises(MaskError, match="at most 4096 samples"):
         packing.pack([half, half])
 
 
 def test_a_row_holds_as_many_images_as_the_word_tells_apart():
     images = [("vision", 1)] * (MAX_INSTANCES - 1)
-    assert packing.embedded(PackedRow.of_samples([images, images])).num_tokens == 2 * (MAX_INSTANCES - 1)
+    assert packing.embedded(RowLayout.of_samples([images, images])).num_tokens == 2 * (MAX_INSTANCES - 1)
     with pytest.raises(MaskError, match=r"instance 65536 .* 65535 instances a sample"):
-        packing.embedded(PackedRow.of_samples([[*images, ("vision", 1)]]))
+        packing.embedded(RowLayout.of_samples([[*images, ("vision", 1)]]))
 
 
 def test_user_mistakes_name_the_place_and_the_limit():
     with pytest.raises(MaskError, match="13 modalities in one row; a word holds 12"):
-        PackedRow.of_samples([[(f"sense{i}", 1) for i in range(12)]])
+        RowLayout.of_samples([[(f"sense{i}", 1) for i in range(12)]])
     with pytest.raises(
         MaskError, match="sample 1, segment 0: unknown modality 'smell'; known are text, vision"
     ):
-        PackedRow.of_samples([[("text", 1)], [("smell", 2)]], ["text", "vision"])
+        RowLayout.of_samples([[("text", 1)], [("smell", 2)]], ["text", "vision"])
     with pytest.raises(MaskError, match="sample 0, segment 1: length -2"):
-        PackedRow.of_samples([[("text", 1), Segment("vision", -2)]])
+        RowLayout.of_samples([[("text", 1), Segment("vision", -2)]])
     with pytest.raises(MaskError, match="sample 1: vision follows text"):
-        packing.prepended(PackedRow.of_samples([[("vision", 2), ("text", 1)], [("text", 1), ("vision", 1)]]))
+        packing.prepended(RowLayout.of_samples([[("vision", 2), ("text", 1)], [("text", 1), ("vision", 1)]]))
     with pytest.raises(MaskError, match="sample 1: prefix of 4 tokens in a sample of 3"):
-        packing.prefix_lm(PackedRow.of_lengths([5, 3]), [5, 4])
+        packing.prefix_lm(RowLayout.of_lengths([5, 3]), [5, 4])
     with pytest.raises(
         MaskError, match="unknown mask kind 'diagonal'; known are bidirectional_instances, causal"
     ):
-        packing.build_mask(PackedRow.of_lengths([5]), "diagonal")
+        packing.build_mask(RowLayout.of_lengths([5]), "diagonal")
     with pytest.raises(MaskError, match="1 mask kinds for 2 samples"):
-        packing.multimodal_packing(PackedRow.of_lengths([5, 5]), ["full"])
+        packing.multimodal_packing(RowLayout.of_lengths([5, 5]), ["full"])
     with pytest.raises(MaskError, match="numbered from 0 in row order"):
-        PackedRow.of_tokens([0, 1, 0], [0, 0, 0], [0, 0, 0], ["text"])
+        RowLayout.of_tokens([0, 1, 0], [0, 0, 0], [0, 0, 0], ["text"])
     with pytest.raises(MaskError, match="an index into"):
-        PackedRow.of_tokens([0, 0], [0, 1], [0, 0], ["text"])
+        RowLayout.of_tokens([0, 0], [0, 1], [0, 0], ["text"])
     with pytest.raises(MaskError, match="bit 63"):
         AttentionMask.from_tokens([-1])
     with pytest.raises(MaskError, match="int32"):
         AttentionMask.from_tokens([1], [2**31])
     with pytest.raises(MaskError, match="window must be at least 1"):
-        packing.sliding_window(PackedRow.of_lengths([5]), 0)
+        packing.sliding_window(RowLayout.of_lengths([5]), 0)
     with pytest.raises(MaskError, match=r"own 4096 is outside .*attend -1 is outside"):
         pack_fields(4096, -1)

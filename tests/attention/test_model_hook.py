@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.hook import NAME, register, use_dilatant_attention
-from dilatant.attention.packing import PackedRow, build_mask, document_causal, full
+from dilatant.attention.packing import RowLayout, build_mask, document_causal, full
 from dilatant.attention.scores import AttentionError
 from oracles.dense_mask import word_matrix
 
@@ -58,7 +58,7 @@ def test_packed_text_gives_the_logits_and_gradients_of_eager_attention_for_each_
     expected = gradients(model)
 
     use_dilatant_attention(model)
-    plan = AttentionPlan(document_causal(PackedRow.of_lengths(LENGTHS)))
+    plan = AttentionPlan(document_causal(RowLayout.of_lengths(LENGTHS)))
     packed = model(
         input_ids=torch.cat(samples, dim=1),
         position_ids=positions_of(LENGTHS),
@@ -119,7 +119,7 @@ def test_a_packed_microbatch_with_images_gives_the_loss_of_its_samples_one_by_on
     model.set_attn_implementation(dense_implementation)
     losses = []
     for row, sample, label in zip(rows, SAMPLES, labels.split(lengths), strict=True):
-        mask = build_mask(PackedRow.of_samples([sample]), kind)
+        mask = build_mask(RowLayout.of_samples([sample]), kind)
         seen = torch.tensor(word_matrix(mask.fields, mask.fields, mask.positions, mask.positions))
         logits = model(
             inputs_embeds=row, position_ids=positions_of((row.shape[1],)), seen=seen, use_cache=False
@@ -132,7 +132,7 @@ def test_a_packed_microbatch_with_images_gives_the_loss_of_its_samples_one_by_on
         row.grad = None
 
     use_dilatant_attention(model)
-    plan = AttentionPlan(build_mask(PackedRow.of_samples(SAMPLES), kind))
+    plan = AttentionPlan(build_mask(RowLayout.of_samples(SAMPLES), kind))
     logits = model(
         inputs_embeds=torch.cat(rows, dim=1),
         position_ids=positions_of(lengths),
@@ -163,7 +163,7 @@ def test_packed_images_of_any_size_give_the_outputs_and_gradients_of_each_alone(
     expected = gradients(model)
 
     use_dilatant_attention(model)
-    plan = AttentionPlan(full(PackedRow.of_lengths(SIZES)))
+    plan = AttentionPlan(full(RowLayout.of_lengths(SIZES)))
     packed = blocks(torch.cat(images, dim=1), attention_plan=plan).last_hidden_state
     torch.testing.assert_close(packed, alone, **TOLERANCE)
     (packed * weight).sum().backward()
@@ -176,7 +176,7 @@ def test_a_batch_of_images_of_one_size_is_a_row_too(family: str) -> None:
     pixels = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(4))
     expected = model(pixel_values=pixels).last_hidden_state
     use_dilatant_attention(model)
-    plan = AttentionPlan(full(PackedRow.of_lengths([expected.shape[1]] * 3)))
+    plan = AttentionPlan(full(RowLayout.of_lengths([expected.shape[1]] * 3)))
     found = model(pixel_values=pixels, attention_plan=plan).last_hidden_state
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
@@ -186,7 +186,7 @@ def test_recomputed_layers_get_the_plan_of_their_own_microbatch(reentrant: bool)
     """SigLIP drops keywords, and a pipeline recomputes a microbatch after the next one's forward."""
     model = encoder("siglip_vision_model")
     use_dilatant_attention(model)
-    plans = [AttentionPlan(full(PackedRow.of_lengths(sizes))) for sizes in ([4, 8], [10, 2])]
+    plans = [AttentionPlan(full(RowLayout.of_lengths(sizes))) for sizes in ([4, 8], [10, 2])]
     rows = [torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
     expected = []
     for row, plan in zip(rows, plans, strict=True):
@@ -212,7 +212,7 @@ def test_tables_are_made_once_for_all_layers_and_both_passes(monkeypatch: pytest
         attention_plan, "block_table", lambda *args, **kwargs: made.append(args) or original(*args, **kwargs)
     )
     model = use_dilatant_attention(language_model("gemma2"))
-    plan = AttentionPlan(document_causal(PackedRow.of_lengths(LENGTHS)))
+    plan = AttentionPlan(document_causal(RowLayout.of_lengths(LENGTHS)))
     logits = model(
         input_ids=torch.cat(samples_of(LENGTHS), dim=1),
         position_ids=positions_of(LENGTHS),
@@ -234,7 +234,7 @@ def test_a_family_that_drops_keywords_is_not_silently_left_without_a_plan() -> N
     register()
     model.set_attn_implementation(NAME)
     with pytest.raises(AttentionError, match="use_dilatant_attention"):
-        model.encoder(torch.randn(1, 4, 24), attention_plan=AttentionPlan(full(PackedRow.of_lengths([4]))))
+        model.encoder(torch.randn(1, 4, 24), attention_plan=AttentionPlan(full(RowLayout.of_lengths([4]))))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_packed_rows_do_not_have_is_refused_by_name(
     family: str, keywords: dict[str, Any], complaint: str
 ) -> None:
     model = use_dilatant_attention(language_model(family))
-    plan = AttentionPlan(document_causal(PackedRow.of_lengths([4])))
+    plan = AttentionPlan(document_causal(RowLayout.of_lengths([4])))
     with pytest.raises(AttentionError, match=complaint):
         model(input_ids=samples_of((4,))[0], attention_plan=plan, use_cache=False, **keywords)
 
@@ -263,14 +263,14 @@ def test_attention_dropout_is_refused_when_training() -> None:
     model = use_dilatant_attention(language_model("llama")).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    plan = AttentionPlan(document_causal(PackedRow.of_lengths([4])))
+    plan = AttentionPlan(document_causal(RowLayout.of_lengths([4])))
     with pytest.raises(AttentionError, match=r"dropout of 0\.1 in attention"):
         model(input_ids=samples_of((4,))[0], attention_plan=plan, use_cache=False)
 
 
 def test_a_plan_for_another_row_is_refused() -> None:
     model = use_dilatant_attention(language_model("llama"))
-    plan = AttentionPlan(document_causal(PackedRow.of_lengths([5])))
+    plan = AttentionPlan(document_causal(RowLayout.of_lengths([5])))
     with pytest.raises(AttentionError, match="query has 4 tokens, the mask 5"):
         model(input_ids=samples_of((4,))[0], attention_plan=plan, use_cache=False)
 
@@ -292,6 +292,6 @@ def test_families_with_chunked_layers_are_refused_by_name() -> None:
     )
     model = AutoModel.from_config(config)
     use_dilatant_attention(model)
-    plan = AttentionPlan(document_causal(PackedRow.of_lengths([4])))
+    plan = AttentionPlan(document_causal(RowLayout.of_lengths([4])))
     with pytest.raises(AttentionError, match="chunked attention layers"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.long), attention_plan=plan, use_cache=False)

@@ -15,9 +15,13 @@ HERE = Path(__file__).parent
 
 def test_interpreted_kernels_equal_dense_attention() -> None:
     import numpy as np
+    import triton
 
-    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("Triton 3.6's interpreter fails on numpy 2.4: the kernels' results were not checked")
+    has_old_triton = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
+    if has_old_triton and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip(
+            f"the interpreter of Triton {triton.__version__} fails on numpy 2.4: the kernels' results were not checked"
+        )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreter_checks.py")],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -10,7 +10,7 @@ from mask_strategies import masks, ragged_masks
 
 from dilatant.attention.blocks import BlockTable, block_table
 from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import PackedRow, causal, embedded
+from dilatant.attention.packing import RowLayout, causal, embedded
 from dilatant.attention.work import WorkList, greedy_makespan, work_list
 from oracles.dense_mask import block_kinds, word_matrix
 
@@ -72,7 +72,7 @@ def test_every_row_is_written_once_and_pieces_of_a_cut_row_have_slots_of_their_o
 
 
 def test_units_come_longest_first() -> None:
-    table = block_table(causal(PackedRow.of_lengths([4096])))
+    table = block_table(causal(RowLayout.of_lengths([4096])))
     units = work_list(table, 32, 132).units
     assert units[:, 0].tolist() == list(range(31, -1, -1))
 
@@ -86,14 +86,14 @@ def test_units_come_longest_first() -> None:
     ],
 )
 def test_rows_are_cut_only_where_it_shortens_the_launch(tokens: int, heads: int, cut: bool) -> None:
-    table = block_table(causal(PackedRow.of_lengths([tokens])))
+    table = block_table(causal(RowLayout.of_lengths([tokens])))
     assert (work_list(table, heads, 132).num_slots > 0) == cut
 
 
 def test_a_context_parallel_share_of_an_embedded_row_is_cut_and_balanced() -> None:
     """One KV head group of a rank of eight: long text rows would keep a few processors busy alone."""
     segments = [("text", 800), ("image", 3000)] * 17
-    mask = embedded(PackedRow.of_samples([segments]))
+    mask = embedded(RowLayout.of_samples([segments]))
     whole = block_table(mask)
     share = whole.take(np.arange(0, whole.num_rows - 1, 8))
     work = work_list(share, 4, 132)
@@ -108,7 +108,7 @@ def test_a_context_parallel_share_of_an_embedded_row_is_cut_and_balanced() -> No
 
 
 def test_pieces_of_a_row_weigh_about_the_same() -> None:
-    table = block_table(causal(PackedRow.of_lengths([32768])))
+    table = block_table(causal(RowLayout.of_lengths([32768])))
     work = work_list(table, 1, 132)
     lengths = np.diff(work.intervals, axis=1)[:, 0] / 128
     for row in work.splits[:, 0]:

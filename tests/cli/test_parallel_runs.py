@@ -80,6 +80,48 @@ def test_three_processes_have_the_losses_of_one_and_resume_under_any_layout(
     assert losses(one) == pytest.approx(losses(run), rel=1e-4)
 
 
+def test_block_tables_give_the_losses_of_transformers_attention_in_any_layout(
+    project: Path, dilatant: Dilatant
+) -> None:
+    config = project / "config.yaml"
+    tables = ("--set", "model.language_model.attn_implementation=dilatant")
+    dilatant("train", config, "--set", "output_dir=plain")
+    assert dilatant("train", config, "--set", "output_dir=one", *tables)[0] == 0
+    assert dilatant("train", config, *tables, *layout(THREE))[0] == 0
+    # fp32 sums in another order, which six optimizer steps amplify.
+    assert losses(project / "one") == pytest.approx(losses(project / "plain"), rel=1e-4)
+    assert losses(project / "run") == pytest.approx(losses(project / "plain"), rel=1e-4)
+
+
+def test_images_may_see_themselves_whole(project: Path, dilatant: Dilatant) -> None:
+    """The mask changes what is learned, travels with the export, and is used when the model answers."""
+    config = project / "config.yaml"
+    # Text sees what images saw a layer before.
+    deeper = ("--set", "model.language_model.config.num_hidden_layers=2")
+    dilatant("train", config, *deeper, "--set", "output_dir=plain")
+    media = ("--set", "model.language_model.media_attention=bidirectional")
+    assert dilatant("train", config, *deeper, *media)[0] == 0
+    assert losses(project / "run") != pytest.approx(losses(project / "plain"), rel=1e-5)
+    code, out, _ = dilatant("generate", project / "run" / "export", "--image", project / "images" / "0.png",
+                            "--prompt", "Side?", "--max-new-tokens", "3", "--json")  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["answer"]
+
+
+def test_what_block_tables_cannot_do_is_refused_before_training(project: Path, dilatant: Dilatant) -> None:
+    key = "model.language_model"
+    code, _, err = dilatant(
+        "train", project / "config.yaml", "--set", f"{key}.attn_implementation=dilatant",
+        "--set", f"{key}.config.attention_dropout=0.1",
+    )  # fmt: skip
+    assert (code, "attention_dropout must be 0" in err) == (2, True)
+    code, _, err = dilatant(
+        "train", project / "config.yaml", "--set", f"{key}.attn_implementation=sdpa",
+        "--set", f"{key}.media_attention=embedded",
+    )  # fmt: skip
+    assert (code, "needs attn_implementation: dilatant" in err) == (2, True)
+
+
 def test_a_layout_that_cannot_work_lists_every_reason_before_a_process_starts(
     project: Path, dilatant: Dilatant
 ) -> None:

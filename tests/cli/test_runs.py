@@ -228,4 +228,10 @@ def test_held_out_accuracy_is_shown_on_the_way(project: Path, dilatant: Dilatant
 def test_doctor_tells_what_would_be_used(dilatant: Dilatant) -> None:
     code, out, _ = dilatant("doctor", "--json")
     assert code == 0
-    assert json.loads(out)["A run here uses"]["device"] in ("cpu", "cuda")
+    found = json.loads(out)
+    assert found["A run here uses"]["device"] in ("cpu", "cuda")
+    attention = found["Attention over block tables (attn_implementation: dilatant)"]
+    for row in ("packed text", "sliding window", "text and images"):
+        chosen = attention[row].split()[0]
+        for other in {"triton", "flex", "blockwise", "sdpa"} - {chosen}:
+            assert f"not {other}: " in attention[row]

@@ -5,7 +5,7 @@ Shares no code with the runtime, nor with the stages, merging and loss of the mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ def loss_of_batch(
     encoders: Mapping[str, tuple[Any, Any, int]],
     placeholder_ids: Mapping[str, int],
     samples: Sequence[Any],
+    seen_in: Callable[[Any], Any] | None = None,
 ) -> Tensor:
     """The global batch's loss: the sum over all target tokens divided by their number.
 
     encoders: name → (Hugging Face encoder, projector, leading tokens to leave out). samples: each with `input_ids`,
-    `labels` (not shifted) and `media` (name → input name → array with one row an item).
+    `labels` (not shifted) and `media` (name → input name → array with one row an item). seen_in: sample → which token
+    sees which, bool [tokens, tokens]; default: those before it.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     total = torch.zeros(())
@@ -38,7 +40,9 @@ def loss_of_batch(
         for token in ids.tolist():
             found = [name for name, placeholder in placeholder_ids.items() if placeholder == token]
             tokens.append(next(rows[found[0]]) if found else embed(torch.tensor(token)))
-        logits = language_model(inputs_embeds=torch.stack(tokens)[None], use_cache=False).logits[0]
+        mask = None if seen_in is None else torch.as_tensor(seen_in(sample))[None, None]
+        embedded = torch.stack(tokens)[None]
+        logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits[0]
         for position, label in enumerate(torch.as_tensor(sample.labels)[1:].tolist()):
             if label != -100:
                 total = total - torch.log_softmax(logits[position], dim=-1)[label] / targets

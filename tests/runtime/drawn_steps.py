@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dilatant.models.multimodal import Encoder, MultimodalModel
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.row_attention import use_row_attention
 from dilatant.schedule.families import eager, gpipe, interleaved, one_f_one_b
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
@@ -59,6 +61,8 @@ class Case:
     """(name, model type, layers, projector, features)"""
     frozen: tuple[str, ...]
     checkpointing: bool
+    attention: str | None
+    """How media attend on block tables, or None for transformers' own attention."""
     texts: tuple[tuple[int, tuple[int, ...]], ...]
     """For each sample: text tokens, items of each encoder."""
     plan: Plan
@@ -70,8 +74,8 @@ class Case:
     seed: int
 
 
-def build_model(case: Case, device: str = "cpu") -> MultimodalModel:
-    """The model of a case; on "meta" nothing is materialised."""
+def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
+    """The model of a case; on "meta" nothing is materialised. plain: with transformers' own attention."""
     language = parse_config(
         {
             "model_type": case.language,
@@ -92,7 +96,11 @@ def build_model(case: Case, device: str = "cpu") -> MultimodalModel:
         )
         for name, kind, layers, projector, features in case.encoders
     }  # fmt: skip
-    model = MultimodalModel(encoders, language, seed=case.seed, device=device)
+    model = MultimodalModel(
+        encoders, language, seed=case.seed, device=device, media_attention=case.attention or "causal"
+    )
+    if case.attention is not None and not plain:
+        use_row_attention(model)
     if case.frozen:
         freeze(model.units, case.frozen)
     if case.checkpointing:
@@ -115,8 +123,7 @@ def build_samples(case: Case) -> list[EncodedSample]:
             if not count:
                 continue
             input_name, shape, tokens = ITEM.get(kind, ("pixel_values", (3, 8, 8), 4))
-            leading = 1 if kind in ("clip_vision_model", "dinov2") else 0
-            merged = tokens + (leading if features == "all" else 0)
+            leading, merged = _leading_tokens(kind), _merged_tokens(kind, features)
             media[name] = {input_name: random.standard_normal((count, *shape)).astype(np.float32)}
             sizes[name] = count * (tokens + leading)
             for _ in range(count):
@@ -156,6 +163,7 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
         encoders=encoders,
         frozen=_draw_frozen(draw, encoders, language_layers),
         checkpointing=draw(st.sampled_from([False, False, True])),
+        attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
         texts=tuple(
             (draw(st.integers(2, 20)), tuple(draw(st.sampled_from([0, 0, 1, 1, 2, 3])) for _ in encoders))
             for _ in range(draw(st.integers(2, 8)))
@@ -306,7 +314,7 @@ def expected(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str
     """Losses of three steps, gradients of the first, and parameters after them, of one process (the oracle)."""
     from oracles.one_process import loss_of_batch
 
-    model = build_model(case)
+    model = build_model(case, plain=True)
     samples = build_samples(case)
     units = model.units
     encoders = {
@@ -317,7 +325,8 @@ def expected(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str
     optimizer = build_optimizer(parameters)
     losses, gradients = [], {}
     for step in range(3):
-        loss = loss_of_batch(units["language"].model, encoders, model.placeholder_ids, samples)
+        seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
+        loss = loss_of_batch(units["language"].model, encoders, model.placeholder_ids, samples, seen_in)
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.item())
@@ -326,6 +335,32 @@ def expected(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str
         optimizer.step()
         optimizer.zero_grad()
     return losses, gradients, {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
+    """Which token of a sample sees which under the case's media attention. Items may lie inside one another: each takes
+    the next so many placeholders of its unit."""
+    from oracles.dense_mask import Token, bidirectional_instances, embedded, matrix
+
+    tokens = []
+    for place, token in enumerate(sample.input_ids.tolist()):
+        if token < VOCABULARY:
+            tokens.append(Token(0, "text", None, place, place))
+        else:
+            name, kind, _, _, features = case.encoders[token - VOCABULARY]
+            before = sum(earlier.modality == name for earlier in tokens)
+            tokens.append(Token(0, name, before // _merged_tokens(kind, features), place, place))
+    rule = bidirectional_instances(True) if case.attention == "bidirectional" else embedded(False)
+    return matrix(tokens, rule)
+
+
+def _merged_tokens(kind: str, features: str) -> int:
+    _, _, tokens = ITEM.get(kind, ("pixel_values", (3, 8, 8), 4))
+    return tokens + (_leading_tokens(kind) if features == "all" else 0)
+
+
+def _leading_tokens(kind: str) -> int:
+    return 1 if kind in ("clip_vision_model", "dinov2") else 0
 
 
 def build_optimizer(parameters: dict[str, Any]) -> torch.optim.Optimizer:

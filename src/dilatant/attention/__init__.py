@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dilatant.attention.mask import AttentionMask as AttentionMask
     from dilatant.attention.mask import MaskError as MaskError
     from dilatant.attention.mask import visible as visible
-    from dilatant.attention.packing import PackedRow as PackedRow
+    from dilatant.attention.packing import RowLayout as RowLayout
     from dilatant.attention.packing import Segment as Segment
     from dilatant.attention.packing import build_mask as build_mask
     from dilatant.attention.placement import Placement as Placement
@@ -35,7 +35,7 @@ _HOME = {
     "BlockCost": "blocks",
     "BlockTable": "blocks",
     "MaskError": "mask",
-    "PackedRow": "packing",
+    "RowLayout": "packing",
     "Placement": "placement",
     "Segment": "packing",
     "ContextParallelRow": "context_parallel",

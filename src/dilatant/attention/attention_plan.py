@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 
 from dilatant.attention.blocks import BlockTable, block_table
 from dilatant.attention.mask import TOGETHER, AttentionMask
@@ -135,13 +136,16 @@ def as_plan(mask: AttentionMask | AttentionPlan) -> AttentionPlan:
 
 
 def _words(mask: AttentionMask, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor(mask.fields).to(device), torch.tensor(mask.positions).to(device)
+    return _on(mask.fields, device), _on(mask.positions, device)
 
 
 def _upload(work: WorkList, device: torch.device) -> DeviceWork:
     return DeviceWork(
-        torch.tensor(work.units).to(device),
-        torch.tensor(work.intervals).to(device),
-        torch.tensor(work.splits).to(device),
-        work.num_slots,
+        _on(work.units, device), _on(work.intervals, device), _on(work.splits, device), work.num_slots
     )
+
+
+def _on(array: NDArray, device: torch.device) -> torch.Tensor:
+    """A copy on `device`; the host does not wait for it to arrive."""
+    tensor = torch.tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

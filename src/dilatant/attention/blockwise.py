@@ -11,15 +11,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dilatant.attention import mask as layout
 from dilatant.attention.attention_plan import AttentionPlan, MaskTensors
 from dilatant.attention.blocks import BlockKind
 from dilatant.attention.scores import Gradients, Scores
+from dilatant.attention.visibility import visible_pairs
 
 QUERY_BLOCK = 128
 KEY_BLOCK = 128
@@ -45,6 +45,18 @@ class Block(NamedTuple):
     chunks: list[Chunk]
 
 
+def _in_their_precision(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` outside of autocast, which would take its float32 sums in half precision."""
+
+    @functools.wraps(kernel)
+    def run(tensor: torch.Tensor, *rest: Any) -> Any:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return kernel(tensor, *rest)
+
+    return run
+
+
+@_in_their_precision
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -86,6 +98,7 @@ def forward(
     return output, logsumexp
 
 
+@_in_their_precision
 def backward(
     grad_output: torch.Tensor,
     query: torch.Tensor,
@@ -140,30 +153,6 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def visible_pairs(
-    query_fields: torch.Tensor,
-    key_fields: torch.Tensor,
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    window: int | None,
-) -> torch.Tensor:
-    """The rule of `mask.visible` for every pair of some queries and some keys: bool `[queries, keys]`."""
-    query, key = query_fields[:, None], key_fields[None, :]
-    differing = query ^ key
-    same_instance = differing & layout.INSTANCE == 0
-    together = (query & layout.TOGETHER != 0) & (query & key & layout.OWN != 0) & same_instance
-    attended = (query >> layout.ATTEND_SHIFT) & key & layout.OWN != 0
-    behind = query_positions[:, None].long() - key_positions[None, :].long()
-    causal = query & layout.CAUSAL != 0
-    seen = (attended & (~causal | (behind >= 0))) | together
-    seen &= differing & layout.SAMPLE == 0
-    seen &= (query & layout.LOCAL == 0) | same_instance
-    if window is not None:
-        inside = (behind < window) & (causal | (behind > -window))
-        seen &= (query & layout.WINDOW == 0) | inside
-    return seen
-
-
 def _blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
     """Every block of queries that sees anything, in chunks of at most `CHUNK_TOKENS` keys; kept with the plan."""
     sizes = (QUERY_BLOCK, KEY_BLOCK, CHUNK_TOKENS)
@@ -211,9 +200,9 @@ def _chunks(intervals: Iterable[tuple[int, int]]) -> Iterator[list[slice]]:
 
 def _seen(words: MaskTensors, queries: slice, slices: list[slice], window: int | None) -> torch.Tensor:
     return visible_pairs(
-        words.query_fields[queries],
+        words.query_fields[queries, None],
         torch.cat([words.key_fields[part] for part in slices]),
-        words.query_positions[queries],
+        words.query_positions[queries, None],
         torch.cat([words.key_positions[part] for part in slices]),
         window,
     )

@@ -11,6 +11,7 @@ wait, not the host: two buffers in turn are safe without further events, on GPUs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,9 +74,7 @@ class ContextParallelRow:
         """The share under another window width; tables are kept with this one."""
         if window == self.plan.mask.window:
             return self
-        share = object.__new__(ContextParallelRow)
-        share.group, share.reduce_dtype = self.group, self.reduce_dtype
-        share.tokens, share.width = self.tokens, self.width
+        share = copy.copy(self)
         share.plan = self.plan.windowed(window)
         return share
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from dilatant.attention import mask as layout
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.blocks import BlockKind, BlockTable
 from dilatant.attention.scores import Scores
+from dilatant.attention.visibility import visible_pairs
 
 BLOCK = 128
 
@@ -58,24 +58,11 @@ def block_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
 
 def mask_mod(plan: AttentionPlan, device: torch.device) -> Callable[..., torch.Tensor]:
     """The rule of `mask.visible` as FlexAttention asks for it: `(batch, head, query, key) -> bool`."""
-    words = plan.tensors(device)
-    query_fields, query_positions, key_fields, key_positions = words
+    query_fields, query_positions, key_fields, key_positions = plan.tensors(device)
     window = plan.mask.window
 
     def rule(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        query, key = query_fields[q], key_fields[k]
-        behind = query_positions[q] - key_positions[k]
-        differing = query ^ key
-        same_instance = (differing & layout.INSTANCE) == 0
-        together = ((query & layout.TOGETHER) != 0) & ((query & key & layout.OWN) != 0) & same_instance
-        attended = ((query >> layout.ATTEND_SHIFT) & key & layout.OWN) != 0
-        causal = (query & layout.CAUSAL) != 0
-        seen = (attended & (~causal | (behind >= 0))) | together
-        seen = seen & ((differing & layout.SAMPLE) == 0) & (((query & layout.LOCAL) == 0) | same_instance)
-        if window is not None:
-            inside = (behind < window) & (causal | (behind > -window))
-            seen = seen & (((query & layout.WINDOW) == 0) | inside)
-        return seen
+        return visible_pairs(query_fields[q], key_fields[k], query_positions[q], key_positions[k], window)
 
     return rule
 

@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedRow:
+class RowLayout:
     """A packed row as segments in row order; each array is int64 `[segments]`.
 
     `modality` indexes `modalities`, whose first entry is the text; -1 marks padding. `instance` is 0 for text.
@@ -56,7 +56,7 @@ class PackedRow:
     @classmethod
     def of_samples(
         cls, samples: Iterable[Iterable[Segment | tuple]], modalities: Sequence[str] | None = None
-    ) -> PackedRow:
+    ) -> RowLayout:
         """A row of samples, each a list of `Segment`s (or their tuples) in token order.
 
         `modalities` fixes the bit of each modality, text first; by default they are numbered as they appear.
@@ -93,7 +93,7 @@ class PackedRow:
     @classmethod
     def of_tokens(
         cls, sample: ArrayLike, modality: ArrayLike, instance: ArrayLike, modalities: Sequence[str]
-    ) -> PackedRow:
+    ) -> RowLayout:
         """A row from the sample, modality (index into `modalities`, -1 for padding) and instance of every token.
 
         Samples must be numbered from 0 in row order; text has instance 0. O(tokens).
@@ -112,7 +112,7 @@ class PackedRow:
         return cls(tuple(modalities), samples, kinds, instances, np.diff(first, append=columns.shape[1]))
 
     @classmethod
-    def of_lengths(cls, lengths: ArrayLike) -> PackedRow:
+    def of_lengths(cls, lengths: ArrayLike) -> RowLayout:
         """A row of text samples of the given token counts."""
         lengths = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
         zeros = np.zeros_like(lengths)
@@ -143,33 +143,33 @@ class PackedRow:
         return start - np.repeat(start[first], np.diff(first, append=self.sample.size))
 
 
-def _mask(row: PackedRow, fields: ArrayLike, positions: NDArray[np.int64] | None = None) -> AttentionMask:
+def _mask(row: RowLayout, fields: ArrayLike, positions: NDArray[np.int64] | None = None) -> AttentionMask:
     fields = np.where(row.is_padding, 0, fields)
     return AttentionMask(Runs.build(row.length, fields, row.positions() if positions is None else positions))
 
 
-def causal(row: PackedRow) -> AttentionMask:
+def causal(row: RowLayout) -> AttentionMask:
     """Every token sees all tokens before it, across samples too: the row is one document."""
     start = np.cumsum(row.length) - row.length
     return _mask(row, pack_fields(1, 1, causal=True, window=True), start)
 
 
-def document_causal(row: PackedRow) -> AttentionMask:
+def document_causal(row: RowLayout) -> AttentionMask:
     """Every token sees the tokens before it in its sample."""
     return _mask(row, pack_fields(1, 1, sample=row.sample, causal=True, window=True))
 
 
-def full(row: PackedRow) -> AttentionMask:
+def full(row: RowLayout) -> AttentionMask:
     """Every token sees its whole sample: encoders over packed images."""
     return _mask(row, pack_fields(1, 1, sample=row.sample, window=True))
 
 
-def sliding_window(row: PackedRow, window: int) -> AttentionMask:
+def sliding_window(row: RowLayout, window: int) -> AttentionMask:
     """Every token sees itself and the `window - 1` tokens before it in its sample."""
     return document_causal(row).with_window(window)
 
 
-def prefix_lm(row: PackedRow, prefix_lengths: ArrayLike) -> AttentionMask:
+def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
     """The first `prefix_lengths[s]` tokens of sample s see each other; the rest sees what is before it.
 
     Raises:
@@ -197,7 +197,7 @@ def prefix_lm(row: PackedRow, prefix_lengths: ArrayLike) -> AttentionMask:
     )
 
 
-def embedded(row: PackedRow, across_instances: bool = False) -> AttentionMask:
+def embedded(row: RowLayout, across_instances: bool = False) -> AttentionMask:
     """Encoder outputs embedded in the text (EE, thesis 3.5.4): text sees everything before it in its sample, an
     image sees itself and nothing else.
 
@@ -220,7 +220,7 @@ def embedded(row: PackedRow, across_instances: bool = False) -> AttentionMask:
     )
 
 
-def prepended(row: PackedRow, across_instances: bool = False) -> AttentionMask:
+def prepended(row: RowLayout, across_instances: bool = False) -> AttentionMask:
     """Encoder outputs before the text (EP, thesis 3.5.4); the rule of `embedded`, on rows so laid out.
 
     Raises:
@@ -238,7 +238,7 @@ def prepended(row: PackedRow, across_instances: bool = False) -> AttentionMask:
     return embedded(row, across_instances)
 
 
-def bidirectional_instances(row: PackedRow, across_instances: bool = False) -> AttentionMask:
+def bidirectional_instances(row: RowLayout, across_instances: bool = False) -> AttentionMask:
     """Causal text with bidirectional images: every token sees the text before it in its sample, text sees the
     images before it too, and an image sees the whole of itself.
 
@@ -260,7 +260,7 @@ def bidirectional_instances(row: PackedRow, across_instances: bool = False) -> A
     )
 
 
-def multimodal_packing(row: PackedRow, kinds: Sequence[str]) -> AttentionMask:
+def multimodal_packing(row: RowLayout, kinds: Sequence[str]) -> AttentionMask:
     """Samples with masks of unlike kinds in one row (MP, thesis 3.5.4): `kinds[s]`, a key of `MASK_KINDS`, for
     sample s.
 
@@ -274,7 +274,7 @@ def multimodal_packing(row: PackedRow, kinds: Sequence[str]) -> AttentionMask:
     for kind, start, end in zip(kinds, border[:-1], border[1:]):
         part = slice(start, end)
         sample = np.zeros(end - start, dtype=np.int64)
-        alone = PackedRow(row.modalities, sample, row.modality[part], row.instance[part], row.length[part])
+        alone = RowLayout(row.modalities, sample, row.modality[part], row.instance[part], row.length[part])
         masks.append(build_mask(alone, kind))
     return pack(masks)
 
@@ -309,7 +309,7 @@ def pack(masks: Sequence[AttentionMask]) -> AttentionMask:
     )
 
 
-MASK_KINDS: dict[str, Callable[[PackedRow], AttentionMask]] = {
+MASK_KINDS: dict[str, Callable[[RowLayout], AttentionMask]] = {
     "causal": causal,
     "document_causal": document_causal,
     "full": full,
@@ -320,7 +320,7 @@ MASK_KINDS: dict[str, Callable[[PackedRow], AttentionMask]] = {
 """Masks that need nothing but the row, by the names a config uses."""
 
 
-def build_mask(row: PackedRow, kind: str, window: int | None = None) -> AttentionMask:
+def build_mask(row: RowLayout, kind: str, window: int | None = None) -> AttentionMask:
     """The mask of `kind` (a key of `MASK_KINDS`) over a packed row, with an optional sliding window.
 
     Raises:

@@ -6,11 +6,12 @@ the tensor cores.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
@@ -96,12 +97,22 @@ def compile_kernel(
         elif signature[argument].startswith("*") or "_stride_" in argument:
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
-    return _inspect(compiled.asm["ptx"], compiled.asm["cubin"], capability, compiled.metadata.shared)
+    log = io.StringIO()
+    # A cache of its own, because the assembler reports on nothing that it need not assemble again.
+    with (
+        knobs.nvidia.scope(),
+        knobs.cache.scope(),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(log),
+    ):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.cache.dir = folder
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
+        )
+    return _inspect(log.getvalue(), compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def _type(argument: str, tuning: Tuning, tile: Tile, head_dim: int, dtype: torch.dtype) -> str:
@@ -120,21 +131,13 @@ def _type(argument: str, tuning: Tuning, tile: Tile, head_dim: int, dtype: torch
     return "fp32" if argument in ("scale", "inner", "outer") else "i32"
 
 
-def _inspect(assembly: str, cubin: bytes, capability: int, shared_bytes: int) -> Compiled:
-    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(assembly)
-        binary.write_bytes(cubin)
-        log = _run(
-            knobs.nvidia.ptxas.path,
-            "-v",
-            f"--gpu-name={target}",
-            str(source),
-            "-o",
-            str(Path(folder) / "again"),
-        )
-        code = _run(knobs.nvidia.cuobjdump.path, "-sass", str(binary))
+def _inspect(log: str, cubin: bytes, shared_bytes: int) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(cubin)
+        binary.flush()
+        code = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", binary.name], capture_output=True, text=True, check=True
+        ).stdout
     return Compiled(
         registers=_number(r"Used (\d+) registers", log),
         spill_store_bytes=_number(r"(\d+) bytes spill stores", log),
@@ -144,13 +147,6 @@ def _inspect(assembly: str, cubin: bytes, capability: int, shared_bytes: int) ->
         warp_products=len(re.findall(r"\b[HI]MMA\b", code)),
         serialized="serialized" in log,
     )
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{Path(command[0]).name} failed: {done.stderr.strip()}")
-    return done.stdout + done.stderr
 
 
 def _number(pattern: str, text: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,6 +49,18 @@ def score_factors(scores: Scores) -> tuple[float, float]:
     return scores.scale / scores.softcap, scores.softcap * math.log2(math.e)
 
 
+def _on_their_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch` with the tensors' GPU as the current one, which is where Triton launches."""
+
+    @functools.wraps(launch)
+    def run(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(tensor):
+            return launch(tensor, *rest, **options)
+
+    return run
+
+
+@_on_their_device
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,8 +77,8 @@ def forward(
     kv_heads = key.shape[1]
     output = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     logsumexp = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
-    if not tokens:
-        return output, logsumexp
+    if not tokens or not key.shape[0]:
+        return output.zero_(), logsumexp.fill_(-math.inf)
     query, key, value = (_loadable(x, tuning) for x in (query, key, value))
     work = _work(plan, query, tuning, heads)
     shape = (work.num_slots, heads, tuning.block)
@@ -121,6 +134,7 @@ def forward(
     return output, logsumexp
 
 
+@_on_their_device
 def backward(
     grad_output: torch.Tensor,
     query: torch.Tensor,
@@ -139,9 +153,9 @@ def backward(
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if not tokens:
+    if not tokens or not key.shape[0]:
         grad_sinks = None if sinks is None else torch.zeros_like(sinks)
-        return Gradients(grad_query, grad_key.zero_(), grad_value.zero_(), grad_sinks)
+        return Gradients(grad_query.zero_(), grad_key.zero_(), grad_value.zero_(), grad_sinks)
     if grad_output.stride(2) != 1:
         grad_output = grad_output.contiguous()
     delta = torch.empty_like(logsumexp)
@@ -218,10 +232,8 @@ def _grad_key_value(
 ) -> None:
     query, key, value, grad_output, logsumexp, delta = inputs
     tile = tuning.grad_key_value
-    tokens, kv_heads, head_dim = grad_key.shape
+    _, kv_heads, head_dim = grad_key.shape
     group = query.shape[1] // kv_heads
-    if not tokens:
-        return
     work = _work(plan, query, tuning, kv_heads, transposed=True, copy_cost=group)
     shape = (work.num_slots, kv_heads, tuning.block, head_dim)
     partial_key, partial_value = _partial(shape, query), _partial(shape, query)

@@ -54,9 +54,11 @@ def examine() -> dict[str, dict[str, Any]]:
     """The facts by heading."""
     import torch
 
+    from dilatant.attention.explain import explain_here
     from dilatant.runtime.device import pick_device, pick_precision
 
     device = pick_device()
+    precision = pick_precision("auto", device).compute
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = {}
     for index in range(torch.cuda.device_count()):
@@ -77,12 +79,13 @@ def examine() -> dict[str, dict[str, Any]]:
         "Packages": {name: _version(name) for name in _PACKAGES},
         "A run here uses": {
             "device": str(device),
-            "precision": str(pick_precision("auto", device).compute).removeprefix("torch."),
+            "precision": str(precision).removeprefix("torch."),
             "launcher": launcher,
             "hub": "offline (HF_HUB_OFFLINE is set)"
             if os.environ.get("HF_HUB_OFFLINE") == "1"
             else "online if reachable",
         },
+        "Attention over block tables (attn_implementation: dilatant)": explain_here(device, precision),
     }
 
 

@@ -31,6 +31,27 @@ class Source(Section):
 class LanguageModelConfig(Source):
     tokenizer: str | None = None
     """A tokenizer id or folder; `bytes` for the built-in byte tokenizer. Default: the model's own `id`."""
+    attn_implementation: str | None = None
+    """What computes attention: `dilatant` for block tables (packed rows without a mask of tokens by tokens), or a name
+    that transformers knows, such as `sdpa` or `eager`. Default: transformers' choice for the family."""
+    media_attention: Literal["causal", "bidirectional", "embedded"] = "causal"
+    """Whom the tokens of an image or clip see inside the text: what is before them; also the whole of their own item
+    (`bidirectional`, as in Gemma 3); or their own item alone (`embedded`). Text sees everything before it. The last two
+    mean `attn_implementation: dilatant`."""
+
+    @model_validator(mode="after")
+    def _media_need_block_tables(self) -> Self:
+        if self.media_attention != "causal" and self.attn_implementation not in (None, "dilatant"):
+            raise ValueError(
+                f"media_attention {self.media_attention!r} needs attn_implementation: dilatant, "
+                f"not {self.attn_implementation!r}"
+            )
+        return self
+
+    @property
+    def on_block_tables(self) -> bool:
+        """Whether packed rows attend over block tables."""
+        return self.attn_implementation == "dilatant" or self.media_attention != "causal"
 
 
 class EncoderConfig(Source):

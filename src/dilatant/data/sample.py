@@ -137,3 +137,7 @@ class PackedRow:
     def target_tokens(self) -> int:
         """Tokens that carry loss."""
         return int((self.labels != -100).sum())
+
+    def split(self, tokens: NDArray) -> list[NDArray]:
+        """An array over the row's tokens, sample by sample."""
+        return np.split(tokens, np.cumsum(self.lengths)[:-1])

@@ -35,11 +35,15 @@ def build_model(
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
+    language_options = {**options, "trust_remote_code": config.language_model.trust_remote_code}
+    if config.language_model.attn_implementation != "dilatant":
+        language_options["attn_implementation"] = (
+            config.language_model.attn_implementation or attn_implementation
+        )
     language_model = load_language_model(
         _hollow(_language_source(config.language_model, vocab_size), LANGUAGE, hollow),
         "model.language_model",
-        trust_remote_code=config.language_model.trust_remote_code,
-        **options,
+        **language_options,
     )
     _check_vocabulary(language_model, vocab_size)
     encoders = {}
@@ -60,7 +64,12 @@ def build_model(
             processor=(processors or {}).get(name),
         )
     mllm = MultimodalModel(
-        encoders, language_model, tokenizer=tokenizer, seed=seed, device="cpu" if hollow is None else "meta"
+        encoders,
+        language_model,
+        tokenizer=tokenizer,
+        seed=seed,
+        device="cpu" if hollow is None else "meta",
+        media_attention=config.language_model.media_attention,
     )
     freeze(mllm.units, config.freeze)
     return mllm

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from dilatant.config.errors import UserError
 from dilatant.models.adapters import Adapter
@@ -52,8 +53,9 @@ class MultimodalModel(nn.Module):
     language_model: a transformers causal language model, a config (random weights), or an id or folder.
     tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
     layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
-    without memory until `materialize` gives some of their layers weights. Raises UserError for parts that do not
-    fit together.
+    without memory until `materialize` gives some of their layers weights. media_attention: whom the tokens of an image
+    or clip see; other than "causal" takes effect through `runtime.row_attention.use_row_attention`. Raises UserError
+    for parts that do not fit together.
     """
 
     units: dict[str, Unit]
@@ -67,8 +69,10 @@ class MultimodalModel(nn.Module):
         before_language_model: Callable[[dict[str, Tensor], Inputs], Inputs] | None = None,
         seed: int | None = None,
         device: Literal["cpu", "meta"] = "cpu",
+        media_attention: str = "causal",
     ) -> None:
         super().__init__()
+        self.media_attention = media_attention
         llm = load_language_model(language_model)
         embedding = cast(nn.Embedding, llm.get_input_embeddings())
         self.encoders = dict(encoders)
@@ -141,6 +145,7 @@ class MultimodalModel(nn.Module):
 
         Raises UserError when rows and placeholders do not match.
         """
+        self._check_media_attention()
         rows = self.encode(encoder_inputs or {})
         input_ids, attention_mask, labels = self._prepend(
             rows, input_ids, attention_mask, labels, is_packed=position_ids is not None
@@ -172,6 +177,7 @@ class MultimodalModel(nn.Module):
         input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
         on. Raises UserError when rows and placeholders do not match.
         """
+        self._check_media_attention()
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         was_training = self.training
@@ -181,13 +187,35 @@ class MultimodalModel(nn.Module):
             input_ids, attention_mask, _ = self._prepend(
                 rows, input_ids, attention_mask, None, is_packed=False
             )
-            return cast(Any, self.language.model).generate(
-                inputs_embeds=self.language.embed(input_ids, rows),
-                attention_mask=attention_mask,
-                **generation,
-            )
+            embeddings = self.language.embed(input_ids, rows)
+            assert attention_mask is not None
+            if self.media_attention != "causal":
+                generation["past_key_values"] = self._read_prompts(input_ids, embeddings, attention_mask)
+            with self.language.decoding():
+                return cast(Any, self.language.model).generate(
+                    inputs_embeds=embeddings, attention_mask=attention_mask, **generation
+                )
         finally:
             self.train(was_training)
+
+    def _read_prompts(self, input_ids: Tensor, embeddings: Tensor, attention_mask: Tensor) -> DynamicCache:
+        """Keys and values of the prompts but for their last tokens, whose media see each other as in training: what
+        comes after is text, which sees everything before it."""
+        before = input_ids.shape[1] - 1
+        samples, padding = [], []
+        for ids, is_token in zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True):
+            samples.append(ids[:before][is_token[:before] != 0])
+            padding.append(before - samples[-1].size)
+        cache = DynamicCache(config=self.language.model.config)
+        if before:
+            self.language.model.base_model(
+                inputs_embeds=embeddings[:, :before],
+                position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0)[:, :before],
+                past_key_values=cache,
+                use_cache=True,
+                **self.language.attention_of(samples, padding),
+            )
+        return cache
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
@@ -201,6 +229,13 @@ class MultimodalModel(nn.Module):
         from dilatant.models.saving import load_model
 
         return cast(Self, load_model(cls, Path(folder), **options))
+
+    def _check_media_attention(self) -> None:
+        if self.media_attention != "causal" and self.language.row_attention is None:
+            raise UserError(
+                f"media_attention is {self.media_attention!r}, which needs block tables: call "
+                "dilatant.runtime.row_attention.use_row_attention(model) first"
+            )
 
     def _prepend(
         self,

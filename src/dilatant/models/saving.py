@@ -60,6 +60,7 @@ def save_model(mllm: MultimodalModel, folder: Path) -> None:
         "format": FORMAT,
         "encoders": encoders,
         "code": ["before_language_model"] if mllm.language.before_language_model is not None else [],
+        "media_attention": mllm.media_attention,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
@@ -104,6 +105,7 @@ def load_model(
         tokenizer=_load_tokenizer(folder / "language"),
         before_language_model=before_language_model,
         seed=0,
+        media_attention=manifest.get("media_attention", "causal"),
     )
     for name in encoders:
         _load_projector(mllm[name].projector, folder / "projectors" / f"{name}.safetensors", dtype)

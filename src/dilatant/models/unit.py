@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -173,6 +174,11 @@ class LanguageUnit(Unit, LanguageStage):
 
     parts = ("model",)
     model: PreTrainedModel
+    row_attention: Callable[..., Mapping[str, Any]] | None
+    """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
+    positions alone keep samples apart. Set by `runtime.row_attention.use_row_attention`."""
+    generating_attention: str | None
+    """The attention implementation that `generate` decodes with, where it is not the model's own."""
 
     def __init__(
         self,
@@ -192,7 +198,26 @@ class LanguageUnit(Unit, LanguageStage):
             before_language_model=before_language_model,
         )
         self.structure = structure
+        self.row_attention = None
+        self.generating_attention = None
         self._freeze_at_start()
+
+    def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
+        """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
+        many tokens of padding."""
+        return {} if self.row_attention is None else self.row_attention(samples, padding)
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """The model as `generate` needs it: with an attention implementation that takes a cache."""
+        own = self.model.config._attn_implementation
+        if self.generating_attention is not None:
+            self.model.set_attn_implementation(self.generating_attention)
+        try:
+            yield
+        finally:
+            if self.generating_attention is not None:
+                self.model.set_attn_implementation(own)
 
     def part_name(self, part: Part) -> str:
         return self.unit

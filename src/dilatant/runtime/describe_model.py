@@ -15,6 +15,7 @@ from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.runtime.row_attention import use_row_attention
 
 EMBEDDING, BLOCK, NORM, HEAD, PROJECTOR = "embedding", "block", "norm", "head", "projector"
 
@@ -77,7 +78,10 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
         encoders,
         load_language_model(llm, where, trust_remote_code=language.trust_remote_code),
         device="meta",
+        media_attention=language.media_attention,
     )
+    if language.on_block_tables:
+        use_row_attention(model)
     freeze(model.units, config.model.freeze)
     return model
 

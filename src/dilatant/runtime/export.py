@@ -25,6 +25,7 @@ from dilatant.data.processor_settings import processor_settings
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.runtime.media_units import media_unit
+from dilatant.runtime.row_attention import use_row_attention
 
 CONVERSATION = "conversation.json"
 _TEMPLATE = "chat_template.jinja"
@@ -76,6 +77,8 @@ def load_exported(folder: Path) -> Exported:
         ) from None
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
+    if model.media_attention != "causal":
+        use_row_attention(model)
     units = []
     for name, entry in conversation["encoders"].items():
         spec = model.encoders[name]

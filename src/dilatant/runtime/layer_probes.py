@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import EncoderStage, LanguageStage, MultimodalOutput, Stage
-from dilatant.models.unit import Unit
+from dilatant.models.unit import LanguageUnit, Unit
 from dilatant.runtime.deferred import WeightGradients, replace_linears
 from dilatant.runtime.describe_model import EMBEDDING, HEAD, LayerType
 from dilatant.runtime.device import Precision
@@ -74,7 +74,8 @@ def _language_inputs(
     config = entry.unit.model.config.get_text_config()
     positions = torch.arange(tokens, device=device)[None]
     ids = torch.arange(tokens, device=device)[None] % config.vocab_size
-    given = {"position_ids": positions}
+    assert isinstance(entry.unit, LanguageUnit)
+    given = {"position_ids": positions, **entry.unit.attention_of([ids[0].cpu().numpy()])}
     if entry.role == EMBEDDING:
         return (ids,), given
     hidden = torch.randn(1, tokens, config.hidden_size, device=device)

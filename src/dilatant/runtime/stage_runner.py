@@ -124,8 +124,8 @@ def runner_for(
     """What runs `stage`, a slice of `unit` that makes rows of `width_out`, on `device`."""
     if isinstance(stage, EncoderStage) and isinstance(unit, EncoderUnit):
         return EncoderRunner(stage, _geometry(unit), width_out, device, precision)
-    if isinstance(stage, LanguageStage):
-        return LanguageRunner(stage, device, precision)
+    if isinstance(stage, LanguageStage) and isinstance(unit, LanguageUnit):
+        return LanguageRunner(stage, unit, device, precision)
     raise TypeError(f"unit {unit.unit!r} is a {type(unit).__name__}; give it a boundary and a runner here")
 
 
@@ -178,8 +178,11 @@ class EncoderRunner:
 class LanguageRunner:
     """Runs a language model's stage on its samples packed in one row."""
 
-    def __init__(self, module: LanguageStage, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self, module: LanguageStage, unit: LanguageUnit, device: torch.device, precision: Precision
+    ) -> None:
         self.module = module
+        self._unit = unit
         self._device = device
         self._precision = precision
 
@@ -200,6 +203,7 @@ class LanguageRunner:
                 return_logits=False,
                 lengths=lengths,
                 sample_ids=[sample.id for sample in packed],
+                **self._unit.attention_of([sample.input_ids for sample in packed]),
             )
         if isinstance(output, Tensor):
             return StageOutput(output[0], None)

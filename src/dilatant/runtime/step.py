@@ -87,9 +87,13 @@ class OneProcess:
         targets = batch.target_tokens
         losses = []
         for row in batch.rows:
+            attention = self._model.language.attention_of(row.split(row.input_ids))
             with self._precision.autocast(self.device):
                 loss = self._model(
-                    **model_inputs(row, self.device), loss_denominator=max(1, targets), return_logits=False
+                    **model_inputs(row, self.device),
+                    **attention,
+                    loss_denominator=max(1, targets),
+                    return_logits=False,
                 ).loss
             loss.backward()
             losses.append(loss.detach())

@@ -1,0 +1,189 @@
+"""Training on block tables: a packed microbatch has the loss and gradients of its samples one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
+from torch import Tensor
+
+from dilatant.config import UserError
+from dilatant.data.packing import collate
+from dilatant.data.sample import EncodedSample
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.runtime.row_attention import RowAttention, use_row_attention
+from dilatant.runtime.step import model_inputs
+from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
+from oracles.one_process import loss_of_batch
+
+AUDIO = "whisper"
+
+
+def make_samples(model: MultimodalModel, encoder: str) -> list[EncodedSample]:
+    """Two images in the first sample, none in the second, one at the start of the third; longer than the windows."""
+    random = np.random.default_rng(0)
+    item = model.language.row_attention.units["vision"].tokens  # type: ignore[union-attr]
+    channels = 1 if encoder == "siglip" else 3
+    shape = (8, 20) if encoder == AUDIO else (channels, 8, 8)
+    name = "input_features" if encoder == AUDIO else "pixel_values"
+    samples = []
+    for number, parts in enumerate([(3, "item", 2, "item", 4), (9,), ("item", 5)]):
+        ids: list[int] = []
+        for part in parts:
+            if part == "item":
+                ids += [model.placeholder_ids["vision"]] * item
+            else:
+                ids += random.integers(3, VOCABULARY, part).tolist()
+        labels = [token if token < VOCABULARY else -100 for token in ids]
+        labels[0] = -100
+        items = parts.count("item")
+        media = (
+            {"vision": {name: random.standard_normal((items, *shape)).astype(np.float32)}} if items else {}
+        )
+        samples.append(EncodedSample(f"{number}", np.array(ids), np.array(labels), media=media))
+    return samples
+
+
+def gradients(model: MultimodalModel) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def packed_loss(model: MultimodalModel, samples: list[EncodedSample]) -> Tensor:
+    row = collate(samples)
+    attention = model.language.attention_of(row.split(row.input_ids))
+    loss = model(**model_inputs(row, torch.device("cpu")), **attention, return_logits=False).loss
+    assert loss is not None
+    return loss
+
+
+def check(language: str, encoder: str, media: str, seen_in: Callable[[Any], Any] | None) -> None:
+    model = vision_language(language, encoder)
+    model.media_attention = media
+    plain = vision_language(language, encoder)
+    use_row_attention(model)
+    model.train()
+    plain.train()
+    samples = make_samples(model, encoder)
+    unit = plain["vision"]
+    expected = loss_of_batch(
+        plain.language.model,
+        {"vision": (unit.model, unit.projector, unit.skip_tokens)},
+        plain.placeholder_ids,
+        samples,
+        seen_in,
+    )
+    expected.backward()
+    loss = packed_loss(model, samples)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)  # one float32 sum in another order
+    loss.backward()
+    wanted, found = gradients(plain), gradients(model)
+    assert found.keys() == wanted.keys()
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        # Sums over tokens of what the loss's tolerance bounds; a key's bias cancels down to rounding.
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("language", sorted(LANGUAGE_MODELS))
+def test_every_language_family_gives_the_loss_of_samples_one_by_one(language: str) -> None:
+    check(language, "siglip", "causal", None)
+
+
+@pytest.mark.parametrize("encoder", sorted(set(ENCODERS) - {"siglip"}))
+def test_every_encoder_family_gives_the_loss_of_samples_one_by_one(encoder: str) -> None:
+    check("llama", encoder, "causal", None)
+
+
+@pytest.mark.parametrize("media", ["bidirectional", "embedded"])
+@pytest.mark.parametrize("language", ["llama", "qwen3", "phi3"])
+def test_media_see_each_other_as_the_config_says(language: str, media: str) -> None:
+    """Families without windows: transformers takes one dense mask for all of their layers."""
+    check(language, "siglip", media, lambda sample: seen_in(sample, media))
+
+
+def seen_in(sample: EncodedSample, media: str) -> np.ndarray:
+    segments: list[tuple[str, int]] = []
+    place = 0
+    while place < len(sample.input_ids):
+        segments.append(("text", 1) if sample.input_ids[place] < VOCABULARY else ("image", 16))
+        place += segments[-1][1]
+    rule = bidirectional_instances(True) if media == "bidirectional" else embedded(False)
+    return matrix(tokens_of([segments]), rule)
+
+
+@pytest.mark.parametrize("language", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("media", ["causal", "bidirectional", "embedded"])
+def test_what_is_generated_is_what_the_training_mask_predicts(language: str, media: str) -> None:
+    """With a cache, prompts of unlike lengths padded on the left, windows shorter than the prompts."""
+    model = vision_language(language, "siglip")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)  # so that answers differ with the mask
+    model.media_attention = media
+    use_row_attention(model)
+    model.eval()
+    prompts = make_samples(model, "siglip")
+    longest = max(len(sample.input_ids) for sample in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(prompts):
+        ids[row, longest - len(sample.input_ids) :] = torch.as_tensor(sample.input_ids)
+        mask[row, longest - len(sample.input_ids) :] = 1
+    pixels = torch.cat([torch.as_tensor(s.media["vision"]["pixel_values"]) for s in prompts if s.media])
+    written = model.generate(
+        ids,
+        encoder_inputs={"vision": {"pixel_values": pixels}},
+        attention_mask=mask,
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    for sample, answer in zip(prompts, written.tolist(), strict=True):
+        answered = EncodedSample(
+            sample.id,
+            np.concatenate([sample.input_ids, answer]),
+            np.zeros(len(sample.input_ids) + 4, dtype=np.int64),
+            media=sample.media,
+        )
+        row = collate([answered])
+        with torch.no_grad():
+            logits = model(
+                **model_inputs(row, torch.device("cpu")), **model.language.attention_of([answered.input_ids])
+            ).logits
+        assert logits[0, -5:-1].argmax(-1).tolist() == answer
+
+
+def test_items_are_counted_by_placeholders_also_where_one_lies_inside_another() -> None:
+    from dilatant.runtime.row_attention import MediaTokens
+
+    attention = RowAttention("embedded", {"a": MediaTokens(90, 2), "b": MediaTokens(91, 2)})
+    row = attention.layout([np.array([5, 90, 91, 91, 90, 90, 90, 7])])
+    assert np.repeat(row.modality, row.length).tolist() == [0, 1, 2, 2, 1, 1, 1, 0]
+    assert np.repeat(row.instance, row.length).tolist() == [0, 1, 3, 3, 1, 2, 2, 0]
+    with pytest.raises(
+        UserError, match="sample number 1 of a row has 3 placeholders of a, which are no whole items"
+    ):
+        attention.layout([np.array([5]), np.array([90, 90, 90])])
+
+
+def test_a_model_whose_media_need_block_tables_does_not_run_without_them() -> None:
+    model = vision_language("llama", "siglip")
+    model.media_attention = "bidirectional"
+    with pytest.raises(UserError, match="use_row_attention"):
+        model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_a_saved_model_remembers_how_its_media_attend_and_is_plain_on_disk(tmp_path: Any) -> None:
+    model = vision_language("llama", "siglip")
+    model.media_attention = "bidirectional"
+    use_row_attention(model)
+    model.save_pretrained(tmp_path)
+    assert "dilatant" not in (tmp_path / "language" / "config.json").read_text()
+    assert MultimodalModel.from_pretrained(tmp_path).media_attention == "bidirectional"
