@@ -84,6 +84,7 @@ def measure_rates(
 
 def check(kind: str, shape: Shape, device: torch.device, everyone: Sequence[Contender]) -> dict[str, Any]:
     """Largest difference of each contender's output to blockwise attention in float32, values of order one."""
+    torch.compiler.reset()
     problem = make_problem(kind, CHECKED_TOKENS, shape, device)
     inputs = (x.float() for x in (problem.query, problem.key, problem.value))
     expected, _ = blockwise_forward(*inputs, None, problem.plan, Scores(shape.head_dim**-0.5))
@@ -99,6 +100,7 @@ def check(kind: str, shape: Shape, device: torch.device, everyone: Sequence[Cont
 
 
 def measure(problem: Problem, everyone: Sequence[Contender], repeats: int) -> dict[str, Any]:
+    torch.compiler.reset()  # FlexAttention compiles for each problem, and dynamo gives up after a few of them
     calls: dict[str, Attend] = {}
     unavailable: dict[str, str] = {}
     for contender in everyone:

@@ -295,3 +295,30 @@ def test_families_with_chunked_layers_are_refused_by_name() -> None:
     plan = AttentionPlan(document_causal(RowLayout.of_lengths([4])))
     with pytest.raises(AttentionError, match="chunked attention layers"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.long), attention_plan=plan, use_cache=False)
+
+
+def test_a_batch_of_sounds_is_a_row_too() -> None:
+    config = AutoConfig.for_model(
+        "whisper",
+        d_model=24,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=10,
+        num_mel_bins=8,
+        vocab_size=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).get_encoder().eval()
+    sounds = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(7))
+    expected = model(sounds).last_hidden_state
+    use_dilatant_attention(model)
+    plan = AttentionPlan(full(RowLayout.of_lengths([10] * 3)))
+    torch.testing.assert_close(model(sounds, attention_plan=plan).last_hidden_state, expected, **TOLERANCE)

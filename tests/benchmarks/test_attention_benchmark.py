@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_visible_area_is_counted_pair_by_pair(kind: str) -> None:
-    mask = build(kind, draw_row(kind, 700, seed=1))
+    mask = build(kind, draw_row(kind, 300, seed=1))
     dense = word_matrix(mask.fields, mask.fields, mask.positions, mask.positions, mask.window)
     assert count_visible_pairs(mask) == dense.sum()
 
@@ -69,3 +69,12 @@ def test_flex_attention_is_tuned_once_a_kind_and_options_that_fail_are_kept_by_n
     assert tuning.options(problem, dict) == contenders.FLEX_OPTIONS[1]
     failed = [entry for entry in tuning.tried["EE"] if "failed" in entry]
     assert failed[0]["failed"] == "RuntimeError: out of shared memory"
+
+
+def test_flex_attention_is_called_on_our_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled and forward alone, which is all that it does on a CPU."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    problem = kernels.make_problem("MP", 300, kernels.Shape(2, 1, 16, torch.float32), CPU)
+    inputs = (problem.query, problem.key, problem.value)
+    expected = contenders._ours(problem)(*inputs)
+    torch.testing.assert_close(contenders._flex_call(problem, {})(*inputs), expected, rtol=1e-4, atol=1e-5)

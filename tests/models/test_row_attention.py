@@ -15,6 +15,7 @@ from dilatant.config import UserError
 from dilatant.data.packing import collate
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.selfcheck import find_problems
 from dilatant.runtime.row_attention import RowAttention, use_row_attention
 from dilatant.runtime.step import model_inputs
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
@@ -171,6 +172,12 @@ def test_items_are_counted_by_placeholders_also_where_one_lies_inside_another() 
         UserError, match="sample number 1 of a row has 3 placeholders of a, which are no whole items"
     ):
         attention.layout([np.array([5]), np.array([90, 90, 90])])
+
+
+def test_the_self_check_of_a_family_holds_on_block_tables_too() -> None:
+    model = vision_language("qwen2", "siglip")
+    use_row_attention(model)
+    assert find_problems(model.language) == ()
 
 
 def test_a_model_whose_media_need_block_tables_does_not_run_without_them() -> None:

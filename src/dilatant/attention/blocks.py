@@ -132,6 +132,9 @@ class BlockTable:
 class BlockCost:
     """Cost of attention per query block, in any one unit (seconds, block pairs).
 
+    The defaults are fitted to nothing: they count key blocks, as the papers do. `python benchmarks/attention.py` times
+    every rank's share on the machine at hand and prints the weights that fit it.
+
     `full` and `partial` are charged for each key block visited, masked ones apart because masking costs (reference
     planning.md C11); `linear` for the query block itself: its projections and MLP, so that ranks are balanced over
     the layer rather than over its attention (C3).

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from dilatant.attention.blocks import BlockKind, BlockTable
 
 PARTIAL_COST = 1.5
-"""Cost of a masked block against an unmasked one. Estimated, not measured: the mask costs about half a block's
-matrix products in integer arithmetic."""
+"""Cost of a masked block against an unmasked one. Estimated, not measured on a GPU: the mask costs about half a block's
+matrix products in integer arithmetic. `benchmarks/attention.py` prints the fitted figure."""
 
 UNIT_COST = 1.0
 """Cost of a unit besides its blocks, in unmasked blocks: first loads and epilogue (reference attention_cp.md 5)."""

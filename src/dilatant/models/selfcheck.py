@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,21 +62,28 @@ def _chained_encoder(unit: EncoderUnit) -> tuple[Tensor, Tensor]:
 
 def _chained_language(unit: LanguageUnit) -> tuple[Tensor, Tensor]:
     ids, positions = _tokens(unit)
+    attention = unit.attention_of(_numpy(ids.split(_TOKENS, 1)))
     hidden = None
     for index in range(len(unit.layers)):
         hidden = unit.stage(index, index + 1)(
-            ids if index == 0 else None, None, hidden, position_ids=positions
+            ids if index == 0 else None, None, hidden, position_ids=positions, **attention
         )
-    return _logits(unit(ids, position_ids=positions)), _logits(hidden)
+    return _logits(unit(ids, position_ids=positions, **attention)), _logits(hidden)
 
 
 def _packed_language(unit: LanguageUnit) -> tuple[Tensor, Tensor]:
     ids, positions = _tokens(unit)
+    parts = ids.split(_TOKENS, 1)
     alone = [
-        _logits(unit(part, position_ids=where))
-        for part, where in zip(ids.split(_TOKENS, 1), positions.split(_TOKENS, 1), strict=True)
+        _logits(unit(part, position_ids=where, **unit.attention_of(_numpy([part]))))
+        for part, where in zip(parts, positions.split(_TOKENS, 1), strict=True)
     ]
-    return torch.cat(alone, dim=1), _logits(unit(ids, position_ids=positions))
+    packed = unit(ids, position_ids=positions, **unit.attention_of(_numpy(parts)))
+    return torch.cat(alone, dim=1), _logits(packed)
+
+
+def _numpy(parts: Sequence[Tensor]) -> list[Any]:
+    return [part[0].cpu().numpy() for part in parts]
 
 
 def _tokens(unit: LanguageUnit) -> tuple[Tensor, Tensor]:
