@@ -168,3 +168,12 @@ def test_the_interpreter_can_be_asked_for_by_name() -> None:
     case = make_case(mask, query_heads=1, kv_heads=1)
     found = attention(case.query, case.key, case.value, mask, backend="triton")
     torch.testing.assert_close(found.double(), case.dense()[0][0], rtol=2e-5, atol=2e-5)
+
+
+def test_queries_without_any_keys_give_zeros() -> None:
+    mask, keys = packing.build_mask(RowLayout.of_lengths([20]), "full"), AttentionMask.from_tokens([])
+    case = make_case(mask, keys, query_heads=1, kv_heads=1, sinks=True)
+    (output, logsumexp), gradients = run(case, DESCRIPTORS)
+    assert (output == 0).all()
+    assert (logsumexp == -math.inf).all()
+    assert all((gradient == 0).all() for gradient in gradients)
