@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     settings = parser.parse_args(arguments)
     on_gpu = torch.device(settings.device).type == "cuda"
     settings.sections = settings.sections or (GPU_SECTIONS if on_gpu else CPU_SECTIONS)
-    settings.tokens = settings.tokens or ([8192 << i for i in range(5)] if on_gpu else [1024, 4096])
+    settings.tokens = settings.tokens or ([8192 << i for i in range(5)] if on_gpu else [1024, 2048])
     settings.share_tokens = settings.share_tokens or (65536 if on_gpu else 4096)
     settings.ranks = settings.ranks or ([4, 8, 32] if on_gpu else [4])
     settings.repeats = settings.repeats or (10 if on_gpu else 2)

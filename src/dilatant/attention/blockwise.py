@@ -31,11 +31,11 @@ KEPT_PAIRS = 1 << 26
 
 
 class Chunk(NamedTuple):
-    """Keys that a block of queries visits at once; `seen` says which it sees, as a function because it may be large,
-    and is None where it sees all."""
+    """Keys that a block of queries visits at once; `hidden` says which it does not see, as a function because it may be
+    large, and is None where it sees all."""
 
     slices: list[slice]
-    seen: Callable[[], torch.Tensor] | None
+    hidden: Callable[[], torch.Tensor] | None
 
 
 class Block(NamedTuple):
@@ -73,15 +73,15 @@ def forward(
     output = torch.zeros((tokens, query_heads, value.shape[2]), dtype=query.dtype, device=query.device)
     logsumexp = torch.full((query_heads, tokens), -math.inf, dtype=dtype, device=query.device)
     for block in _blocks(plan, query.device):
-        rows = _rows(query, block.queries, kv_heads, dtype)
+        rows = _rows(query, block.queries, kv_heads, dtype) * scores.scale
         peak = torch.full((*rows.shape[:2], 1), -math.inf, dtype=dtype, device=query.device)
         total = torch.zeros_like(peak)
         sums = torch.zeros((*rows.shape[:2], value.shape[2]), dtype=dtype, device=query.device)
-        for slices, seen in block.chunks:
-            score, _ = _scored(rows, _columns(key, slices, dtype), seen, scores)
+        for slices, hidden in block.chunks:
+            score, _ = _scored(rows, _columns(key, slices, dtype), hidden, scores)
             new_peak = torch.maximum(peak, score.amax(-1, keepdim=True))
             floor = new_peak.masked_fill(new_peak == -math.inf, 0)
-            weight = (score - floor).exp_()
+            weight = score.sub_(floor).exp_()
             decay = (peak - floor).exp_()
             total.mul_(decay).add_(weight.sum(-1, keepdim=True))
             sums.mul_(decay).add_(weight @ _columns(value, slices, dtype))
@@ -118,24 +118,23 @@ def backward(
     grad_value = torch.zeros(value.shape, dtype=dtype, device=value.device)
     delta = (grad_output.to(dtype) * output.to(dtype)).sum(-1).t()
     for block in _blocks(plan, query.device):
-        rows = _rows(query, block.queries, kv_heads, dtype)
+        rows = _rows(query, block.queries, kv_heads, dtype) * scores.scale
         grad_rows = _rows(grad_output, block.queries, kv_heads, dtype)
         ceiling = logsumexp[:, block.queries].reshape(kv_heads, -1, 1)
         ceiling = ceiling.masked_fill(ceiling == -math.inf, math.inf)
         block_delta = delta[:, block.queries].reshape(kv_heads, -1, 1)
         grad_sums = torch.zeros_like(rows)
-        for slices, seen in block.chunks:
+        for slices, hidden in block.chunks:
             columns = _columns(key, slices, dtype)
-            score, slope = _scored(rows, columns, seen, scores)
-            weight = (score - ceiling).exp_()
+            score, slope = _scored(rows, columns, hidden, scores)
+            weight = score.sub_(ceiling).exp_()
             _scatter_add(grad_value, slices, weight.mT @ grad_rows)
             grad_score = weight.mul_((grad_rows @ _columns(value, slices, dtype).mT).sub_(block_delta))
             if slope is not None:
                 grad_score.mul_(slope)
-            grad_score.mul_(scores.scale)
             grad_sums += grad_score @ columns
             _scatter_add(grad_key, slices, grad_score.mT @ rows)
-        grad_query[block.queries] = _tokens_first(grad_sums, query_heads).to(query.dtype)
+        grad_query[block.queries] = _tokens_first(grad_sums.mul_(scores.scale), query_heads).to(query.dtype)
     grad_sinks = None if sinks is None else sink_gradient(sinks, logsumexp, delta)
     return Gradients(grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks)
 
@@ -174,8 +173,8 @@ def _make_blocks(plan: AttentionPlan, device: torch.device) -> list[Block]:
             for slices in _chunks((starts[i], ends[i]) for i in range(low, high) if not partial[i])
         ]
         for slices in _chunks((starts[i], ends[i]) for i in range(low, high) if partial[i]):
-            seen = functools.partial(_seen, words, queries, slices, plan.mask.window)
-            chunks.append(Chunk(slices, functools.cache(seen) if pairs <= KEPT_PAIRS else seen))
+            hidden = functools.partial(_hidden, words, queries, slices, plan.mask.window)
+            chunks.append(Chunk(slices, functools.cache(hidden) if pairs <= KEPT_PAIRS else hidden))
         if chunks:
             blocks.append(Block(queries, chunks))
     return blocks
@@ -198,8 +197,8 @@ def _chunks(intervals: Iterable[tuple[int, int]]) -> Iterator[list[slice]]:
         yield chunk
 
 
-def _seen(words: MaskTensors, queries: slice, slices: list[slice], window: int | None) -> torch.Tensor:
-    return visible_pairs(
+def _hidden(words: MaskTensors, queries: slice, slices: list[slice], window: int | None) -> torch.Tensor:
+    return ~visible_pairs(
         words.query_fields[queries, None],
         torch.cat([words.key_fields[part] for part in slices]),
         words.query_positions[queries, None],
@@ -209,18 +208,19 @@ def _seen(words: MaskTensors, queries: slice, slices: list[slice], window: int |
 
 
 def _scored(
-    rows: torch.Tensor, columns: torch.Tensor, seen: Callable[[], torch.Tensor] | None, scores: Scores
+    rows: torch.Tensor, columns: torch.Tensor, hidden: Callable[[], torch.Tensor] | None, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores `[kv_heads, group * queries, keys]`, -inf where hidden, and the slope of the soft cap if there is one."""
-    score = (rows @ columns.mT).mul_(scores.scale)
+    """Scores `[kv_heads, group * queries, keys]` of scaled queries, -inf where hidden, and the slope of the soft cap if
+    there is one."""
+    score = rows @ columns.mT
     slope = None
     if scores.softcap is not None:
         capped = (score / scores.softcap).tanh_()
         slope = 1 - capped * capped
         score = capped.mul_(scores.softcap)
-    if seen is not None:
-        pairs = seen()
-        score.view(score.shape[0], -1, *pairs.shape).masked_fill_(~pairs, -math.inf)
+    if hidden is not None:
+        pairs = hidden()
+        score.view(score.shape[0], -1, *pairs.shape).masked_fill_(pairs, -math.inf)
     return score, slope
 
 
