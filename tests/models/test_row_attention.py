@@ -174,6 +174,16 @@ def test_items_are_counted_by_placeholders_also_where_one_lies_inside_another() 
         attention.layout([np.array([5]), np.array([90, 90, 90])])
 
 
+def test_a_row_without_a_plan_gets_one_from_its_positions() -> None:
+    model = vision_language("llama", "siglip")
+    model.media_attention = "bidirectional"
+    use_row_attention(model)
+    row = collate(make_samples(model, "siglip"))
+    inputs = model_inputs(row, torch.device("cpu"))
+    expected = model(**inputs, **model.language.attention_of(row.split(row.input_ids))).logits
+    assert torch.equal(model(**inputs).logits, expected)
+
+
 def test_the_self_check_of_a_family_holds_on_block_tables_too() -> None:
     model = vision_language("qwen2", "siglip")
     use_row_attention(model)

@@ -140,8 +140,9 @@ class MultimodalModel(nn.Module):
         the order of their placeholders. labels: [batch, tokens], -100 where no loss is wanted, not shifted. The loss
         is the fp32 sum over targets divided by `loss_denominator` (default: the targets here). Without
         `return_logits` the head runs only where there are targets. sample_ids and lengths name samples in errors.
-        Other keywords go to the attention function. Where an encoder's rows are to be prepended and the batch has
-        no placeholders, every text gets an equal share in front, and logits cover them too.
+        Other keywords go to the attention function; on block tables those of a packed row are made here if not given.
+        Where an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share
+        in front, and logits cover them too.
 
         Raises UserError when rows and placeholders do not match.
         """
@@ -150,6 +151,8 @@ class MultimodalModel(nn.Module):
         input_ids, attention_mask, labels = self._prepend(
             rows, input_ids, attention_mask, labels, is_packed=position_ids is not None
         )
+        if position_ids is not None and not attention_kwargs:
+            attention_kwargs = dict(self._attention_of(input_ids, position_ids))
         return self.language(
             input_ids,
             rows,
@@ -229,6 +232,13 @@ class MultimodalModel(nn.Module):
         from dilatant.models.saving import load_model
 
         return cast(Self, load_model(cls, Path(folder), **options))
+
+    def _attention_of(self, input_ids: Tensor, position_ids: Tensor) -> Mapping[str, Any]:
+        """Keywords for a packed row that came without; who made the row on the host gives them and spares the wait."""
+        if self.language.row_attention is None:
+            return {}
+        begins = (position_ids[0] == 0).nonzero()[1:, 0].cpu()
+        return self.language.attention_of([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
 
     def _check_media_attention(self) -> None:
         if self.media_attention != "causal" and self.language.row_attention is None:
