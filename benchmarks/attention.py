@@ -13,7 +13,8 @@ Without a GPU the same functions run on short rows with the blockwise kernels, a
 added: their results under Triton's interpreter, and their registers, spills and tensor-core instructions as compiled
 for sm_90. Rates on a CPU say nothing of GPUs.
 
-Writes benchmarks/results/attention-<device>.json with date and machine.
+Writes benchmarks/results/attention-<device>.json with date and machine. FlexAttention compiles for every row: a whole
+run takes about half an hour on a GPU (an estimate). To run it in pieces give --sections, --kinds and --out.
 """
 
 from __future__ import annotations
