@@ -268,6 +268,23 @@ def test_attention_dropout_is_refused_when_training() -> None:
         model(input_ids=samples_of((4,))[0], attention_plan=plan, use_cache=False)
 
 
+def test_a_family_that_computes_attention_in_its_own_way_is_refused_by_name() -> None:
+    config = AutoConfig.for_model(
+        "codegen",
+        n_embd=16,
+        n_head=2,
+        n_layer=1,
+        rotary_dim=4,
+        vocab_size=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    with pytest.raises(AttentionError, match="CodeGenModel computes attention in its own way"):
+        use_dilatant_attention(model)
+
+
 def test_a_plan_for_another_row_is_refused() -> None:
     model = use_dilatant_attention(language_model("llama"))
     plan = AttentionPlan(document_causal(RowLayout.of_lengths([5])))

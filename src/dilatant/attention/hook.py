@@ -46,9 +46,17 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
 
     Some families (SigLIP) do not hand their keywords on to the attention function, though their layers receive them:
     there a forward pre-hook passes the plan as the layer's `attention_mask`, which every family hands on.
+
+    Raises:
+        AttentionError: if the family computes attention in its own way, which transformers cannot replace.
     """
     register()
     model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise AttentionError(
+            f"{type(model).__name__} computes attention in its own way, not through transformers' attention interface: "
+            f"attn_implementation={NAME!r} cannot be used; leave it out"
+        )
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.register_forward_pre_hook(_plan_as_mask, with_kwargs=True)
