@@ -117,9 +117,15 @@ def _optimality(report: PlanReport) -> list[str]:
         return ["The search was exhaustive: no plan that was allowed is faster in this model of costs."]
     if bound is None or bound <= 0.0:
         return []
-    gap = percent_text(max(report.step_seconds / bound - 1.0, 0.0))
+    gap = max(report.step_seconds / bound - 1.0, 0.0)
+    if gap > 1.0:
+        return [
+            f"No plan for these devices can take less than {seconds_text(bound)}; that bound is too loose to tell how "
+            "good this one is."
+        ]
     return [
-        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within {gap} of that."
+        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within "
+        f"{percent_text(gap)} of that."
     ]
 
 
