@@ -156,15 +156,15 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from dilatant.report.wording import bytes_text, count_text, percent_text, seconds_text
+    from dilatant.report.wording import bytes_text, count_text, seconds_text
 
     console.print(f"[bold]{costs.hardware}[/], {costs.dtype}, {costs.origin}", highlight=False)
     if costs.origin != "measured":
         console.print(f"[yellow]not measured:[/] {costs.note}", highlight=False)
     times: dict[str, Callable[[LayerCost], Quadratic]] = {
         "forward": lambda cost: cost.forward,
-        "to input": lambda cost: cost.input_gradient,
-        "to weights": lambda cost: cost.weight_gradient,
+        "input": lambda cost: cost.input_gradient,
+        "weights": lambda cost: cost.weight_gradient,
     }
     wide = console.width >= 120
     if wide:
@@ -175,7 +175,7 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("layer type", no_wrap=True)
     sizes = ("parameters", "activations") if wide else ()
-    for title in ("tokens", *times, *sizes, "fit off by" if wide else "fit"):
+    for title in ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit"):
         table.add_column(title, justify="right", no_wrap=True)
     for kind, degrees in costs.layers.items():
         for (tp, cp), cost in degrees.items():
@@ -187,11 +187,14 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
                 f"{at:,}",
                 *(seconds_text(one) if one else "" for one in seconds),
                 *held,
-                "" if cost.fit_error is None else percent_text(cost.fit_error),
+                "" if cost.fit_error is None else f"{cost.fit_error:.0%}",
             )
     console.print(table)
     if not wide:
-        console.print("[dim]more in a window of 120 columns, and all of it in the file[/]", highlight=False)
+        console.print(
+            "[dim]at: tokens; input, weights: their gradients; fit: its worst error. All of it is in the file[/]",
+            highlight=False,
+        )
 
 
 def _plain(costs: CostModel, counts: tuple[int, ...]) -> dict[str, object]:
