@@ -49,6 +49,7 @@ from dilatant.runtime.launch import Worker, launch_local
 from dilatant.runtime.layer_costs import costs_in_use, measure_layers
 from dilatant.runtime.link_probe import measure_links
 from dilatant.runtime.planned_hardware import Target, plan_target
+from dilatant.runtime.row_attention import use_row_attention
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule import (
     FAMILIES,
@@ -72,7 +73,8 @@ TARGETS = {SAME: 0.03, FITTED: 0.10}
 @dataclass(frozen=True, slots=True)
 class Case:
     """One pipeline. `cuts[unit]` are the first layers of its stages, on ranks in the order of units; `lengths[k]` are
-    the text tokens of the samples in microbatch k, `images[k]` how many each of them has."""
+    the text tokens of the samples in microbatch k, `images[k]` how many each of them has. `on_block_tables`: our
+    attention instead of transformers', whose rows of several samples are dense."""
 
     name: str
     cuts: Mapping[str, tuple[int, ...]]
@@ -80,6 +82,7 @@ class Case:
     lengths: tuple[tuple[int, ...], ...]
     images: tuple[tuple[int, ...], ...] = ()
     frozen: tuple[str, ...] = ()
+    on_block_tables: bool = False
 
     @property
     def ranks(self) -> int:
@@ -106,6 +109,7 @@ def cases() -> list[Case]:
         Case("encoder and language model", both, "1f1b", ragged, images),
         Case("frozen encoder and language model", both, "eager", ragged, images, frozen=("vision.encoder",)),
         Case("2 stages, two samples in a row", two, "1f1b", pairs),
+        Case("2 stages, two samples, on block tables", two, "1f1b", pairs, on_block_tables=True),
         Case("encoder and 3 stages", {"vision": (0,), "language": (0, 4, 7)}, "1f1b", ragged, images),
     ]  # fmt: skip
 
@@ -119,6 +123,8 @@ def build_model(case: Case) -> MultimodalModel:
               "num_attention_heads": 4}  # fmt: skip
     encoders = {"vision": Encoder(parse_config(vision, "vision"), "mlp")} if "vision" in case.cuts else {}
     model = MultimodalModel(encoders, parse_config(language, "language"), device="meta")
+    if case.on_block_tables:
+        use_row_attention(model)
     if case.frozen:
         freeze(model.units, case.frozen)
     return model.train()
@@ -199,6 +205,11 @@ def train(worker: Worker, chosen: Sequence[Case], steps: int) -> list[list[dict[
     return found
 
 
+def kind_of(case: Case) -> tuple[Any, ...]:
+    """Cases of one kind have the same layers."""
+    return tuple(case.cuts), case.on_block_tables
+
+
 def profile(case: Case, target: Target) -> CostModel:
     """What `dilatant profile` measures for this model, on the token counts that the case has."""
     model = describe_model(build_model(case))
@@ -219,7 +230,9 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     used = costs_in_use(costs, description, targets)
     table = stage_costs(plan, description.spec, used)
     squares = {unit: [n * IMAGE_TOKENS for n in tokens[unit]] for unit in tokens if unit != "language"}
-    return predict(plan, assignment, schedule, table, tokens, cluster, squares=squares)
+    return predict(
+        plan, assignment, schedule, table, tokens, cluster, squares=squares, dense=description.dense
+    )
 
 
 def lag_of(case: Case, costs: CostModel, cluster: Cluster) -> tuple[Plan, Assignment, Schedule, np.ndarray]:
@@ -306,15 +319,14 @@ def main() -> None:
     head = f"{'pipeline':46}{'order':>8}{'ranks':>6}{'step':>9}"
     print(head + "".join(f"{name:>13}" for name in names) + "   mean error of the predicted step")
     results = []
-    costs: dict[tuple[str, ...], CostModel] = {}
+    costs: dict[tuple[Any, ...], CostModel] = {}
     for case in chosen:
-        units = tuple(case.cuts)
-        if units not in costs:
-            costs[units] = profile(replace(case, frozen=()), target)
+        if kind_of(case) not in costs:
+            costs[kind_of(case)] = profile(replace(case, frozen=()), target)
     for ranks in sorted({case.ranks for case in chosen}):
         own = [case for case in chosen if case.ranks == ranks]
         for case, taken in zip(own, launch_local(train, ranks, own, options.steps)[0]):
-            result = compare(case, taken, costs[tuple(case.cuts)], cluster, cores)
+            result = compare(case, taken, costs[kind_of(case)], cluster, cores)
             results.append(result)
             errors = result["mean_error"]
             cells = [f"{errors[name]:.1%}" if name in errors else "" for name in names]

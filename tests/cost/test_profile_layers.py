@@ -147,6 +147,12 @@ def test_images_that_do_not_attend_to_each_other_have_no_square_however_the_time
     assert fit_layer(bent, 0, square=False).forward.a == 0
 
 
+def test_weight_gradients_have_no_square_however_the_times_bend():
+    bent = [Measurement(x, *[x**1.3] * 4, 0.0, 0, 0, 0, 0) for x in (4, 8, 16, 32)]
+    assert fit_layer(bent, 0).input_gradient.a > 0
+    assert fit_layer(bent, 0).weight_gradient.a == 0
+
+
 def test_a_probe_may_have_token_counts_of_its_own():
     seen = []
     probe = LayerProbe(

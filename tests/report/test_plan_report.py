@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
+import io
 import json
 import re
 import subprocess
@@ -11,10 +12,12 @@ import sys
 
 import pytest
 from example_reports import large_report, small_report
+from rich.console import Console
 
 from dilatant.report.plan_page import render_plan_page
 from dilatant.report.plan_report import Candidate, PlanReport
 from dilatant.report.plan_summary import explain, suggest, summarize
+from dilatant.report.plan_table import print_plan
 from dilatant.report.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028"\''
@@ -51,7 +54,15 @@ def test_summary_says_speed_losses_memory_and_rival():
     assert f"compute {percent_text(report.timeline.busy_fraction())} of the time" in text
     assert "rank 1, the fullest, needs 25.0 GiB of 48.0 GiB" in text
     assert "The runner-up (colocated: vision inside language's first stage) is 8.0 % slower" in text
-    assert "global batch of 8 is too small" in text
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_no_cell_of_a_terminals_tables_is_cut_off(columns):
+    console = Console(width=columns, record=True, file=io.StringIO())
+    print_plan(small_report(), console)
+    text = console.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= columns
 
 
 def test_busy_and_idle_account_for_all_device_time():

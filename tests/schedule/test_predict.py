@@ -18,6 +18,7 @@ from dilatant.plan import (
     Stage,
     UnitPlan,
     UnitSpec,
+    Workload,
     stage_costs,
 )
 from dilatant.schedule import (
@@ -136,6 +137,25 @@ def test_rows_on_the_same_ranks_travel_no_link():
     size = np.full(graph.num_messages, 100.0)
     assert not message_lag(graph, size, cluster).any()
     assert (message_links(graph, size, cluster).link == -1).all()
+
+
+def test_rows_of_several_samples_are_squared_whole_where_attention_is_dense():
+    plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
+    assignment = Assignment({"language": (((0, 1), (2,)),)})
+    cost = LayerCost(*(Quadratic(a=1.0) for _ in range(4)))
+    model = ModelSpec((UnitSpec("language", (LayerSpec("l", "block", 0),)),))
+    table = stage_costs(
+        plan, model, CostModel("synthetic", "synthetic", "float32", {"block": {(1, 1): cost}})
+    )
+    schedule, tokens = one_f_one_b(plan, assignment), {"language": [3, 4, 5]}
+    assert predict(plan, assignment, schedule, table, tokens).seconds == 2 * (3**2 + 4**2 + 5**2)
+    # One sample alone in its row runs as it was measured.
+    dense = predict(plan, assignment, schedule, table, tokens, dense={"language": 2.0})
+    assert dense.seconds == 2 * (2 * (3 + 4) ** 2 + 5**2)
+    # The planners' mean microbatch is the mean over all pairs that may meet.
+    workload = Workload({"language": np.array([3.0, 5.0])}, dense={"language": 2.0})
+    met = [2 * (a + b) ** 2 for a in (3, 5) for b in (3, 5)]
+    assert workload.mean_row("language", 2)[0] == pytest.approx(sum(met) / len(met))
 
 
 def test_several_images_of_a_sample_can_bring_their_own_squares():

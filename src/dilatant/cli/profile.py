@@ -14,9 +14,13 @@ from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
+    from dilatant.cost.layer import LayerCost
     from dilatant.cost.model import CostModel
+    from dilatant.cost.quadratic import Quadratic
     from dilatant.runtime.link_probe import MeasuredLinks
     from dilatant.runtime.planned_hardware import Target
 
@@ -152,35 +156,45 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from dilatant.report.wording import bytes_text, count_text, percent_text, seconds_text
+    from dilatant.report.wording import bytes_text, count_text, seconds_text
 
     console.print(f"[bold]{costs.hardware}[/], {costs.dtype}, {costs.origin}", highlight=False)
     if costs.origin != "measured":
         console.print(f"[yellow]not measured:[/] {costs.note}", highlight=False)
+    times: dict[str, Callable[[LayerCost], Quadratic]] = {
+        "forward": lambda cost: cost.forward,
+        "input": lambda cost: cost.input_gradient,
+        "weights": lambda cost: cost.weight_gradient,
+    }
+    wide = console.width >= 120
+    if wide:
+        times |= {
+            "if first trained": lambda cost: cost.first_trainable,
+            "again": lambda cost: cost.recompute,
+        }
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("layer type", no_wrap=True)
-    for title in ("tokens", "parameters", "forward", "to input", "to weights", "if first trained", "again",
-                  "activations", "fit off by"):  # fmt: skip
-        table.add_column(title, justify="right")
+    sizes = ("parameters", "activations") if wide else ()
+    for title in ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit"):
+        table.add_column(title, justify="right", no_wrap=True)
     for kind, degrees in costs.layers.items():
         for (tp, cp), cost in degrees.items():
             at = _at(kind, counts)
-            seconds = (
-                cost.forward,
-                cost.input_gradient,
-                cost.weight_gradient,
-                cost.first_trainable,
-                cost.recompute,
-            )
+            seconds = [value(cost)(at) for value in times.values()]
+            held = (count_text(cost.parameters), bytes_text(cost.activation_bytes(at))) if wide else ()
             table.add_row(
                 kind if (tp, cp) == (1, 1) else f"  tp {tp}" + (f" cp {cp}" if cp > 1 else ""),
                 f"{at:,}",
-                count_text(cost.parameters),
-                *(seconds_text(value(at)) if value(at) else "" for value in seconds),
-                bytes_text(cost.activation_bytes(at)),
-                "" if cost.fit_error is None else percent_text(cost.fit_error),
+                *(seconds_text(one) if one else "" for one in seconds),
+                *held,
+                "" if cost.fit_error is None else f"{cost.fit_error:.0%}",
             )
     console.print(table)
+    if not wide:
+        console.print(
+            "[dim]at: tokens; input, weights: their gradients; fit: its worst error. All of it is in the file[/]",
+            highlight=False,
+        )
 
 
 def _plain(costs: CostModel, counts: tuple[int, ...]) -> dict[str, object]:

@@ -174,7 +174,13 @@ def _show(
     from dilatant.runtime.planning import compare_schedules, simulated_steps
 
     winner = planned.result.winner
-    report = replace(plan_report(planned, title), lower_bound_seconds=None, candidates=(), reasons=())
+    report = replace(
+        plan_report(planned, title),
+        lower_bound_seconds=None,
+        candidates=(),
+        reasons=(),
+        planning_seconds=None,
+    )
     if measured is not None:
         report = _beside(report, measured, planned)
     steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)

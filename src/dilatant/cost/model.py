@@ -60,6 +60,13 @@ class CostModel:
         """Read `to_yaml`'s document. Raises UserError, naming `source` and the place, when it is not one."""
         try:
             document = yaml.safe_load(text)
+            lacking = [
+                key for key in ("hardware", "origin", "dtype", "layers") if key not in dict(document or {})
+            ]
+            if lacking:
+                raise UserError(
+                    f"{source} is not a cost model: it has no {' and no '.join(lacking)}. `dilatant profile` writes one"
+                )
             layers = {
                 kind: {_degree(key): _cost_from_dict(cost) for key, cost in degrees.items()}
                 for kind, degrees in document["layers"].items()
@@ -71,6 +78,8 @@ class CostModel:
                 layers,
                 document.get("note") or "",
             )
+        except UserError:
+            raise
         except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
 

@@ -84,19 +84,24 @@ def profile_layers(
 
 
 def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:
-    """The fitted cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds."""
+    """The fitted cost of a layer; `fit_error` is the largest relative error over its forward and backward seconds.
+
+    Weight gradients never grow with the square of the tokens: what looks like it is noise, which a longer row would
+    multiply.
+    """
     counts = [entry.tokens for entry in measured]
     errors: list[float] = []
 
     def fitted(name: str, timed: bool) -> Quadratic:
         values = [float(getattr(entry, name)) for entry in measured]
+        curved = square and name != "weight_gradient"
         if min(values) <= 0:
             # A layer without parameters has no weight gradient, one without saved tensors no activations.
             positive = [(count, value) for count, value in zip(counts, values, strict=True) if value > 0]
             if not positive:
                 return Quadratic()
-            return fit([at for at, _ in positive], [value for _, value in positive], square)[0]
-        found, error = fit(counts, values, square)
+            return fit([at for at, _ in positive], [value for _, value in positive], curved)[0]
+        found, error = fit(counts, values, curved)
         if timed:
             errors.append(error)
         return found

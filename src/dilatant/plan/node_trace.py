@@ -79,8 +79,12 @@ def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) ->
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"node trace {str(path)!r} cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"node trace {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(
+            f"node trace {str(path)!r} is no text; see the plan page's documentation for formats"
+        ) from None
     try:
         changes, end = _changes(text, seed, unit)
     except _Misfit as misfit:

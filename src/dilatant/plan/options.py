@@ -85,7 +85,7 @@ class OptionTable:
     ) -> None:
         self._model = model
         self._costs = costs
-        self._mean = {unit.name: workload.mean(unit.name) for unit in model.units}
+        self._workload = workload
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
@@ -122,9 +122,7 @@ class OptionTable:
                 upstream = self._model.upstream_trainable(unit)
                 self._tables[key[:3]] = layer_table(spec, upstream, self._costs, tp, cp, self._rules)
             table = self._tables[key[:3]]
-            square, linear, present = self._mean[unit]
-            called = 1.0 - (1.0 - present) ** samples  # a microbatch without tokens is not run
-            row = np.array([square * samples, linear * samples, called])
+            row = self._workload.mean_row(unit, samples)
             seconds = (table.seconds[:, 0] + table.seconds[:, 1]) @ row
             self._layers[key] = Layers(
                 seconds=seconds,

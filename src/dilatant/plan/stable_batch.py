@@ -46,8 +46,8 @@ class StableBatch:
         if self.batch is None:
             return (
                 f"the data set is too small for a stable ratio of work: batches of {self.largest} samples ask for "
-                f"{self.allocation} devices in {self.confidence:.0%} of the cases only; index more data, or choose "
-                "the plan by hand"
+                f"{' + '.join(map(str, self.allocation))} devices in {self.confidence:.0%} of the cases only; index "
+                "more data, or choose the plan by hand"
             )
         if global_batch < self.batch:
             return (

@@ -14,10 +14,15 @@ from dilatant.plan.errors import PlanError
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Samples as the units see them: `tokens[unit]` is [samples]; `squares[unit]` [samples] replaces tokens² where a
-    sample is several pieces that do not attend to each other."""
+    sample is several pieces that do not attend to each other.
+
+    `dense[unit]` is for units whose attention does not skip what samples of one packed row hide from each other: a row
+    of several samples then costs that many times the square of all its tokens, instead of the sum of their squares.
+    """
 
     tokens: Mapping[str, NDArray[np.float64]]
     squares: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    dense: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = {unit: len(tokens) for unit, tokens in (*self.tokens.items(), *self.squares.items())}
@@ -33,6 +38,7 @@ class Workload:
         return Workload(
             {unit: tokens[first:end] for unit, tokens in self.tokens.items()},
             {unit: squares[first:end] for unit, squares in self.squares.items()},
+            self.dense,
         )
 
     def steps(self, global_batch: int) -> list[Workload]:
@@ -52,6 +58,7 @@ class Workload:
         return Workload(
             {unit: np.asarray(tokens)[rows] for unit, tokens in self.tokens.items()},
             {unit: np.asarray(squares)[rows] for unit, squares in self.squares.items()},
+            self.dense,
         )
 
     def mean(self, unit: str) -> NDArray[np.float64]:
@@ -59,3 +66,13 @@ class Workload:
         tokens = np.asarray(self.tokens[unit], dtype=np.float64)
         squares = np.asarray(self.squares.get(unit, tokens**2), dtype=np.float64)
         return np.array([squares.mean(), tokens.mean(), (tokens > 0).mean()])
+
+    def mean_row(self, unit: str, samples: float) -> NDArray[np.float64]:
+        """What the costs of a microbatch of `samples` random samples are multiplied by: the expected quadratic term and
+        tokens, and how often it has any: [3]."""
+        square, linear, present = self.mean(unit)
+        quadratic = square * samples
+        if unit in self.dense and samples > 1:
+            # The square of a sum of independent samples.
+            quadratic = self.dense[unit] * (quadratic + samples * (samples - 1) * linear**2)
+        return np.array([quadratic, linear * samples, 1.0 - (1.0 - present) ** samples])

@@ -93,7 +93,8 @@ def _tiles(report: PlanReport) -> list[dict[str, str]]:
         tiles.append(("proven", "no faster plan is allowed", "good"))
     elif report.lower_bound_seconds:
         gap = max(report.step_seconds / report.lower_bound_seconds - 1.0, 0.0)
-        tiles.append((f"≤ {percent_text(gap)}", "above the best possible", ""))
+        if gap <= 1.0:  # a looser bound tells nothing
+            tiles.append((f"≤ {percent_text(gap)}", "above the best possible", ""))
     return [{"value": value, "label": label, "tone": tone} for value, label, tone in tiles]
 
 

@@ -25,13 +25,13 @@ _REMEDY = {
 
 def summarize(report: PlanReport) -> tuple[str, ...]:
     """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
-    sentences = [_speed(report), losses(report.timeline), *pace(report.timeline, report.plan)]
+    sentences = [_speed(report), *_measurement(report)]
+    sentences += [losses(report.timeline), *pace(report.timeline, report.plan)]
     sentences += [
         *_memory(report),
         *_data(report),
         *_optimality(report),
         *_rivals(report),
-        *_measurement(report),
     ]
     return tuple(sentences)
 
@@ -106,15 +106,9 @@ def _data(report: PlanReport) -> list[str]:
             for unit, share in ratio.shares.items()
         ]
     )
-    sentences = [
+    return [
         f"Of a step's work, {shares}: from {ratio.samples:,} samples, with {percent_text(ratio.confidence)} confidence."
     ]
-    if ratio.stable_batch is not None and ratio.global_batch < ratio.stable_batch:
-        sentences.append(
-            f"The global batch of {ratio.global_batch:,} is too small for a steady ratio: batches of at least "
-            f"{ratio.stable_batch:,} samples would keep asking for the same division of devices."
-        )
-    return sentences
 
 
 def _optimality(report: PlanReport) -> list[str]:
@@ -123,9 +117,15 @@ def _optimality(report: PlanReport) -> list[str]:
         return ["The search was exhaustive: no plan that was allowed is faster in this model of costs."]
     if bound is None or bound <= 0.0:
         return []
-    gap = percent_text(max(report.step_seconds / bound - 1.0, 0.0))
+    gap = max(report.step_seconds / bound - 1.0, 0.0)
+    if gap > 1.0:
+        return [
+            f"No plan for these devices can take less than {seconds_text(bound)}; that bound is too loose to tell how "
+            "good this one is."
+        ]
     return [
-        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within {gap} of that."
+        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within "
+        f"{percent_text(gap)} of that."
     ]
 
 

@@ -17,6 +17,10 @@ from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.runtime.row_attention import use_row_attention
 
+_DENSE = {"sdpa": 2.0, "eager": 1.0}
+"""What transformers' attentions without a notion of samples compute of a packed row, in squares of its tokens, against
+what they compute of one sample: under a mask, sdpa gives up its causal kernel, which computes half of the pairs."""
+
 EMBEDDING, BLOCK, NORM, HEAD, PROJECTOR = "embedding", "block", "norm", "head", "projector"
 
 
@@ -41,13 +45,14 @@ class ModelDescription:
     """`spec` for the planners, `types` for whoever costs layers; `names` and `parameters` by unit, for a reader.
 
     A tied weight counts in the layers of `spec` that hold it, for each of them needs it, and once in `parameters`,
-    which are (all, trainable).
+    which are (all, trainable). `dense` is as in `Workload`.
     """
 
     spec: ModelSpec
     types: tuple[LayerType, ...]
     names: dict[str, str]
     parameters: dict[str, tuple[int, int]]
+    dense: dict[str, float]
 
     def kinds(self, role: str) -> tuple[str, ...]:
         """The layer types with this role."""
@@ -76,7 +81,12 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
         )
     model = MultimodalModel(
         encoders,
-        load_language_model(llm, where, trust_remote_code=language.trust_remote_code),
+        load_language_model(
+            llm,
+            where,
+            attn_implementation=None if language.on_block_tables else language.attn_implementation,
+            trust_remote_code=language.trust_remote_code,
+        ),
         device="meta",
         media_attention=language.media_attention,
     )
@@ -127,7 +137,13 @@ def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDesc
             for name, unit in model.units.items()
             for parts in [audit({name: unit})]
         },
+        dense=_dense(model),
     )
+
+
+def _dense(model: MultimodalModel) -> dict[str, float]:
+    attention = getattr(model.language.model.config, "_attn_implementation", None)
+    return {LANGUAGE: _DENSE[attention]} if attention in _DENSE else {}
 
 
 def _geometry(model: MultimodalModel, name: str) -> EncoderGeometry:

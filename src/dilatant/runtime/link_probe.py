@@ -15,7 +15,7 @@ from dilatant.runtime.launch import Worker
 
 SIZES = tuple(1 << power for power in (10, 14, 17, 20, 22, 24))
 """Bytes of a message: from a few rows of a tiny model to a long row of a large one."""
-_REPEATS = 15
+_REPEATS = 25
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def planned_samples(
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
     language = float(tokens[LANGUAGE].sum())
     return PlannedSamples(
-        workload=Workload(tokens, squares(model, tokens)),
+        workload=Workload(tokens, squares(model, tokens), model.dense),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
         available=len(np.unique(order)),
         left_out=len(bad),

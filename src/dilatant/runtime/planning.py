@@ -62,7 +62,7 @@ class PlanningProblem:
         """Forward of a microbatch of mean samples on one device, by layer type: all of it, and what calls cost."""
         simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
         for unit in self.model.spec.units:
-            square, linear, _ = (simulated.mean(unit.name) * samples).tolist()
+            square, linear, _ = simulated.mean_row(unit.name, samples).tolist()
             for layer in unit.layers:
                 forward = next(iter(self.costs.layers[layer.kind].values())).forward
                 seconds[layer.kind][0] += forward.a * square + forward.b * linear + forward.c
@@ -195,6 +195,7 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
         tokens,
         target.cluster,
         squares=squares(problem.model, tokens),
+        dense=problem.model.dense,
     )
 
 
@@ -222,7 +223,14 @@ def compare_schedules(
         except ValueError:
             continue
         timeline = predict(
-            plan, assignment, schedule, table, samples.tokens, target.cluster, squares=samples.squares
+            plan,
+            assignment,
+            schedule,
+            table,
+            samples.tokens,
+            target.cluster,
+            squares=samples.squares,
+            dense=samples.dense,
         )
         peak = timeline.peak_bytes
         found[name] = timeline.seconds, float(peak.max()) if peak is not None else 0.0
@@ -286,9 +294,7 @@ def _as_ranked(
     size = problem.global_batch / (pipelines * num_microbatches)
     samples = problem.simulated()
     for unit in plan.units:
-        square, linear, present = samples.mean(unit.name)
-        share = size * pipelines / len(unit.replicas)
-        row = np.array([square * share, linear * share, 1.0 - (1.0 - present) ** share])
+        row = samples.mean_row(unit.name, size * pipelines / len(unit.replicas))
         first = [one.index for one in plan.stages() if one.unit == unit.name and one.replica == 0]
         seconds[unit.name] = tuple(((table.seconds[first, 0] + table.seconds[first, 1]) @ row).tolist())
     return RankedPlan(

@@ -109,7 +109,7 @@ def best_step(
     graphs = {}
     for name, family in TRIED.items():
         graph = build(plan, assignment, family(plan, assignment, trainability))
-        sums = piece_sums(graph, samples.tokens, samples.squares)
+        sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
         messages = message_sums(graph, samples.tokens, samples.squares)
         size = step_bytes(graph, costs, sums, messages)
         seconds = action_seconds(graph, costs, sums)

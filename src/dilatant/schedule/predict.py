@@ -29,16 +29,17 @@ def predict(
     cluster: Cluster | None = None,
     *,
     squares: Tokens | None = None,
+    dense: Mapping[str, float] | None = None,
     contention: bool = False,
 ) -> Timeline:
     """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
 
     `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
-    each other. With `cluster`, messages take the time of its links; with `contention` they also queue for them.
-    Raises ScheduleError for a schedule that cannot run.
+    each other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time
+    of its links; with `contention` they also queue for them. Raises ScheduleError for a schedule that cannot run.
     """
     graph = build(plan, assignment, schedule)
-    sums = piece_sums(graph, tokens, squares)
+    sums = piece_sums(graph, tokens, squares, dense)
     size = step_bytes(graph, costs, sums, message_sums(graph, tokens, squares))
     lag, links = None, None
     if cluster is not None and contention:
@@ -48,13 +49,25 @@ def predict(
     return run(graph, action_seconds(graph, costs, sums), lag=lag, links=links, size=size)
 
 
-def piece_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
-    """By piece: Σ tokens², Σ tokens, and 1 (0 for a piece without tokens): `[pieces, 3]`."""
+def piece_sums(
+    graph: ScheduleGraph,
+    tokens: Tokens,
+    squares: Tokens | None = None,
+    dense: Mapping[str, float] | None = None,
+) -> NDArray[np.float64]:
+    """By piece: Σ tokens² (of several samples in a unit of `dense`: that times (Σ tokens)²), Σ tokens, and 1 (0 for a
+    piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
     unit = np.repeat(graph.layout.unit_of, np.diff(pieces.first))[piece]
     linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
-    return _sums(piece, linear, square, len(pieces.microbatch))
+    sums = _sums(piece, linear, square, len(pieces.microbatch))
+    several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
+    for number, name in enumerate(graph.layout.units):
+        if name in (dense or {}):
+            rows = several & (np.repeat(graph.layout.unit_of, np.diff(pieces.first)) == number)
+            sums[rows, 0] = dense[name] * sums[rows, 1] ** 2  # type: ignore[index]
+    return sums
 
 
 def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = None) -> NDArray[np.float64]:
