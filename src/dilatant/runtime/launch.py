@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -27,6 +28,12 @@ from dilatant.runtime.comm import CommAborted, announce_failure
 
 GRACE_SECONDS = 5.0
 """What workers have to end by themselves after one has failed, or after an interrupt."""
+PRELOAD = (
+    "dilatant.runtime.pipeline",
+    "dilatant.runtime.trainer",
+    "dilatant.schedule.assign_kernels",
+    "dilatant.schedule.kernels",
+)
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -93,7 +100,7 @@ def launch(function: Callable[..., Any], num_workers: int, *args: Any) -> list[A
         place.local_size,
         dist.PrefixStore(f"attempt{place.attempt}", store),
     )
-    return [function(worker, *args)]
+    return [_run_here(function, worker, args)]
 
 
 def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
@@ -102,10 +109,9 @@ def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> 
         raise UserError(f"cannot start {num_workers} workers")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
     if num_workers == 1:
-        return [function(_worker(0, 1, 0, 1, store), *args)]
+        return [_run_here(function, _worker(0, 1, 0, 1, store), args)]
     context = multiprocessing.get_context("forkserver")
-    # Imports are the bulk of a worker's start; the server does them once.
-    context.set_forkserver_preload(["dilatant.runtime.runtime"])
+    warm_up()
     payload = pickle.dumps((function, args))
     workers: dict[int, tuple[Any, Connection]] = {}
     try:
@@ -133,6 +139,28 @@ def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> 
         for process, _ in workers.values():
             if process.is_alive():
                 process.kill()
+
+
+def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
+    """`function` in this process, with failures as `launch` raises them."""
+    try:
+        return function(worker, *args)
+    except UserError:
+        raise
+    except Exception as error:
+        report = _report(worker.rank, error)
+        if not report.follows:
+            announce_failure(worker.store, report.message)
+        raise WorkerFailed(report.message, report.details) from error
+
+
+def warm_up() -> None:
+    """Start the server that workers come from; its imports go on beside what the caller does.
+
+    Imports are the bulk of a worker's start; the server does them once.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    forkserver.ensure_running()
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
@@ -218,6 +246,8 @@ def _place(
 
 def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Any) -> Worker:
     if torch.cuda.is_available():
+        # Every directed edge has a stream of its own: a receive must not hold up a send that shares its queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"rank {rank} needs GPU {local_rank} of its machine, which has {torch.cuda.device_count()}; "
@@ -284,19 +314,24 @@ def _serve(connection: Connection, rank: int, size: int, port: int, payload: byt
         function, args = pickle.loads(payload)
         answer: Any = (function(worker, *args),)
     except BaseException as error:
-        text = str(error) or type(error).__name__
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted"
-        prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
-        answer = _Report(
-            rank,
-            prefix + text,
-            traceback.format_exc(),
-            follows=isinstance(error, CommAborted),
-            is_user_error=isinstance(error, UserError),
-        )
+        answer = _report(rank, error)
     connection.send_bytes(pickle.dumps(answer))
     connection.close()
+
+
+def _report(rank: int, error: BaseException) -> _Report:
+    text = str(error) or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
+    # What an error of ours says about another one is in the message; the other one's trace tells where it arose.
+    return _Report(
+        rank,
+        prefix + text,
+        "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
+        follows=isinstance(error, CommAborted),
+        is_user_error=isinstance(error, UserError),
+    )
 
 
 def _join(processes: list[Any], seconds: float) -> None:
