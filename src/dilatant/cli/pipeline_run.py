@@ -48,7 +48,8 @@ class Outcome:
 def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: bool) -> tuple[Outcome, int]:
     """Train on all ranks of `plan`; returns how rank 0 (or this rank, under an outer launcher) ended, and the exit
     code that a signal asks for. Raises UserError; any other failure of a rank is shown and ends with code 1."""
-    from dilatant.runtime.launch import WorkerFailed, launch, place_from
+    from dilatant.runtime.launch import WorkerFailed, launch
+    from dilatant.runtime.place import place_from
 
     outer = place_from(os.environ) is not None
     with StopSignal() as stop, _passing_on(stop, not outer):

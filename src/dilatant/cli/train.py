@@ -49,15 +49,18 @@ def train(
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, evaluate on held-out data, export. Returns the exit code; raises UserError."""
+    from dilatant.runtime.place import place_from
+    from dilatant.runtime.worker_server import warm_up
+
+    if config.parallel is not None and place_from(os.environ) is None:
+        warm_up()  # before our own imports, which take as long as the server's
+
     from rich.console import Console
 
     from dilatant.report.run_folder import RunFolder
     from dilatant.runtime.assemble import assemble_samples
-    from dilatant.runtime.launch import place_from, warm_up
 
     console = Console(stderr=as_json)
-    if config.parallel is not None and place_from(os.environ) is None:
-        warm_up()
     samples = assemble_samples(config)
     begin = _in_one_process if config.parallel is None else _in_a_pipeline
     folder = RunFolder(config.output_dir)

@@ -25,8 +25,9 @@ from dilatant.runtime.device import Precision
 from dilatant.runtime.evaluate import Evaluation
 from dilatant.runtime.held_out import evaluate_pipeline
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.launch import Worker, place_from
+from dilatant.runtime.launch import Worker
 from dilatant.runtime.parallelize import Parallel
+from dilatant.runtime.place import place_from
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.shared_batches import SharedBatches
 from dilatant.runtime.step import StepOutput, stage_tensors
