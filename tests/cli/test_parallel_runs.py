@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from tiny_project import Dilatant, tiny_config
 
+from dilatant.cli import pipeline_run
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.timeline import StepTimeline
+from dilatant.runtime.launch import Worker
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 THREE = {"units": {"vision": {"pp": 1}, "language": {"pp": 2}}, "microbatches": 2}
@@ -142,6 +147,112 @@ def test_a_corrupt_sample_is_named_by_the_rank_that_reads_it(project: Path, dila
     code, _, err = dilatant("train", project / "config.yaml", *layout(THREE))
     assert code == 2
     assert "train.jsonl:4" in err
+
+
+def test_held_out_answers_are_judged_through_the_stages_as_by_the_whole_model(
+    project: Path, dilatant: Dilatant
+) -> None:
+    tree = tiny_config(steps=40, global_batch_size=6, optimizer={"learning_rate": 0.01})
+    tree["data"]["eval"] = [{"path": "train.jsonl"}]
+    tree["evaluation"] = {"steps": 20, "batch_size": 5, "max_new_tokens": 5}
+    (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    config = project / "config.yaml"
+    code, _, _ = dilatant("train", config, "--set", "output_dir=one", "--set", "train.save_steps=40")
+    assert code == 0
+    by_whole_model = json.loads((project / "one" / "eval.json").read_text())
+    assert 0 < by_whole_model["exact_match"] < 1  # or this shows little
+    # The same weights, judged by three ranks: nothing is left to train.
+    code, _, err = dilatant("resume", project / "one", *layout(THREE))
+    assert code == 0, err
+    by_stages = json.loads((project / "one" / "eval.json").read_text())
+    assert by_stages["exact_match"] == by_whole_model["exact_match"]
+    for mine, theirs in zip(by_stages["wrong_examples"], by_whole_model["wrong_examples"], strict=True):
+        assert (mine["sample"], mine["expected"]) == (theirs["sample"], theirs["expected"])
+        assert theirs["written"].startswith(mine["written"].removesuffix("..."))
+    # And on the way.
+    code, _, err = dilatant(
+        "train", config, *layout(THREE), "--check-transport", "--set", "train.report_to=[tensorboard]"
+    )
+    assert code == 0, err
+    assert b"eval/exact_match" in b"".join(
+        file.read_bytes() for file in (project / "run" / "tensorboard").iterdir()
+    )
+    assert json.loads((project / "run" / "eval.json").read_text())["step"] == 40
+
+
+def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
+    """Rank 1's third forward fails, as a bug in a model would."""
+    from dilatant.runtime.stage_runner import LanguageRunner
+
+    run, calls = LanguageRunner.run, []
+
+    def break_down(self: Any, *given: Any) -> Any:
+        calls.append(1)
+        if worker.rank == 1 and len(calls) == 3:
+            raise ValueError("out of paper")
+        return run(self, *given)
+
+    LanguageRunner.run = break_down  # type: ignore[method-assign]
+    return pipeline_run._train_rank(worker, *arguments)
+
+
+def test_a_stage_that_fails_is_named_first_with_its_samples_and_nothing_else(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_run, "_train_rank", rank_that_breaks)
+    code, _, err = dilatant("train", project / "config.yaml", *layout(THREE))
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert re.search(
+        r"^error: rank 1, language replica 0 stage 0 \(layers 0 to 0\), F of microbatch 0 with samples "
+        r"'train.jsonl:\d+', .*: ValueError: out of paper$",
+        last,
+    ), last
+    assert err.count("Traceback") == 1
+    assert "CommAborted" not in err
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    return [below for child in children(pid) for below in (child, *descendants(child))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_a_killed_worker_ends_the_run_and_leaves_no_process(project: Path) -> None:
+    config = project / "config.yaml"
+    arguments = [*COMMAND, "train", str(config), *layout(THREE), "--set", "train.steps=100000"]
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    metrics = project / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    family = descendants(process.pid)
+    # The server that workers come from is the command's child, the workers are that server's.
+    ranks = [pid for server in children(process.pid) for pid in children(server)]
+    assert len(ranks) == 3
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - began < 30
+    assert re.search(r"^error: rank \d was killed by SIGKILL", err.strip().splitlines()[-1]), err
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

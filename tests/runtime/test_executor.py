@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_steps import Case, build_model, build_samples
+from drawn_steps import expected as oracle
 
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -22,6 +23,7 @@ from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.zero_bubble import zero_bubble_h1
 from worker_pool import Worker, WorkerPool
 
 # vision: embedding, 2 blocks, norm, projector on ranks 0 and 1; language: embedding, 2 blocks, head on rank 2.
@@ -39,6 +41,7 @@ CASE = Case(
     encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
     frozen=("vision.encoder",),
     checkpointing=False,
+    attention=None,
     texts=((6, (1,)),) * 6,
     plan=PLAN,
     assignment=Assignment({"vision": (BATCHES,), "language": (BATCHES,)}),
@@ -199,3 +202,70 @@ def test_every_action_is_measured_in_order_and_reaches_every_rank(workers: Worke
     summary = summarize(measured, PLAN)
     assert all(rank.idle >= -1e-4 for rank in summary.ranks)
     assert 1 in summary.ranks[2].waiting
+
+
+def _most_kept_sends(worker: Worker) -> tuple[int, int]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(TRAINED, "meta"), PLAN, comm, seed=5)
+    samples = build_samples(TRAINED)
+    order = tuple((k,) for k in range(len(samples)))
+    assignment = Assignment({"vision": (order,), "language": (order,)})
+    kept = [0]
+    transport_send = runtime._transport.send
+
+    def send(message: Any, rows: Any) -> None:
+        transport_send(message, rows)
+        kept.append(sum(len(sending) for sending in runtime._transport._sending.values()))
+
+    runtime._transport.send = send  # type: ignore[method-assign]
+    runtime.execute(samples, assignment, one_f_one_b(PLAN, assignment))
+    runtime.close()
+    comm.close()
+    return max(kept), len(kept) - 1
+
+
+TRAINED = replace(CASE, frozen=(), texts=((6, (1,)),) * 12)
+
+
+def test_what_was_sent_is_let_go_long_before_the_step_ends(workers: WorkerPool) -> None:
+    for most, sent in workers.run(_most_kept_sends, 3):
+        assert sent >= 12
+        assert most <= 6  # the depth of this pipeline, there and back
+
+
+def _count_forwards(worker: Worker, family: Any) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    case = replace(CASE, checkpointing=True)
+    runtime = Runtime(build_model(case, "meta"), PLAN, comm, seed=5)
+    runs: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        def counted(*_: Any) -> None:
+            runs[name] = runs.get(name, 0) + 1
+
+        return counted
+
+    for index, module in runtime.modules.items():
+        blocks = module.model.model.layers if index == 2 else module.model.encoder.layers
+        for number, block in enumerate(blocks):
+            block.mlp.register_forward_pre_hook(count(f"{index}.{number}"))
+    runtime.execute(build_samples(case), CASE.assignment, _schedule(runtime, family))
+    gradients = {name: p.grad for name, p in runtime.parameters.items() if p.grad is not None}
+    runtime.close()
+    comm.close()
+    return runs, gradients
+
+
+@pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
+def test_blocks_are_recomputed_once_and_never_where_they_are_frozen(workers: WorkerPool, family: Any) -> None:
+    gradients: dict[str, torch.Tensor] = {}
+    runs: dict[str, int] = {}
+    for counted, own in workers.run(_count_forwards, 3, family):
+        runs |= counted
+        gradients |= own
+    # Stage 0 and 1 hold the frozen encoder's blocks; three microbatches each.
+    assert runs == {"0.0": 3, "0.1": 3, "2.0": 6, "2.1": 6}
+    _, expected, _ = oracle(replace(CASE, checkpointing=False))
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=name)

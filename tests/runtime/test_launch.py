@@ -10,7 +10,8 @@ import pytest
 
 from dilatant.config.errors import UserError
 from dilatant.runtime.comm import Comm
-from dilatant.runtime.launch import Place, Worker, WorkerFailed, first_host, launch_local, place_from
+from dilatant.runtime.launch import Worker, WorkerFailed, launch_local
+from dilatant.runtime.place import Place, first_host, place_from
 
 
 def _sum_of_ranks(worker: Worker, offset: int) -> int:

@@ -58,6 +58,7 @@ def _case(step: int) -> Case:
         encoders=(("vision", "siglip_vision_model", 2, "mlp", "all"),),
         frozen=("vision.layers.0",),
         checkpointing=False,
+        attention=None,
         texts=tuple((5 + (step + i) % 7, ((step + i) % 3,)) for i in range(6)),
         plan=PLANS[step // 10],
         assignment=Assignment({}),

@@ -1,8 +1,8 @@
-"""What is written and shown while a run trains: metrics.jsonl, trackers, the live line."""
+"""What is written and shown of a run: metrics.jsonl, eval.json, trackers, the live line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dilatant.config import Config
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.trackers import Tracker
+    from dilatant.runtime.evaluate import Evaluation
     from dilatant.runtime.metrics import StepMetrics
     from dilatant.runtime.trainer import Trainer
 
@@ -41,3 +42,16 @@ def observing(
     finally:
         for tracker in trackers:
             tracker.close()
+
+
+def show_evaluation(
+    folder: RunFolder, console: Console, step: int, evaluation: Evaluation, trackers: Sequence[Tracker] = ()
+) -> None:
+    """Write eval.json, tell the trackers, and say it."""
+    folder.write_json("eval.json", {"step": step, **evaluation.to_record()})
+    for tracker in trackers:
+        tracker.log(step, {"eval/exact_match": evaluation.exact_match})
+    console.print(
+        f"step {step}: {evaluation.exact_match:.1%} of {len(evaluation.verdicts):,} held-out answers are exact",
+        highlight=False,
+    )

@@ -14,21 +14,27 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dilatant.cli.observe import observing
+from dilatant.cli.observe import observing, show_evaluation
 from dilatant.cli.stop_signal import StopSignal
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dilatant.config import Config
     from dilatant.plan.plan import Plan
     from dilatant.report.run_folder import RunFolder
+    from dilatant.report.trackers import Tracker
+    from dilatant.runtime.assemble import Samples
+    from dilatant.runtime.evaluate import Evaluation
     from dilatant.runtime.launch import Worker
     from dilatant.runtime.pipeline import Pipeline
-    from dilatant.runtime.trainer import Trainer
+    from dilatant.runtime.trainer import Trainer, TrainResult
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended. `summary` says who was busy and who waited in the last step (rank 0 only)."""
+    """How a rank ended. `summary` says who was busy and who waited in the last step (rank 0 only). evaluation: of a run
+    that reached its last step."""
 
     rank: int
     step: int
@@ -36,12 +42,14 @@ class Outcome:
     seconds: float
     stopped: bool
     summary: str = ""
+    evaluation: Evaluation | None = None
 
 
 def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: bool) -> tuple[Outcome, int]:
     """Train on all ranks of `plan`; returns how rank 0 (or this rank, under an outer launcher) ended, and the exit
     code that a signal asks for. Raises UserError; any other failure of a rank is shown and ends with code 1."""
-    from dilatant.runtime.launch import WorkerFailed, launch, place_from
+    from dilatant.runtime.launch import WorkerFailed, launch
+    from dilatant.runtime.place import place_from
 
     outer = place_from(os.environ) is not None
     with StopSignal() as stop, _passing_on(stop, not outer):
@@ -73,24 +81,26 @@ def _train_rank(
     """One rank's part of a run."""
     from rich.console import Console
 
+    from dilatant.data.workers import warm_up
     from dilatant.plan.plan import Plan
     from dilatant.report.run_folder import RunFolder
     from dilatant.runtime.assemble import assemble_model, assemble_samples
     from dilatant.runtime.device import pick_precision
-    from dilatant.runtime.pipeline import Pipeline, units_decoded_on, units_on
+    from dilatant.runtime.pipeline import Pipeline, units_decoded_on
     from dilatant.runtime.trainer import Trainer
 
     if not outer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     plan = Plan.from_json(plan_json)
+    if config.data.workers and units_decoded_on(plan, worker.rank):
+        warm_up()
     samples = assemble_samples(config)
     if config.data.on_error == "error":
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
         samples = replace(
             samples, encoding=replace(samples.encoding, decode=units_decoded_on(plan, worker.rank))
         )
-    hollow = {unit.name for unit in plan.units} - units_on(plan, worker.rank)
-    model = assemble_model(config, samples, hollow)
+    model = assemble_model(config, samples, hollow={unit.name for unit in plan.units})
     precision = pick_precision(config.train.precision, worker.device)
     engine = Pipeline(model, plan, config, worker, precision)
     folder = RunFolder(config.output_dir)
@@ -100,22 +110,44 @@ def _train_rank(
             trainer.restore(checkpoint)
         console = Console(stderr=quiet, quiet=worker.rank != 0)
         with StopSignal() as stop:
-            seconds = _train(config, folder, trainer, console, stop)
+            result = _train(config, folder, trainer, engine, samples, console, stop)
         summary = _last_step(engine, plan, folder) if trainer.step else ""
-        return Outcome(worker.rank, trainer.step, trainer.total_steps, seconds, stop.received, summary)
+        evaluation = None
+        if result.finished:
+            evaluation = engine.evaluate(config, samples)
+            if evaluation is not None and worker.rank == 0:
+                show_evaluation(folder, console, trainer.step, evaluation)
+        return Outcome(
+            worker.rank, result.step, result.total_steps, result.seconds, stop.received, summary, evaluation
+        )
     finally:
         trainer.close()
         folder.close()
 
 
-def _train(config: Config, folder: RunFolder, trainer: Trainer, console: object, stop: StopSignal) -> float:
-    from rich.console import Console
+def _train(
+    config: Config,
+    folder: RunFolder,
+    trainer: Trainer,
+    engine: Pipeline,
+    samples: Samples,
+    console: Console,
+    stop: StopSignal,
+) -> TrainResult:
+    trackers: list[Tracker] = []
 
-    assert isinstance(console, Console)
-    if trainer.engine.rank != 0:
-        return trainer.run(lambda metrics: None, lambda: stop.received).seconds
-    with observing(config, folder, trainer, console) as (observe, _):
-        return trainer.run(observe, lambda: stop.received).seconds
+    def look(step: int) -> None:
+        every = config.evaluation.steps
+        if every and step % every == 0 and step < trainer.total_steps:
+            evaluation = engine.evaluate(config, samples)
+            if evaluation is not None and engine.rank == 0:
+                show_evaluation(folder, console, step, evaluation, trackers)
+
+    if engine.rank != 0:
+        return trainer.run(lambda metrics: None, lambda: stop.received, look)
+    with observing(config, folder, trainer, console) as (observe, opened):
+        trackers += opened
+        return trainer.run(observe, lambda: stop.received, look)
 
 
 def _last_step(engine: Pipeline, plan: Plan, folder: RunFolder) -> str:

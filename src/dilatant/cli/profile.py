@@ -54,8 +54,8 @@ def profile(
     from dilatant.cost.model import save_costs
     from dilatant.runtime.assemble import load_model_tokenizer
     from dilatant.runtime.describe_model import describe_model, skeleton
-    from dilatant.runtime.launch import place_from
     from dilatant.runtime.layer_costs import layer_costs, measure_layers, measured_tokens
+    from dilatant.runtime.place import place_from
     from dilatant.runtime.planned_hardware import entry_name, plan_target, with_links
 
     console = Console(stderr=as_json)
@@ -105,8 +105,9 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
     """Between the ranks there are, or between two processes started here. Raises UserError where there is no pair."""
     import torch
 
-    from dilatant.runtime.launch import launch, place_from
+    from dilatant.runtime.launch import launch
     from dilatant.runtime.link_probe import measure_links
+    from dilatant.runtime.place import place_from
 
     if not target.is_here:
         raise UserError(

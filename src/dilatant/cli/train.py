@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.observe import observing
+from dilatant.cli.observe import observing, show_evaluation
 from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
 from dilatant.config.errors import UserError
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from dilatant.config import Config
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.report.run_folder import RunFolder
+    from dilatant.report.trackers import Tracker
     from dilatant.runtime.assemble import Samples
     from dilatant.runtime.evaluate import Evaluation
 
@@ -29,14 +32,29 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew in an output_dir that holds a run already.")
     ] = False,
+    check_transport: Annotated[
+        bool,
+        typer.Option(
+            "--check-transport",
+            help="Prove with a header that both ends of every message between ranks mean the same; slower.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the model of a YAML file. Ctrl-C or SIGTERM saves and stops; `dilatant resume` goes on."""
+    if check_transport:
+        overrides = [*overrides, "parallel.check_transport=true"]
     raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
 
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, evaluate on held-out data, export. Returns the exit code; raises UserError."""
+    from dilatant.runtime.place import place_from
+    from dilatant.runtime.worker_server import warm_up
+
+    if config.parallel is not None and place_from(os.environ) is None:
+        warm_up()  # before our own imports, which take as long as the server's
+
     from rich.console import Console
 
     from dilatant.report.run_folder import RunFolder
@@ -66,7 +84,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How training ended. model: the trained model, if it falls to this process to judge and export it."""
+    """How training ended. model: the trained model, if it falls to this process to export it."""
 
     step: int
     total_steps: int
@@ -74,6 +92,7 @@ class _Ended:
     exit_code: int
     model: MultimodalModel | None
     summary: str = ""
+    evaluation: Evaluation | None = None
 
 
 def _in_one_process(
@@ -89,9 +108,6 @@ def _in_one_process(
         model = assemble_model(config, samples)
     checkpoint = _starting_point(config, folder, overwrite, console)
     _describe(console, model, samples)
-    if config.train.gradient_checkpointing:
-        for unit in model.units.values():
-            unit.gradient_checkpointing()
     device = pick_device()
     engine = OneProcess(model, device, pick_precision(config.train.precision, device))
     trainer = Trainer(config, model, samples, engine, folder.checkpoints)
@@ -105,15 +121,17 @@ def _in_one_process(
             def look(step: int) -> None:
                 every = config.evaluation.steps
                 if every and step % every == 0 and step < trainer.total_steps:
-                    evaluation = _evaluate(config, model, samples, folder, console, step)
-                    if evaluation is not None:
-                        for tracker in trackers:
-                            tracker.log(step, {"eval/exact_match": evaluation.exact_match})
+                    _evaluate(config, model, samples, folder, console, step, trackers)
 
             result = trainer.run(observe, lambda: stop.received, look)
     finally:
         trainer.close()
-    return _Ended(result.step, result.total_steps, result.seconds, stop.exit_code, model)
+    evaluation = None
+    if not stop.exit_code:
+        evaluation = _evaluate(config, model, samples, folder, console, result.step)
+    return _Ended(
+        result.step, result.total_steps, result.seconds, stop.exit_code, model, evaluation=evaluation
+    )
 
 
 def _in_a_pipeline(
@@ -126,8 +144,6 @@ def _in_a_pipeline(
     from dilatant.runtime.step import model_tensors
 
     assert config.parallel is not None
-    if config.evaluation.steps:
-        raise UserError("evaluation.steps: a pipeline is judged after training only; leave it out")
     with console.status("building the model"):
         units = {*config.model.encoders, "language"}
         skeleton = assemble_model(config, samples, hollow=units)
@@ -147,17 +163,25 @@ def _in_a_pipeline(
         newest, _ = newest_valid(folder.checkpoints)
         assert newest is not None
         load(newest.path, {"model": model_tensors(model)})
-    return _Ended(outcome.step, outcome.total_steps, outcome.seconds, exit_code, model, outcome.summary)
+    return _Ended(
+        outcome.step,
+        outcome.total_steps,
+        outcome.seconds,
+        exit_code,
+        model,
+        outcome.summary,
+        outcome.evaluation,
+    )
 
 
 def _finish(
     config: Config, samples: Samples, folder: RunFolder, ended: _Ended, console: Console, as_json: bool
 ) -> None:
-    """Judge the trained model on held-out data, export it, and say where to look."""
+    """Export the trained model, and say where to look."""
     from dilatant.runtime.export import export_model
 
     assert ended.model is not None
-    evaluation = _evaluate(config, ended.model, samples, folder, console, ended.step)
+    evaluation = ended.evaluation
     export_model(ended.model, samples.encoding, folder.export)
     if as_json:
         summary: dict[str, Any] = {
@@ -236,6 +260,7 @@ def _evaluate(
     folder: RunFolder,
     console: Console,
     step: int,
+    trackers: Sequence[Tracker] = (),
 ) -> Evaluation | None:
     """Exact match on the held-out data, stored as eval.json; None without such data."""
     from dilatant.runtime.evaluate import evaluate
@@ -254,11 +279,7 @@ def _evaluate(
             limit=config.evaluation.limit,
             skip_errors=config.data.on_error == "skip",
         )
-    folder.write_json("eval.json", {"step": step, **evaluation.to_record()})
-    console.print(
-        f"step {step}: {evaluation.exact_match:.1%} of {len(evaluation.verdicts):,} held-out answers are exact",
-        highlight=False,
-    )
+    show_evaluation(folder, console, step, evaluation, trackers)
     return evaluation
 
 

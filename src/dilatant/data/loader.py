@@ -30,11 +30,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples of one step, packed.
+    """The samples of one step.
 
-    samples: in the sampler's order. rows: every sample of the batch in one of them. position: of the sampler after
-    this batch, which a checkpoint written after this step must hold. epoch: passes over the data by then. problems:
-    what was wrong with the samples left out. wait_seconds: how long the trainer waited for this batch.
+    samples: in the sampler's order. rows: every sample in one of them, where the loader packs. position: of the
+    sampler after this batch, which a checkpoint written after this step must hold. epoch: passes over the data by
+    then. problems: what was wrong with the samples left out. wait_seconds: how long the trainer waited for this
+    batch.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -51,19 +52,19 @@ class GlobalBatch:
 
     @property
     def num_samples(self) -> int:
-        return sum(len(row.lengths) for row in self.rows)
+        return len(self.samples)
 
     @property
     def target_tokens(self) -> int:
         """Tokens that carry loss, over the whole batch: what the loss is divided by."""
-        return sum(row.target_tokens for row in self.rows)
+        return sum(int((sample.labels != -100).sum()) for sample in self.samples)
 
     @property
     def tokens(self) -> dict[str, int]:
         """Unit → tokens it processes in this step."""
         total: dict[str, int] = {}
-        for row in self.rows:
-            for unit, tokens in row.sizes.items():
+        for sample in self.samples:
+            for unit, tokens in sample.sizes.items():
                 total[unit] = total.get(unit, 0) + tokens
         return total
 
@@ -101,8 +102,9 @@ class Loader:
     """Iterates over global batches, from `position` on, without end or for `steps` batches.
 
     The batches are the same for any number of workers, and after the position of any batch the same batches follow.
-    row_tokens: most tokens of a row. workers: processes that decode and tokenize; 0 works in the caller, without
-    prefetch. prefetch: batches kept ahead of the trainer, beside the one being packed.
+    row_tokens: most tokens of a row, and of a sample. packs: off where nobody uses `GlobalBatch.rows`. workers:
+    processes that decode and tokenize; 0 works in the caller, without prefetch. prefetch: batches kept ahead of the
+    trainer, beside the one being packed.
     on_error: a corrupt sample raises UserError when its batch is due (`error`), or is left out of its batch and
     reported (`skip`): the batch is then smaller, and the position moves on as if the sample had been used.
     """
@@ -119,6 +121,7 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         on_error: Literal["error", "skip"] = "error",
+        packs: bool = True,
     ) -> None:
         if encoding.max_length is None or encoding.max_length > row_tokens:
             encoding = replace(encoding, max_length=row_tokens)
@@ -127,6 +130,7 @@ class Loader:
         self._start = sampler.resume(position)
         self._steps = steps
         self._skip = on_error == "skip"
+        self._packs = packs
         # One more batch lies packed, and one waits to take its place.
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
@@ -199,9 +203,8 @@ class Loader:
         if not encoded:
             raise UserError(f"every sample of a batch is corrupt; the first: {wrong[0]}")
         lengths = [len(sample.input_ids) for sample in encoded]
-        rows = tuple(
-            collate([encoded[position] for position in row]) for row in pack_rows(lengths, self._row_tokens)
-        )
+        packed = pack_rows(lengths, self._row_tokens) if self._packs else ()
+        rows = tuple(collate([encoded[position] for position in row]) for row in packed)
         return GlobalBatch(
             tuple(encoded), rows, position, self._sampler.epoch(position), tuple(map(str, wrong))
         )

@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,12 @@ class WorkerError(RuntimeError):
     """A worker process died, or failed in a way that is no mistake in the data."""
 
 
+def warm_up() -> None:
+    """Start the server that workers come from; its imports go on beside what the caller does."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    forkserver.ensure_running()
+
+
 class WorkerPool(Generic[T, R]):
     """`workers` processes, each with its own copy of `job`; with 0 the job runs in the caller.
 
@@ -45,7 +52,7 @@ class WorkerPool(Generic[T, R]):
         self._processes: list[Any] = []
         if workers:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(list(PRELOAD))
+            warm_up()
             payload = pickle.dumps(job)
             for number in range(workers):
                 ours, theirs = context.Pipe()

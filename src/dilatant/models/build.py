@@ -11,6 +11,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import EncoderConfig, LanguageModelConfig, ModelConfig
 from dilatant.models.freeze import freeze
 from dilatant.models.geometry import encoder_geometry
+from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 
@@ -29,32 +30,35 @@ def build_model(
 
     Random weights depend on `seed`, the unit's name and the layer alone. vocab_size: how many ids the tokenizer can
     give (default: `len(tokenizer)`); it sizes a language model from scratch whose config does not say. hollow: for a
-    rank of a pipeline, the units that it holds nothing of; their pretrained weights are not read, and units from
-    scratch stay on the meta device until a rank materialises its layers. Raises UserError that names the key.
+    rank of a pipeline, the units whose pretrained weights are not read here; these, and units from scratch, stay on the
+    meta device until a rank materialises its layers. (Units with code of their own are read all the same.) Raises
+    UserError that names the key.
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
-    language_options = {**options, "trust_remote_code": config.language_model.trust_remote_code}
-    if config.language_model.attn_implementation != "dilatant":
-        language_options["attn_implementation"] = (
-            config.language_model.attn_implementation or attn_implementation
+    source = config.language_model
+    language_options = {**options, "trust_remote_code": source.trust_remote_code}
+    if source.attn_implementation != "dilatant":
+        language_options["attn_implementation"] = source.attn_implementation or attn_implementation
+    # What a checkpoint lacks is drawn; by the seed, so that all ranks draw alike.
+    with seeded(seed, LANGUAGE):
+        language_model = load_language_model(
+            _hollow(_language_source(source, vocab_size), LANGUAGE, hollow, source.trust_remote_code),
+            "model.language_model",
+            **language_options,
         )
-    language_model = load_language_model(
-        _hollow(_language_source(config.language_model, vocab_size), LANGUAGE, hollow),
-        "model.language_model",
-        **language_options,
-    )
     _check_vocabulary(language_model, vocab_size)
     encoders = {}
     for name, entry in config.encoders.items():
         where = f"model.encoders.{name}"
-        model = load_encoder(
-            _hollow(entry.id or entry.config, name, hollow),
-            where,
-            trust_remote_code=entry.trust_remote_code,
-            **options,
-        )
+        with seeded(seed, name):
+            model = load_encoder(
+                _hollow(entry.id or entry.config, name, hollow, entry.trust_remote_code),
+                where,
+                trust_remote_code=entry.trust_remote_code,
+                **options,
+            )
         _check_kind(where, entry, model)
         encoders[name] = Encoder(
             model,
@@ -75,9 +79,9 @@ def build_model(
     return mllm
 
 
-def _hollow(source: Any, unit: str, hollow: Collection[str] | None) -> Any:
+def _hollow(source: Any, unit: str, hollow: Collection[str] | None, own_code: bool) -> Any:
     """The config in the place of a pretrained model whose weights are not wanted."""
-    if hollow is not None and unit in hollow and isinstance(source, str):
+    if hollow is not None and unit in hollow and isinstance(source, str) and not own_code:
         return load_pretrained_config(source, unit)
     return source
 

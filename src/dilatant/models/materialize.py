@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def materialize(unit: Unit, first: int, end: int, seed: int | None) -> None:
+def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Collection[str] = ()) -> None:
     """Give layers `first <= layer < end` of `unit` CPU memory and their family's own random weights, once.
 
     A model or projector that is real already keeps what it has; other layers stay on the meta device. Every layer
     draws from a generator fixed by `seed` and its logical name, and torch's global generator is left as it was;
-    with seed None the global generator draws. Cut stages afterwards, for parameters become new objects.
+    with seed None the global generator draws. given: logical names of weights that the caller sets afterwards, so that
+    nothing need be drawn for them. Cut stages afterwards, for parameters become new objects.
     """
     held = set(unit.layers[first:end])
     layer_of = {weight.name: weight.layer for weight in unit.weights}
@@ -43,6 +44,12 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None) -> None:
         unit.model.tie_weights()
     else:
         shared = []
+    held_here = dict(unit.model.named_parameters(remove_duplicate=False))
+    skipped = [
+        held_here[w.key] for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here
+    ]
+    for parameter in skipped:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws nothing for it
     for layer, path, piece in fresh:
         with seeded(seed, f"{layer}/{path}"):
             if path == "projector":
@@ -52,6 +59,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None) -> None:
     with seeded(seed, unit.unit):
         for module in reversed(shared):
             unit.model._init_weights(module)
+    for parameter in skipped:
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -180,6 +181,7 @@ class LanguageStage(Stage):
         labels: Tensor | None = None,
         loss_denominator: float | Tensor | None = None,
         return_logits: bool = True,
+        logits_at: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
         **attention_kwargs: Any,
@@ -187,7 +189,8 @@ class LanguageStage(Stage):
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage.
 
-        Returns hidden states, and on the last stage loss and logits. Raises UserError where rows do not fit.
+        Returns hidden states, and on the last stage loss and logits. logits_at: int64 [positions], the only ones for
+        which logits are wanted, without labels. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -209,16 +212,26 @@ class LanguageStage(Stage):
         if not self.is_last:
             return self.model.base_model(**run).last_hidden_state
         if labels is None:
-            return MultimodalOutput(None, self.model(**run).logits)
+            return MultimodalOutput(None, self._logits(run, logits_at))
         targets = shift_labels(labels, position_ids, attention_mask)
-        if not return_logits and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            # The vocabulary is large: the head runs only where something is to be predicted.
-            positions = positions_with_targets(targets)
-            run["logits_to_keep"] = positions
-            targets = targets[:, positions]
-        logits = self.model(**run).logits
+        if not return_logits:
+            logits_at = positions_with_targets(targets)
+            targets = targets[:, logits_at]
+        logits = self._logits(run, logits_at)
         loss = summed_cross_entropy(logits, targets, loss_denominator)
         return MultimodalOutput(loss, logits if return_logits else None)
+
+    def _logits(self, run: dict[str, Any], positions: Tensor | None) -> Tensor:
+        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must."""
+        if positions is None:
+            return self.model(**run).logits
+        if self._keeps_logits:
+            return self.model(**run, logits_to_keep=positions).logits
+        return self.model(**run).logits[:, positions]
+
+    @cached_property
+    def _keeps_logits(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def embed(
         self,

@@ -50,7 +50,8 @@ def assemble_samples(config: Config) -> Samples:
 def assemble_model(
     config: Config, samples: Samples, hollow: Collection[str] | None = None
 ) -> MultimodalModel:
-    """The model of the config, which embeds the samples' tokens. hollow: see `build_model`. Raises UserError."""
+    """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
+    config says so. hollow: see `build_model`. Raises UserError."""
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=hollow)
     if config.model.language_model.on_block_tables:
         use_row_attention(model)
@@ -62,6 +63,9 @@ def assemble_model(
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
+    if config.train.gradient_checkpointing:
+        for unit in model.units.values():
+            unit.gradient_checkpointing()
     return model
 
 

@@ -51,12 +51,6 @@ class Pending:
             self._work = None
         self._tensors = ()
 
-    def is_done(self) -> bool:
-        """Whether the transfer is over; Gloo says so only after `wait`."""
-        if self._work is not None and self._work.is_completed():
-            self.wait()
-        return self._work is None
-
 
 class Group:
     """Ranks that communicate: one communicator, on a GPU with a stream of its own.
@@ -253,11 +247,15 @@ class Comm:
         return group
 
     def _meet(self, name: str, store: Any, ranks: tuple[int, ...], what: str) -> None:
-        """Return when every member is about to make the group: an abort can end this, but not a backend's start."""
+        """Return when every member is about to make the group: an abort can end this, but not a backend's start.
+
+        A member's word is written once, by itself or by who calls the meeting off in its place. So all members read
+        the same words, and either all of them make the group or none.
+        """
         keys = [f"here/{rank}" for rank in ranks]
         self._meeting = f"group/{name}", keys
         with self._explained(what):
-            store.set(f"here/{self.rank}", "")
+            store.compare_set(f"here/{self.rank}", "", "yes")
             store.wait(keys, self._timeout)
             called_off = b"no" in store.multi_get(keys)
         self._meeting = None
@@ -273,7 +271,7 @@ class Comm:
         prefix, keys = meeting
         store = dist.PrefixStore(prefix, self._own_store())
         for key in keys:
-            store.set(key, "no")
+            store.compare_set(key, "", "no")
 
     def _own_store(self) -> Any:
         return dist.PrefixStore(f"generation{self.generation}", self._root.clone())

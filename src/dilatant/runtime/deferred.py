@@ -20,9 +20,14 @@ from torch.nn import functional
 
 
 class WeightGradients:
-    """Weight gradients of one stage that are owed. Set `deferring` around a backward pass to put them off."""
+    """Weight gradients of one stage that are owed. Set `deferring` around a backward pass to put them off.
+
+    splits: whether the backward of a forward that runs now may be split. Without it linear layers are plain ones,
+    which cost less.
+    """
 
     def __init__(self) -> None:
+        self.splits = True
         self._deferring = False
         self._owed: list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]] = []
 
@@ -81,7 +86,7 @@ class DeferredLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight_trains = self.weight.requires_grad
         bias_trains = self.bias is not None and self.bias.requires_grad
-        if not torch.is_grad_enabled() or not (weight_trains or bias_trains):
+        if not (self.gradients.splits and torch.is_grad_enabled() and (weight_trains or bias_trains)):
             return functional.linear(input, self.weight, self.bias)
         return _Linear.apply(input, self.weight, self.bias, self.gradients)
 

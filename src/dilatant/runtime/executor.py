@@ -85,7 +85,8 @@ class Executor:
     def run(
         self, actions: Sequence[Action], routes: Routes, data: StepData
     ) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Run `actions`; returns the losses of their forwards, scalars on the device, with their samples.
+        """Run `actions`; returns the losses of their forwards, scalars on the device, with their samples; or the
+        predictions, where `data` asks for these (`actions` are forwards only, and leave no gradients).
 
         Raises ActionFailed, or UserError (a mistake in a sample) as it is, and CommAborted when another rank failed.
         """
@@ -96,17 +97,21 @@ class Executor:
             for index, action in enumerate(actions)
             if action.kind != ActionKind.F and self._stages[action.stage].needs_backward
         }
-        self._sync.begin(last)
-        losses: list[tuple[Tensor, tuple[int, ...]]] = []
+        if not data.predicts:
+            self._sync.begin(last)
+        split = {action.stage for action in actions if action.kind == ActionKind.I}
+        for number, stage in self._stages.items():
+            stage.gradients.splits = number in split
+        results: list[tuple[Tensor, tuple[int, ...]]] = []
         for index, action in enumerate(actions):
             stage = self._stages[action.stage]
             samples = routes.samples[action]
             self._recorder.start(stage.placed.unit, action, samples)
             try:
                 if action.kind == ActionKind.F:
-                    loss = self._forward(stage, action, samples, routes, data)
-                    if loss is not None:
-                        losses.append((loss, samples))
+                    result = self._forward(stage, action, samples, routes, data)
+                    if result is not None:
+                        results.append((result, samples))
                 elif stage.needs_backward:
                     is_last = last[action.stage] == index
                     if action.kind == ActionKind.W:
@@ -124,7 +129,7 @@ class Executor:
                 raise ActionFailed(self._explain(stage, action, samples, data, error)) from error
         self._transport.finish()
         self._pieces.clear()
-        return losses
+        return results
 
     def _forward(
         self,
@@ -135,6 +140,7 @@ class Executor:
         data: StepData,
     ) -> Tensor | None:
         inputs: dict[str, Tensor] = {}
+        needs_backward = stage.needs_backward and not data.predicts
         for unit, (boundary, needs_gradient) in stage.inbound.items():
             messages = [
                 m for m in routes.received.get(action, ()) if self._unit_of_stage[m.producer.stage] == unit
@@ -142,17 +148,17 @@ class Executor:
             self._require_all(messages, samples, unit, boundary, data)
             # Detached: a tensor handed over within the rank may have other takers.
             rows = self._assemble(messages, samples, boundary, data).detach()
-            inputs[unit] = rows.requires_grad_(needs_gradient)
+            inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
         self._recorder.computing()
-        with torch.set_grad_enabled(stage.needs_backward):
+        with torch.set_grad_enabled(needs_backward):
             output = stage.runner.run(data, samples, inputs)
             made = None if output.rows is None else output.rows.to(stage.boundary.dtype)
         self._recorder.done()
-        if stage.needs_backward:
+        if needs_backward:
             self._pieces[_key(action)] = _Piece(inputs, made, output.loss)
         if made is not None:
             self._send(routes.sent.get(action, ()), samples, made.detach(), stage.boundary, data)
-        return None if output.loss is None else output.loss.detach()
+        return output.predicted if output.loss is None else output.loss.detach()
 
     def _backward(
         self,

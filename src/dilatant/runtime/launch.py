@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import time
 import traceback
@@ -24,24 +23,12 @@ import torch.distributed as dist
 
 from dilatant.config.errors import UserError
 from dilatant.runtime.comm import CommAborted, announce_failure
+from dilatant.runtime.place import place_from
+from dilatant.runtime.worker_server import warm_up
 
 GRACE_SECONDS = 5.0
 """What workers have to end by themselves after one has failed, or after an interrupt."""
 _STORE_TIMEOUT = timedelta(seconds=300)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an outer launcher put this process. `hosts_store`: rank 0 must open the store itself."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    host: str
-    port: int
-    hosts_store: bool
-    attempt: str = "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +80,7 @@ def launch(function: Callable[..., Any], num_workers: int, *args: Any) -> list[A
         place.local_size,
         dist.PrefixStore(f"attempt{place.attempt}", store),
     )
-    return [function(worker, *args)]
+    return [_run_here(function, worker, args)]
 
 
 def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
@@ -102,10 +89,9 @@ def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> 
         raise UserError(f"cannot start {num_workers} workers")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
     if num_workers == 1:
-        return [function(_worker(0, 1, 0, 1, store), *args)]
+        return [_run_here(function, _worker(0, 1, 0, 1, store), args)]
     context = multiprocessing.get_context("forkserver")
-    # Imports are the bulk of a worker's start; the server does them once.
-    context.set_forkserver_preload(["dilatant.runtime.runtime"])
+    warm_up()
     payload = pickle.dumps((function, args))
     workers: dict[int, tuple[Any, Connection]] = {}
     try:
@@ -135,89 +121,23 @@ def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> 
                 process.kill()
 
 
-def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Where the variables of torchrun (or anything that sets the same), Slurm or a Kubernetes indexed Job put this
-    process; None when there are none, or when they describe a single process. Raises UserError when they are
-    incomplete."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _place(
-            environment,
-            "torchrun",
-            rank=environment["RANK"],
-            size=environment["WORLD_SIZE"],
-            local_rank=environment.get("LOCAL_RANK", "0"),
-            local_size=environment.get("LOCAL_WORLD_SIZE", "1"),
-            host=environment.get("MASTER_ADDR"),
-        )
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and "SLURM_STEP_ID" in environment:
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        return _place(
-            environment,
-            "Slurm",
-            rank=environment["SLURM_PROCID"],
-            size=environment["SLURM_NTASKS"],
-            local_rank=environment.get("SLURM_LOCALID", "0"),
-            local_size=environment.get("SLURM_NTASKS_PER_NODE", "1"),
-            host=environment.get("MASTER_ADDR") or first_host(nodes),
-            # Jobs of one node must not meet at one port.
-            port=environment.get("MASTER_PORT") or str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
-        )  # fmt: skip
-    if "JOB_COMPLETION_INDEX" in environment:
-        return _place(
-            environment,
-            "Kubernetes",
-            rank=environment["JOB_COMPLETION_INDEX"],
-            size=environment.get("WORLD_SIZE"),
-            local_rank="0",
-            local_size="1",
-            host=environment.get("MASTER_ADDR"),
-        )
-    return None
-
-
-def first_host(nodes: str) -> str | None:
-    """The first host of a Slurm node list: "gpu[03-05,9],cpu1" → "gpu03"."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    return f"{match[1]}{match[2] or ''}" if match else None
-
-
-def _place(
-    environment: Mapping[str, str],
-    launcher: str,
-    rank: str,
-    size: str | None,
-    local_rank: str,
-    local_size: str,
-    host: str | None,
-    port: str | None = None,
-) -> Place | None:
-    port = port or environment.get("MASTER_PORT", "29500")
-    missing = [name for name, value in (("WORLD_SIZE", size), ("MASTER_ADDR", host)) if not value]
-    if size == "1":
-        return None
-    if missing or size is None or host is None:
-        raise UserError(
-            f"this process was started by {launcher}, but {' and '.join(missing)} is not set; MASTER_ADDR is the host "
-            "of rank 0 and WORLD_SIZE the number of processes"
-        )
+def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
+    """`function` in this process, with failures as `launch` raises them."""
     try:
-        return Place(
-            rank=int(rank),
-            size=int(size),
-            local_rank=int(local_rank),
-            local_size=int(re.match(r"\d+", local_size)[0]),  # type: ignore[index]  # Slurm writes "4(x2)"
-            host=host,
-            port=int(port),
-            # torchrun's agent keeps the store itself.
-            hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-    except (ValueError, TypeError) as error:
-        raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
+        return function(worker, *args)
+    except UserError:
+        raise
+    except Exception as error:
+        report = _report(worker.rank, error)
+        if not report.follows:
+            announce_failure(worker.store, report.message)
+        raise WorkerFailed(report.message, report.details) from error
 
 
 def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Any) -> Worker:
     if torch.cuda.is_available():
+        # Every directed edge has a stream of its own: a receive must not hold up a send that shares its queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"rank {rank} needs GPU {local_rank} of its machine, which has {torch.cuda.device_count()}; "
@@ -284,19 +204,24 @@ def _serve(connection: Connection, rank: int, size: int, port: int, payload: byt
         function, args = pickle.loads(payload)
         answer: Any = (function(worker, *args),)
     except BaseException as error:
-        text = str(error) or type(error).__name__
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted"
-        prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
-        answer = _Report(
-            rank,
-            prefix + text,
-            traceback.format_exc(),
-            follows=isinstance(error, CommAborted),
-            is_user_error=isinstance(error, UserError),
-        )
+        answer = _report(rank, error)
     connection.send_bytes(pickle.dumps(answer))
     connection.close()
+
+
+def _report(rank: int, error: BaseException) -> _Report:
+    text = str(error) or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
+    # What an error of ours says about another one is in the message; the other one's trace tells where it arose.
+    return _Report(
+        rank,
+        prefix + text,
+        "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
+        follows=isinstance(error, CommAborted),
+        is_user_error=isinstance(error, UserError),
+    )
 
 
 def _join(processes: list[Any], seconds: float) -> None:

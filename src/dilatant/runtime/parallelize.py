@@ -21,7 +21,7 @@ from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.distribute import assign
-from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, trainability_of
@@ -62,17 +62,28 @@ class Parallel:
         """Parameters for an optimizer; a rank of frozen layers has none."""
         return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
-    def execute(self, samples: Sequence[EncodedSample]) -> StepResult:
+    def execute(
+        self, samples: Sequence[EncodedSample], wish: Callable[[], bool] = lambda: False
+    ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, the same on all ranks (see `Runtime.execute`).
 
         Samples are grouped into microbatches by the policy, by their tokens.
         """
-        plan = self.runtime.plan
-        tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
-        assignment = assign(plan, tokens, self.num_microbatches, self._policy, self._seed)
-        schedule = self._family(plan, assignment, self._trainability)
+        assignment, tokens = self._assign(samples)
+        # Batches of equal sizes give equal assignments; the runtime prepares these once.
+        if self._last is None or self._last[0] != assignment:
+            schedule = self._family(self.runtime.plan, assignment, self._trainability)
+        else:
+            assignment, schedule, _ = self._last
         self._last = assignment, schedule, tokens
-        return self.runtime.execute(samples, assignment, schedule)
+        return self.runtime.execute(samples, assignment, schedule, wish)
+
+    def predict(self, samples: Sequence[EncodedSample]) -> dict[int, list[int]]:
+        """The likeliest token in the place of each target (see `Runtime.predict`), in the mode that the model is in."""
+        assignment, _ = self._assign(samples)
+        nothing = (False,) * len(self.runtime.plan.stages())
+        schedule = gpipe(self.runtime.plan, assignment, Trainability(nothing, nothing, nothing))
+        return self.runtime.predict(samples, assignment, schedule)
 
     def arrows(self) -> list[tuple[Action, Action]]:
         """Which action of the last step made rows for which other one, for `write_timeline`."""
@@ -89,9 +100,15 @@ class Parallel:
         counts = {unit: tuple(each) for unit, each in tokens.items()}
         return MeasuredStep(assignment, schedule, counts, self.runtime.measured())
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """As torch.nn.utils.clip_grad_norm_, over the whole model."""
-        return self.runtime.clip_grad_norm_(max_norm)
+    def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
+        """As torch.nn.utils.clip_grad_norm_, over the whole model; norm: see `Runtime.clip_grad_norm_`."""
+        return self.runtime.clip_grad_norm_(max_norm, norm)
+
+    def _assign(self, samples: Sequence[EncodedSample]) -> tuple[Assignment, dict[str, list[int]]]:
+        """The microbatches of a batch; and the tokens of its samples by unit."""
+        plan = self.runtime.plan
+        tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
+        return assign(plan, tokens, self.num_microbatches, self._policy, self._seed), tokens
 
     def close(self) -> None:
         self.runtime.close()

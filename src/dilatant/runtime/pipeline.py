@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dilatant.config import Config, ParallelConfig, UserError, list_problems
-from dilatant.data.loader import GlobalBatch
+from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.models.multimodal import LANGUAGE, MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.validate import plan_problems
+from dilatant.runtime.assemble import Samples
 from dilatant.runtime.comm import Comm
 from dilatant.runtime.device import Precision
+from dilatant.runtime.evaluate import Evaluation
+from dilatant.runtime.held_out import evaluate_pipeline
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.launch import Worker, place_from
+from dilatant.runtime.launch import Worker
 from dilatant.runtime.parallelize import Parallel
+from dilatant.runtime.place import place_from
 from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.shared_batches import SharedBatches
 from dilatant.runtime.step import StepOutput, stage_tensors
+from dilatant.runtime.stored_weights import read_pretrained
 from dilatant.schedule import FAMILIES, trainability_of, validate
 from dilatant.schedule.distribute import assign
 
@@ -44,6 +52,7 @@ class Pipeline:
             plan,
             self._comm,
             seed=config.seed,
+            weights=read_pretrained(model, config.model, _held(model, plan, worker.rank), config.seed),
             precision=precision,
             check_transport=config.parallel.check_transport,
         )
@@ -58,19 +67,21 @@ class Pipeline:
         )
         self.parameters = self._runtime.parameters
         self._saved_by = _lowest_holder(model, plan)
+        self._grad_norm = math.nan
+        self._batches = SharedBatches(
+            self._comm, bool(units_decoded_on(plan, worker.rank) & {*model.encoders})
+        )
 
-    def execute(self, batch: GlobalBatch) -> StepOutput:
-        result = self.parallel.execute(batch.samples)
-        if not math.isfinite(result.loss):
-            named = ", ".join(sample.id for sample in batch.samples[:8])
-            raise UserError(
-                f"the loss became {result.loss} in a batch with the samples {named}; "
-                "lower the learning rate, or look at these samples"
-            )
-        return StepOutput(result.loss, result.target_tokens)
+    def batches(self, open_loader: Callable[[bool], Loader]) -> AbstractContextManager[Iterator[GlobalBatch]]:
+        return self._batches.open(lambda: open_loader(False))
+
+    def execute(self, batch: GlobalBatch, should_stop: Callable[[], bool]) -> StepOutput:
+        result = self.parallel.execute(batch.samples, should_stop)
+        self._grad_norm = result.grad_norm
+        return StepOutput(result.loss, result.target_tokens, result.wish)
 
     def clip_gradients(self, limit: float) -> float:
-        return self.parallel.clip_grad_norm_(limit)
+        return self.parallel.clip_grad_norm_(limit, self._grad_norm)
 
     def tensors(self) -> dict[str, Tensor]:
         held: dict[str, Tensor] = {}
@@ -88,6 +99,27 @@ class Pipeline:
 
     def train(self) -> None:
         self._runtime.train()
+
+    def evaluate(self, config: Config, samples: Samples) -> Evaluation | None:
+        """Exact match on the held-out data, through the stages; the same on all ranks, which all call. None without
+        such data."""
+        if samples.held_out is None:
+            return None
+        self._runtime.train(False)
+        try:
+            return evaluate_pipeline(
+                self.parallel.predict,
+                self._comm,
+                samples.tokenizer,
+                samples.held_out,
+                samples.encoding,
+                batch_size=config.evaluation.batch_size,
+                max_new_tokens=config.evaluation.max_new_tokens,
+                limit=config.evaluation.limit,
+                skip_errors=config.data.on_error == "skip",
+            )
+        finally:
+            self._runtime.train()
 
     def close(self) -> None:
         self.parallel.close()
@@ -143,14 +175,20 @@ def prove_schedule(config: ParallelConfig, plan: Plan, model: MultimodalModel) -
     validate(plan, assignment, FAMILIES[config.schedule](plan, assignment, trainability), trainability)
 
 
-def units_on(plan: Plan, rank: int) -> set[str]:
-    """The units that `rank` holds a part of."""
-    return {placed.unit for placed in plan.stages() if rank in placed.stage.ranks}
-
-
 def units_decoded_on(plan: Plan, rank: int) -> frozenset[str]:
     """The units whose media `rank` feeds: those of which it holds a first stage."""
     return frozenset(p.unit for p in plan.stages() if p.is_first and rank in p.stage.ranks)
+
+
+def _held(model: MultimodalModel, plan: Plan, rank: int) -> set[str]:
+    """Logical names of the weights and buffers that `rank` holds."""
+    layers = {
+        layer
+        for placed in plan.stages()
+        if rank in placed.stage.ranks
+        for layer in model.units[placed.unit].layers[placed.stage.first : placed.stage.end]
+    }
+    return {w.canonical for unit in model.units.values() for w in unit.weights if w.layer in layers}
 
 
 def _lowest_holder(model: MultimodalModel, plan: Plan) -> dict[str, int]:

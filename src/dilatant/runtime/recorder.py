@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,21 +21,28 @@ class _Open:
     waits: dict[int, float]
 
 
+@dataclass(slots=True)
+class _Step:
+    epoch: float
+    origin: Any
+    actions: list[_Open] = field(default_factory=list)
+
+
 class Recorder:
     """Marks the actions of one step. On a GPU marks are CUDA events, so recording waits for nothing."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._on_gpu = device.type == "cuda"
+        self._last = _Step(0.0, None)
         self._actions: list[_Open] = []
-        self._origin: Any = None
-        self._epoch = 0.0
 
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._actions = []
-        self._epoch = time.time()
-        self._origin = self._mark()
+    def begin(self, kept: bool = True) -> None:
+        """A step begins, and replaces the last one unless it is not to be `kept`."""
+        step = _Step(time.time(), self._mark())
+        self._actions = step.actions
+        if kept:
+            self._last = step
 
     def start(self, unit: str, action: Action, samples: tuple[int, ...]) -> None:
         """The rank turns to an action."""
@@ -55,11 +62,11 @@ class Recorder:
         self._actions[-1].marks.append(self._mark())
 
     def rows(self) -> tuple[MeasuredAction, ...]:
-        """What was measured since `begin`. On a GPU this waits for the device."""
+        """What was measured in the last step that was kept. On a GPU this waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         rows = []
-        for entry in self._actions:
+        for entry in self._last.actions:
             begun, ready, end = (self._seconds(mark) for mark in entry.marks)
             rows.append(
                 MeasuredAction(
@@ -67,7 +74,7 @@ class Recorder:
                     unit=entry.unit,
                     action=entry.action,
                     samples=entry.samples,
-                    start=self._epoch + begun,
+                    start=self._last.epoch + begun,
                     waited_seconds=ready - begun,
                     waited_for=max(entry.waits, key=entry.waits.__getitem__, default=None),
                     seconds=end - ready,
@@ -83,4 +90,5 @@ class Recorder:
         return event
 
     def _seconds(self, mark: Any) -> float:
-        return self._origin.elapsed_time(mark) / 1000 if self._on_gpu else mark - self._origin
+        origin = self._last.origin
+        return origin.elapsed_time(mark) / 1000 if self._on_gpu else mark - origin

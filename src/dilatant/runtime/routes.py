@@ -26,7 +26,8 @@ class Routes:
     """The messages of one rank in one step.
 
     received, sent: by own action, in edge order. incoming, outgoing: by directed edge (stage, stage) to or from
-    another rank, in the order of the edge. samples: of each own action.
+    another rank, in the order of the edge. samples: of each own action. turn: for each action in a message, a number
+    that grows along the actions of its rank.
     """
 
     received: Mapping[Action, tuple[Message, ...]]
@@ -34,6 +35,7 @@ class Routes:
     incoming: Mapping[Edge, tuple[Message, ...]]
     outgoing: Mapping[Edge, tuple[Message, ...]]
     samples: Mapping[Action, tuple[int, ...]]
+    turn: Mapping[Action, int]
 
 
 def boundary_of(message: Message) -> int:
@@ -78,6 +80,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     sent: dict[Action, list[Message]] = defaultdict(list)
     incoming: dict[Edge, list[Message]] = defaultdict(list)
     outgoing: dict[Edge, list[Message]] = defaultdict(list)
+    turn: dict[Action, int] = {}
     for made, used in zip(source[mine].tolist(), target[mine].tolist(), strict=True):
         producer = actions.get(made) or graph.action(made)
         consumer = actions.get(used) or graph.action(used)
@@ -85,6 +88,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
         if producer.kind != ActionKind.F and boundary_of(message) not in with_backward:
             continue
         edge = producer.stage, consumer.stage
+        turn[producer], turn[consumer] = made, used
         if made in actions:
             sent[producer].append(message)
             if used not in actions:
@@ -93,7 +97,7 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
             received[consumer].append(message)
             if made not in actions:
                 incoming[edge].append(message)
-    return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples)
+    return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
 
 
 def _check_backwards(

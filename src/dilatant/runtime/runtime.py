@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Stage
 from dilatant.plan.plan import Plan
-from dilatant.runtime.agreement import agree, digest
+from dilatant.runtime.agreement import Diverged, agree, digest
 from dilatant.runtime.comm import Comm
 from dilatant.runtime.deferred import WeightGradients, replace_linears, restore_linears
 from dilatant.runtime.device import Precision
@@ -24,8 +25,9 @@ from dilatant.runtime.exchange import exchange
 from dilatant.runtime.executor import Executor, LocalStage
 from dilatant.runtime.holders import Holders, holders_of, trainable_layers
 from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
+from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
 from dilatant.runtime.stage_runner import Boundary, StepData, boundary_after, runner_for
+from dilatant.runtime.step import stage_tensors
 from dilatant.runtime.sync import GradientSync, make_buckets, squared_norm
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.dependencies import Message
@@ -39,18 +41,34 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`loss`: of the global batch, the same on every rank. Reduced gradients are in the parameters of every holder."""
+    """The same on every rank. Reduced gradients are in the parameters of every holder.
+
+    loss: of the global batch. grad_norm: of all gradients, every logical weight counted once. wish: whether any rank
+    had one (see `execute`).
+    """
 
     loss: float
     target_tokens: int
+    grad_norm: float
+    wish: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """What one rank derives from an assignment and a schedule, kept while they are the same values."""
+
+    assignment: Assignment
+    schedule: Schedule
+    digests: dict[str, int]
+    routes: Routes
 
 
 class Runtime:
     """The stages of `comm.rank` under `plan`, ready to execute steps until `close()`.
 
     model: its units may be on the meta device; the layers held here are then given memory and weights fixed by `seed`,
-    the others stay without. weights: logical name → tensor for all parameters held here, instead of the seed's. Every
-    rank builds the same model and plan. Nothing is global: a process may close one runtime and build another under
+    the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
+    builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan.
     check_transport: prove with a header that both ends of every message mean the same.
     """
@@ -80,15 +98,13 @@ class Runtime:
         self._placed = plan.stages()
         self._boundaries = [boundary_after(model, p.unit, p.stage.end) for p in self._placed]
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = self._build_modules(seed)
+        modules = self._build_modules(seed, weights or {})
         self._stages = self._wire(modules, precision or Precision(torch.float32))
         self.parameters = {
             name: parameter
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        if weights is not None:
-            self._load(weights)
         self.holders: Holders = holders_of(plan, model.units)
         self._sync = self._build_sync(modules, bucket_bytes)
         self._recorder = Recorder(comm.rank, comm.device)
@@ -105,6 +121,7 @@ class Runtime:
             comm.device,
         )
         self._step = 0
+        self._prepared: _Prepared | None = None
 
     @property
     def modules(self) -> dict[int, Stage]:
@@ -112,37 +129,57 @@ class Runtime:
         return {index: stage.runner.module for index, stage in self._stages.items()}
 
     def execute(
-        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule
+        self,
+        samples: Sequence[EncodedSample],
+        assignment: Assignment,
+        schedule: Schedule,
+        wish: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, on all ranks together.
 
         samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
         the sample. Gradients that are already there are added to. Returns when every rank holds its reduced
-        gradients: whoever applies them now applies what all apply.
+        gradients: whoever applies them now applies what all apply. wish: asked at the end; what any rank wishes (to
+        stop, say), all learn with the result.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
         """
-        try:
-            return self._execute(StepData.of(samples), assignment, schedule)
-        except BaseException as error:
-            self.comm.abort(f"rank {self.comm.rank} failed: {error}")
-            raise
+        with self._telling_others():
+            return self._execute(StepData.of(samples), assignment, schedule, wish)
+
+    def predict(
+        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule
+    ) -> dict[int, list[int]]:
+        """Sample number → the likeliest token in the place of each of its targets, given all that comes before it;
+        of the samples whose language model ends on this rank. Called by all ranks together.
+
+        schedule: forwards only. Raises as `execute` does.
+        """
+        with self._telling_others():
+            data = StepData.of(samples, predicts=True)
+            predicted = {}
+            for tokens, numbers in self._run(data, assignment, schedule):
+                counts = [int((samples[number].labels[1:] != -100).sum()) for number in numbers]
+                for number, own in zip(numbers, tokens.cpu().split(counts), strict=True):
+                    predicted[number] = own.tolist()
+            return predicted
 
     def grad_norm(self) -> float:
-        """The norm of all gradients, every logical weight counted once; the same on every rank."""
+        """The norm of all gradients as they are now; the same on every rank, and called by all of them."""
         total = torch.tensor(squared_norm(self.parameters, self.holders, self.comm.rank), dtype=torch.float64)
         self.comm.world.sum_(total, "the gradient norm").wait()
         return float(total.sqrt())
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
-        norm = self.grad_norm()
-        if norm > max_norm:
-            factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad *= factor
+    def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
+
+        norm: `StepResult.grad_norm`, where gradients are still what that step left; otherwise all ranks must call.
+        """
+        norm = self.grad_norm() if norm is None else norm
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if norm > max_norm and gradients:
+            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
 
     def measured(self) -> tuple[MeasuredAction, ...]:
@@ -161,47 +198,75 @@ class Runtime:
         restore_linears(self._replaced)
         self._replaced = []
 
-    def _execute(self, data: StepData, assignment: Assignment, schedule: Schedule) -> StepResult:
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        try:
+            yield
+        except Diverged:  # every rank finds out for itself; an abort would overtake its answers
+            raise
+        except BaseException as error:
+            self.comm.abort(f"rank {self.comm.rank} failed: {error}")
+            raise
+
+    def _execute(
+        self, data: StepData, assignment: Assignment, schedule: Schedule, wish: Callable[[], bool]
+    ) -> StepResult:
+        losses = self._run(data, assignment, schedule)
+        self._sync.finish()
+        own = (
+            _finite_sum(losses, data),
+            squared_norm(self.parameters, self.holders, self.comm.rank),
+            float(wish()),
+        )
+        # Who answers here has all its gradients: the last answer is the agreement that the step commits.
+        total = torch.tensor(own, dtype=torch.float64)
+        self.comm.world.sum_(total, "the agreement that all gradients are there").wait()
+        loss, squares, wishes = total.tolist()
+        return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0)
+
+    def _run(
+        self, data: StepData, assignment: Assignment, schedule: Schedule
+    ) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """Agree on a step and run this rank's part of it; what its last stages made, with the samples it is of."""
         self._step += 1
+        last = self._prepared
+        if last is None or last.assignment is not assignment or last.schedule is not schedule:
+            digests = {
+                "the assignment": digest(assignment.to_json()),
+                "the schedule": digest(schedule.to_json()),
+            }
+        else:
+            digests = last.digests
         agree(
             self.comm,
             {
                 "the plan": self._plan_digest,
-                "the assignment": digest(assignment.to_json()),
-                "the schedule": digest(schedule.to_json()),
+                **digests,
                 "the global batch": digest(*(f"{s.id} {sorted(s.sizes.items())}" for s in data.samples)),
                 "the step number": self._step,
             },
         )
-        graph = build(self.plan, assignment, schedule)
-        routes = derive_routes(graph, self.comm.rank, self._with_backward)
+        if last is None or digests is not last.digests:
+            graph = build(self.plan, assignment, schedule)
+            with_backward = () if data.predicts else self._with_backward
+            routes = derive_routes(graph, self.comm.rank, with_backward)
+            last = self._prepared = _Prepared(assignment, schedule, digests, routes)
 
         def shape(message: Message) -> tuple[int, int, torch.dtype]:
             boundary = self._boundaries[boundary_of(message)]
             rows = sum(boundary.rows_of(data.samples[sample]) for sample in message.samples)
             return rows, boundary.width, boundary.dtype
 
-        self._transport.begin(routes, shape)
-        self._recorder.begin()
-        losses = self._executor.run(schedule.actions.get(self.comm.rank, ()), routes, data)
-        self._sync.finish()
-        # Who answers here has all its gradients: the last answer is the agreement that the step commits.
-        total = torch.tensor(_finite_sum(losses, data), dtype=torch.float64)
-        self.comm.world.sum_(total, "the agreement that all gradients are there").wait()
-        return StepResult(float(total), data.target_tokens)
+        self._transport.begin(last.routes, shape)
+        self._recorder.begin(kept=not data.predicts)
+        return self._executor.run(schedule.actions.get(self.comm.rank, ()), last.routes, data)
 
     @torch.no_grad()
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
-        missing = sorted(self.parameters.keys() - weights.keys())
-        if missing:
-            raise ValueError(f"{len(missing)} weights held here were not given: {', '.join(missing[:8])}")
-        for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
-
-    def _build_modules(self, seed: int | None) -> dict[int, Stage]:
+    def _build_modules(self, seed: int | None, weights: Mapping[str, Tensor]) -> dict[int, Stage]:
         own = [placed for placed in self._placed if self.comm.rank in placed.stage.ranks]
         for placed in own:
-            materialize(self.model.units[placed.unit], placed.stage.first, placed.stage.end, seed)
+            unit = self.model.units[placed.unit]
+            materialize(unit, placed.stage.first, placed.stage.end, seed, weights.keys())
         for unit_name in dict.fromkeys(placed.unit for placed in own):
             apply(self.model.units[unit_name], self.model.units[unit_name].frozen)
         modules = {}
@@ -210,6 +275,9 @@ class Runtime:
             module = unit.stage(placed.stage.first, placed.stage.end).to(self.comm.device)
             module.train(unit.training)
             check(module.named_logical_parameters(), unit.frozen)
+            for name, tensor in stage_tensors(module).items():
+                if name in weights:
+                    tensor.copy_(weights[name])
             modules[placed.index] = module
         return modules
 

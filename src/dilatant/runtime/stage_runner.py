@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
+from dilatant.models.loss import positions_with_targets, shift_labels
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import EncoderStage, LanguageStage, Stage
 from dilatant.models.unit import EncoderUnit, LanguageUnit, Unit
@@ -26,23 +27,28 @@ class StepData:
     """The global batch of one step.
 
     Every rank knows sizes, ids and labels of all samples; media only those that its first encoder stages run.
-    target_tokens: of the whole batch, what the loss is divided by.
+    target_tokens: of the whole batch, what the loss is divided by. predicts: nothing is learnt; the last stage says
+    which token it finds likeliest in the place of every target.
     """
 
     samples: tuple[EncodedSample, ...]
     target_tokens: int
+    predicts: bool = False
 
     @classmethod
-    def of(cls, samples: Sequence[EncodedSample]) -> StepData:
-        return cls(tuple(samples), sum(int((sample.labels != -100).sum()) for sample in samples))
+    def of(cls, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
+        targets = sum(int((sample.labels != -100).sum()) for sample in samples)
+        return cls(tuple(samples), targets, predicts)
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """rows: [rows, width] of the samples in order, for the stages after it. loss: scalar, this stage's share."""
+    """rows: [rows, width] of the samples in order, for the stages after it. loss: scalar, this stage's share.
+    predicted: int64 [targets], the likeliest token for every target of the samples in order, instead of a loss."""
 
     rows: Tensor | None
     loss: Tensor | None
+    predicted: Tensor | None = None
 
 
 class Boundary(Protocol):
@@ -192,21 +198,29 @@ class LanguageRunner:
         lengths = [sample.sizes[unit] for sample in packed]
         hidden = inbound[unit][None] if not module.is_first else None
         rows = {name: tensor for name, tensor in inbound.items() if name != unit and tensor.shape[0]}
+        position_ids = torch.cat([torch.arange(n, device=self._device) for n in lengths])[None]
+        labels = self._row([sample.labels for sample in packed]) if module.is_last else None
+        wanted = None
+        if labels is not None and data.predicts:
+            wanted, labels = positions_with_targets(shift_labels(labels, position_ids, None)), None
         with self._precision.autocast(self._device):
             output = module(
                 self._row([sample.input_ids for sample in packed]) if module.is_first else None,
                 rows,
                 hidden,
-                position_ids=torch.cat([torch.arange(n, device=self._device) for n in lengths])[None],
-                labels=self._row([sample.labels for sample in packed]) if module.is_last else None,
+                position_ids=position_ids,
+                labels=labels,
                 loss_denominator=max(1, data.target_tokens),
                 return_logits=False,
                 lengths=lengths,
                 sample_ids=[sample.id for sample in packed],
                 **self._unit.attention_of([sample.input_ids for sample in packed]),
+                logits_at=wanted,
             )
         if isinstance(output, Tensor):
             return StageOutput(output[0], None)
+        if wanted is not None:
+            return StageOutput(None, None, output.logits[0].argmax(dim=-1))
         return StageOutput(None, output.loss)
 
     def _row(self, parts: list) -> Tensor:

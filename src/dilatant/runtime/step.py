@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.config import UserError
-from dilatant.data.loader import GlobalBatch
+from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sample import PackedRow
 from dilatant.models.freeze import check
 from dilatant.models.multimodal import MultimodalModel
@@ -20,10 +22,12 @@ from dilatant.runtime.device import Precision
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`loss`: sum over the batch's target tokens divided by their number. Gradients are in the parameters."""
+    """`loss`: sum over the batch's target tokens divided by their number. Gradients are in the parameters.
+    stop: whether any rank was asked to stop."""
 
     loss: float
     target_tokens: int
+    stop: bool
 
 
 class Engine(Protocol):
@@ -37,12 +41,16 @@ class Engine(Protocol):
     device: torch.device
     parameters: dict[str, nn.Parameter]
 
-    def execute(self, batch: GlobalBatch) -> StepOutput:
+    def batches(self, open_loader: Callable[[bool], Loader]) -> AbstractContextManager[Iterator[GlobalBatch]]:
+        """The global batches, in one order on all ranks. open_loader: given whether rows must be packed."""
+        ...
+
+    def execute(self, batch: GlobalBatch, should_stop: Callable[[], bool]) -> StepOutput:
         """Forward and backward; leaves the batch's gradients in the parameters of every holder."""
         ...
 
     def clip_gradients(self, limit: float) -> float:
-        """Hold the norm of all gradients of the model to `limit`; returns the norm before."""
+        """Hold the norm of all gradients that `execute` left to `limit`; returns the norm before."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -79,7 +87,10 @@ class OneProcess:
             check(unit.named_logical_parameters(), unit.frozen)
             self.parameters |= dict(unit.named_logical_parameters())
 
-    def execute(self, batch: GlobalBatch) -> StepOutput:
+    def batches(self, open_loader: Callable[[bool], Loader]) -> AbstractContextManager[Iterator[GlobalBatch]]:
+        return open_loader(True)
+
+    def execute(self, batch: GlobalBatch, should_stop: Callable[[], bool]) -> StepOutput:
         """Every row's loss is divided by the target tokens of all rows, so unequal rows need no correction.
 
         Raises UserError when the loss is not finite, naming the samples of the row.
@@ -104,7 +115,7 @@ class OneProcess:
                     f"the loss became {value} in a row with the samples {', '.join(row.sample_ids[:8])}; "
                     "lower the learning rate, or look at these samples"
                 )
-        return StepOutput(loss=sum(values), target_tokens=targets)
+        return StepOutput(sum(values), targets, should_stop())
 
     def clip_gradients(self, limit: float) -> float:
         gradients = [parameter for parameter in self.parameters.values() if parameter.grad is not None]

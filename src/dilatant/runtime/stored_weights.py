@@ -1,20 +1,31 @@
-"""Weights from safetensors files: a rank opens the files of its units and reads its own tensors, nothing else."""
+"""Weights from safetensors files: a rank opens the files of its units and reads its own tensors, nothing else.
+
+Checkpoints that transformers converts while it loads them (renamed or merged weights) cannot be read by name. Their
+units are read whole by transformers, and what belongs elsewhere is dropped.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.utils.hub import cached_file
 
+from dilatant.config import ModelConfig
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.materialize import seeded
+from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.models.unit import Unit
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 def read_weights(model: MultimodalModel, folder: Path, names: Collection[str]) -> dict[str, Tensor]:
@@ -35,6 +46,63 @@ def read_weights(model: MultimodalModel, folder: Path, names: Collection[str]) -
     if missing:
         raise list_problems(f"{str(folder)!r} does not hold all weights of this model:", missing)
     return weights
+
+
+def read_pretrained(
+    model: MultimodalModel, config: ModelConfig, names: Collection[str], seed: int
+) -> dict[str, Tensor]:
+    """The weights called `names` (logical) that come from the pretrained ids of the config; others are left out.
+
+    Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
+    """
+    sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
+    sources[LANGUAGE] = (config.language_model.id, config.language_model.trust_remote_code)
+    weights: dict[str, Tensor] = {}
+    for name, (source, own_code) in sources.items():
+        unit = model.units[name]
+        wanted = {weight.name for weight in unit.weights if weight.part == "model"} & set(names)
+        if source is None or own_code or not wanted:
+            continue
+        files = pretrained_files(source)
+        found = read_unit(unit, "model", wanted, files) if files is not None else {}
+        if found.keys() != wanted:
+            load = load_language_model if name == LANGUAGE else load_encoder
+            with seeded(seed, name):
+                whole = load(source, f"model {name!r}", dtype=torch.float32).state_dict()
+            found = {w.name: whole[w.key] for w in unit.weights if w.part == "model" and w.name in wanted}
+        weights |= found
+    return weights
+
+
+def pretrained_files(source: str) -> Mapping[str, Path] | None:
+    """Stored key → file of a pretrained folder or id, fetched when it is asked for; None without safetensors."""
+    if Path(source).is_dir():
+        folder = Path(source)
+        return tensor_files(folder) if any(folder.glob("*.safetensors")) else None
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    index = cached_file(source, INDEX, **options)
+    if index is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        return _Fetched(source, shards)
+    single = cached_file(source, SINGLE, **options)
+    return None if single is None else _keys(Path(single))
+
+
+class _Fetched(Mapping[str, Path]):
+    """Stored key → its shard, which is fetched (or found in the cache) at its first mention."""
+
+    def __init__(self, source: str, shards: Mapping[str, str]) -> None:
+        self._source = source
+        self._shards = shards
+
+    def __getitem__(self, key: str) -> Path:
+        return Path(str(cached_file(self._source, self._shards[key])))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
 
 def read_unit(unit: Unit, part: str, names: Collection[str], files: Mapping[str, Path]) -> dict[str, Tensor]:
@@ -62,7 +130,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if index.is_file():
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {key: folder / file for key, file in shards.items()}
-    return _keys(folder / "model.safetensors")
+    return _keys(folder / SINGLE)
 
 
 def _keys(file: Path) -> dict[str, Path]:

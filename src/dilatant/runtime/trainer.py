@@ -120,10 +120,11 @@ class Trainer:
         began = time.perf_counter()
         saved = self.step
         self.engine.train()
+        stop = self.engine.agree(should_stop())
         try:
-            with self._open_loader() as loader:
-                while self.step < self.total_steps and not self.engine.agree(should_stop()):
-                    metrics = self._train_step(loader)
+            with self.engine.batches(self._open_loader) as loader:
+                while self.step < self.total_steps and not stop:
+                    metrics, stop = self._train_step(loader, should_stop)
                     if self.step % config.logging_steps == 0 or self.step == self.total_steps:
                         observe(metrics)
                     if config.save_steps and self.step % config.save_steps == 0:
@@ -144,12 +145,15 @@ class Trainer:
         finally:
             self.engine.close()
 
-    def _train_step(self, loader: Iterator[GlobalBatch]) -> StepMetrics:
+    def _train_step(
+        self, loader: Iterator[GlobalBatch], should_stop: Callable[[], bool]
+    ) -> tuple[StepMetrics, bool]:
+        """One optimizer step; whether any rank was asked to stop."""
         began = time.perf_counter()
         batch = next(loader)
         factor = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, factor)
-        output = self.engine.execute(batch)
+        output = self.engine.execute(batch, should_stop)
         grad_norm = self.engine.clip_gradients(self._config.train.max_grad_norm or math.inf)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -157,7 +161,7 @@ class Trainer:
         self._position = batch.position
         seconds = time.perf_counter() - began
         tokens = batch.tokens
-        return StepMetrics(
+        metrics = StepMetrics(
             step=self.step,
             total_steps=self.total_steps,
             loss=output.loss,
@@ -172,8 +176,9 @@ class Trainer:
             tokens_per_second=tokens.get("language", 0) / seconds,
             epoch=batch.epoch,
         )
+        return metrics, output.stop
 
-    def _open_loader(self) -> Loader:
+    def _open_loader(self, packs: bool) -> Loader:
         data = self._config.data
         return Loader(
             self._samples.train,
@@ -184,6 +189,7 @@ class Trainer:
             steps=self.total_steps - self.step,
             workers=data.workers,
             on_error=data.on_error,
+            packs=packs,
         )
 
     def _tensors(self) -> Tensors:

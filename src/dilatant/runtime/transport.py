@@ -2,13 +2,16 @@
 
 Every directed edge has its own communicator, on a GPU with its own stream. Both ends know every message, its order and
 its shape, so nothing but rows travels. Sends return at once. Receives are posted in the sender's order, at most
-`look_ahead` messages beyond the furthest one that was needed so far, so buffers are bounded by the schedule.
+`look_ahead` messages beyond the furthest one that was needed so far, so buffers are bounded by the schedule. What was
+sent is let go when a message comes back from an action that took it, or from a later one of the same rank: Gloo does
+not tell when a send is over, but then it must be.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from dilatant.runtime.comm import Comm, Group, Pending
 from dilatant.runtime.routes import Routes
 from dilatant.schedule.dependencies import Edge, Message
+from dilatant.schedule.schedule import Action
 
 _TAGS = 1 << 18
 _HEADER_TAG = 1 << 19
@@ -45,12 +49,14 @@ class Transport:
         self._check = check
         self._inboxes: dict[Edge, _Inbox] = {}
         self._place: dict[Message, int] = {}
-        self._sending: list[Pending] = []
+        self._sending: dict[int, list[tuple[int, Pending]]] = defaultdict(list)
+        self._turn: Mapping[Action, int] = {}
         self._shape: Shape | None = None
 
     def begin(self, routes: Routes, shape: Shape) -> None:
         """Open the edges of a step and post the first receives."""
         self._shape = shape
+        self._turn = routes.turn
         # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
         groups = {edge: self._open(edge) for edge in sorted({*routes.incoming, *routes.outgoing})}
         self._place = {
@@ -65,7 +71,9 @@ class Transport:
 
     def receive(self, message: Message) -> Tensor:
         """The rows of `message`, [rows, width], when they are here. Each message is received once."""
-        return self._inboxes[edge_of(message)].take(self._place[message])
+        rows = self._inboxes[edge_of(message)].take(self._place[message])
+        self._let_go(self.rank_of(message.producer.stage), self._turn[message.producer])
+        return rows
 
     def send(self, message: Message, rows: Tensor) -> None:
         """Send [rows, width] to the message's target and return at once; `rows` must not change any more."""
@@ -78,18 +86,19 @@ class Transport:
             )
         if not count:
             return
-        place = self._place[message]
-        edge, target = self._open(edge_of(message)), self._rank_of_stage[message.consumer.stage]
+        place, turn = self._place[message], self._turn[message.consumer]
+        edge, target = self._open(edge_of(message)), self.rank_of(message.consumer.stage)
+        sending = self._sending[target]
         if self._check:
             header = self.header(message, place).to(self._comm.device)
-            self._sending.append(edge.send(header, target, _HEADER_TAG + place % _TAGS, describe(message)))
-        self._sending.append(edge.send(rows.contiguous(), target, place % _TAGS, describe(message)))
-        self._sending = [pending for pending in self._sending if not pending.is_done()]
+            sending.append((turn, edge.send(header, target, _HEADER_TAG + place % _TAGS, describe(message))))
+        sending.append((turn, edge.send(rows.contiguous(), target, place % _TAGS, describe(message))))
 
     def finish(self) -> None:
         """Return when everything is sent. Raises TransportError if a message was never received."""
-        for pending in self._sending:
-            pending.wait()
+        for sending in self._sending.values():
+            for _, pending in sending:
+                pending.wait()
         self._sending.clear()
         left = [message for inbox in self._inboxes.values() for message in inbox.left()]
         self._inboxes.clear()
@@ -108,6 +117,14 @@ class Transport:
     def rank_of(self, stage: int) -> int:
         """The rank that runs a stage."""
         return self._rank_of_stage[stage]
+
+    def _let_go(self, rank: int, turn: int) -> None:
+        """Forget what was sent to actions of `rank` up to `turn`: they are done."""
+        sending = self._sending[rank]
+        for wanted, pending in sending:
+            if wanted <= turn:
+                pending.wait()
+        self._sending[rank] = [entry for entry in sending if entry[0] > turn]
 
     def _open(self, edge: Edge) -> Group:
         source, target = edge

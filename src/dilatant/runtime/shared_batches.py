@@ -1,0 +1,141 @@
+"""One rank of a machine reads, others are told: batches without media, over the CPU group of two ranks.
+
+A rank that feeds media reads for itself. The others need only ids, labels and sizes, and a machine's cores are few:
+they take them from the first rank of their machine that reads.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilatant.config.errors import UserError
+from dilatant.data.loader import GlobalBatch, Loader
+from dilatant.data.sample import EncodedSample
+from dilatant.data.sampler import SamplerState
+from dilatant.runtime.comm import Comm, Group, Pending
+from dilatant.runtime.exchange import exchange
+
+
+class SharedBatches:
+    """This rank's way to its batches; made by all ranks together.
+
+    feeds_media: this rank runs the first stage of an encoder.
+    """
+
+    def __init__(self, comm: Comm, feeds_media: bool) -> None:
+        self._comm = comm
+        places = [tuple(place) for place in exchange(comm, [socket.gethostname(), feeds_media])]
+        self.source = source_of(places, comm.rank)
+        self._takers = {
+            taker: self._group(comm.rank, taker)
+            for taker in range(comm.size)
+            if taker != source_of(places, taker) == comm.rank
+        }
+        self._from = self._group(self.source, comm.rank) if self.source != comm.rank else None
+
+    @contextmanager
+    def open(self, open_loader: Callable[[], Loader]) -> Iterator[Iterator[GlobalBatch]]:
+        """The batches of `open_loader`'s loader, which is opened only where this rank reads itself."""
+        if self._from is not None:
+            yield _take(self._from, self.source)
+            return
+        with open_loader() as loader:
+            yield _hand_out(loader, self._takers)
+
+    def _group(self, source: int, taker: int) -> Group:
+        return self._comm.group(f"batches/{source}-{taker}", (source, taker), torch.device("cpu"))
+
+
+def source_of(places: list[tuple[str, bool]], rank: int) -> int:
+    """The rank that reads for `rank`. places: by rank, its machine and whether it feeds media."""
+    machine, feeds_media = places[rank]
+    if feeds_media:
+        return rank
+    beside = [other for other, (name, _) in enumerate(places) if name == machine]
+    return min((other for other in beside if places[other][1]), default=beside[0])
+
+
+def _hand_out(loader: Iterator[GlobalBatch], takers: dict[int, Group]) -> Iterator[GlobalBatch]:
+    sending: list[Pending] = []
+    while True:
+        error: UserError | None = None
+        batch: GlobalBatch | None = None
+        try:
+            batch = next(loader, None)
+        except UserError as mistake:
+            error = mistake
+        told = batch_to_bytes(batch, None if error is None else str(error)) if takers else b""
+        # Every taker has used the batch before: it took part in that step.
+        for pending in sending:
+            pending.wait()
+        sending = [p for taker, group in takers.items() for p in _send(group, taker, told)]
+        if batch is not None:
+            yield batch
+            continue
+        for pending in sending:  # the last word: nobody would wait for it later
+            pending.wait()
+        if error is not None:
+            raise error
+        return
+
+
+def _send(group: Group, taker: int, told: bytes) -> Iterator[Pending]:
+    yield group.send(torch.tensor([len(told)]), taker, 0, "the length of a batch")
+    yield group.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), taker, 1, "a batch")
+
+
+def _take(group: Group, source: int) -> Iterator[GlobalBatch]:
+    while True:
+        length = torch.zeros(1, dtype=torch.int64)
+        group.receive(length, source, 0, "the length of a batch").wait()
+        told = torch.empty(int(length), dtype=torch.uint8)
+        group.receive(told, source, 1, "a batch").wait()
+        batch = batch_from_bytes(told.numpy().tobytes())
+        if batch is None:
+            return
+        yield batch
+
+
+def batch_to_bytes(batch: GlobalBatch | None, error: str | None = None) -> bytes:
+    """All of a batch but media and packed rows; or the end of data (None), or what is wrong with it."""
+    header: dict[str, Any] = {"error": error}
+    arrays: list[np.ndarray] = []
+    if batch is not None:
+        header |= {
+            "samples": [[s.id, len(s.input_ids), dict(s.sizes)] for s in batch.samples],
+            "position": batch.position.to_json(),
+            "epoch": batch.epoch,
+            "problems": batch.problems,
+        }
+        arrays = [s.input_ids for s in batch.samples] + [s.labels for s in batch.samples]
+    text = json.dumps(header).encode()
+    body = np.concatenate(arrays).astype("<i8").tobytes() if arrays else b""
+    return struct.pack("<q", len(text)) + text + body
+
+
+def batch_from_bytes(told: bytes) -> GlobalBatch | None:
+    """What `batch_to_bytes` was given. Raises UserError where it was an error."""
+    (length,) = struct.unpack_from("<q", told)
+    header = json.loads(told[8 : 8 + length])
+    if header["error"] is not None:
+        raise UserError(header["error"])
+    if "samples" not in header:
+        return None
+    cuts = np.cumsum([count for _, count, _ in header["samples"]])
+    ids, labels = np.frombuffer(told, "<i8", offset=8 + length).reshape(2, -1).astype(np.int64)
+    samples = tuple(
+        EncodedSample(name, own_ids, own_labels, {}, sizes)
+        for (name, _, sizes), own_ids, own_labels in zip(
+            header["samples"], np.split(ids, cuts[:-1]), np.split(labels, cuts[:-1]), strict=True
+        )
+    )
+    position = SamplerState.from_json(header["position"])
+    return GlobalBatch(samples, (), position, header["epoch"], tuple(header["problems"]))
