@@ -6,11 +6,22 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 # Tiny models on a few cores: more threads wait for each other than work. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from worker_pool import WorkerPool  # torch reads the variable above when it is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The default run draws the same cases every time, so that what is red is the change; `-m slow` draws new ones.
+
+    No case has a deadline: how fast a busy machine is does not decide what is right.
+    """
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.register_profile("searching", deadline=None)
+    settings.load_profile("repeatable" if config.option.markexpr == "not slow" else "searching")
 
 
 @pytest.fixture(scope="session")

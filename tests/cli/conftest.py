@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -20,7 +23,7 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dilatant:
+def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Dilatant]:
     """Run the command line in this process: returns exit code, standard output and standard error."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -32,4 +35,5 @@ def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         code = ended.value.code
         return (code if isinstance(code, int) else int(code is not None)), out, err
 
-    return call
+    with patch.dict(os.environ):  # `train.device: cpu` hides GPUs, which later tests want to see
+        yield call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -130,7 +129,3 @@ def test_lint_reports_every_broken_sample_and_fails(project: Path, dilatant: Dil
     assert "does not exist" in problems[1]
     assert "tokens" in problems[4]
     assert "answer" in problems[5]
-
-
-def test_the_version_is_told_without_a_verb(dilatant: Dilatant) -> None:
-    assert dilatant("--version") == (0, f"dilatant {version('dilatant')}\n", "")

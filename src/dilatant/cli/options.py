@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,4 +31,8 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """`load_config`, whose libraries are imported only now, so that `--help` starts at once."""
     from dilatant.config import load_config
 
-    return load_config(path, overrides)
+    config = load_config(path, overrides)
+    if config.train.device == "cpu":
+        # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return config

@@ -165,14 +165,10 @@ def _warnings(planned: PlannedRun) -> list[str]:
 def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
     """The command that trains with a plan as it was simulated."""
     winner = planned.result.winner
-    settings = {
-        # Paths in a config and its overrides are relative to the YAML file.
-        "plan": os.path.relpath(plan_file.resolve(), config.resolve().parent),
-        "microbatches": winner.num_microbatches,
-        "schedule": winner.evaluation.schedule,
-    }
-    chosen = " ".join(f"--set parallel.{name}={value}" for name, value in settings.items())
-    return f"dilatant train {config} {chosen}"
+    # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
+    path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
+    section = f"plan: {path}, microbatches: {winner.num_microbatches}, schedule: {winner.evaluation.schedule}"
+    return f"dilatant train {config} --set 'parallel={{{section}}}'"
 
 
 def _seen_from_here(path: Path) -> Path:

@@ -44,6 +44,8 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     max_grad_norm: float | None = Field(1.0, gt=0)
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: GPUs where there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 on a GPU that has it, fp32 on a CPU. Master weights and moments stay fp32."""
     gradient_checkpointing: bool = False
