@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from attention_placement import measure_planning
 from attention_suite import without_gpu
-from attention_suite.clock import machine, today
 from attention_suite.kernels import Shape, measure_rates
 from attention_suite.rows import KINDS
 from attention_suite.shares import fit_block_cost, measure_shares, measure_splitting
+from machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 GPU_SECTIONS = ("rates", "shares", "splitting", "planning", "memory")
@@ -42,7 +42,10 @@ CPU_SECTIONS = ("rates", "shares", "interpreter", "compiled", "planning", "memor
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     settings = parse(arguments)
     device = torch.device(settings.device)
-    report: dict[str, Any] = {"date": today(), "machine": machine(device), "device": str(device)}
+    report: dict[str, Any] = {
+        "machine": {**machine(), "threads": torch.get_num_threads()},
+        "device": str(device),
+    }
     for section in settings.sections:
         print(f"\n== {section}", flush=True)
         SECTIONS[section](settings, device, report)

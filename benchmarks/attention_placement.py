@@ -21,15 +21,15 @@ import argparse
 import heapq
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from attention_suite.clock import host_milliseconds, processor
+from attention_suite.clock import host_milliseconds
 from attention_suite.rows import build, draw_row
+from machine import machine
 
 from dilatant.attention.blocks import block_samples, block_table, block_workloads
 from dilatant.attention.placement import needed_keys, place_blocks
@@ -176,7 +176,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     report = {
-        "machine": {"processor": processor(), "python": platform.python_version(), "numpy": np.__version__},
+        "machine": machine(),
         "planning": measure_planning(1 << 20, arguments.repeats),
         "tables": measure_tables(1 << 20, arguments.repeats),
         "balance": measure_balance(1 << 16, arguments.draws),

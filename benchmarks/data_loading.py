@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
-import platform
 import tarfile
 import tempfile
 import time
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import machine
 from PIL import Image
 
 from dilatant.config import DataSource
@@ -159,7 +158,7 @@ def main() -> None:
         fastest = best_of_rounds(runs, options.rounds)
         bound = fastest["bound"]
         result: dict[str, Any] = {
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+            "machine": machine(),
             "samples": options.samples,
             "decode_alone_per_second": bound,
             "loader": {},

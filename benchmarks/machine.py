@@ -25,8 +25,7 @@ def machine() -> dict[str, Any]:
             facts[library] = version(library)
         except PackageNotFoundError:
             continue
-    gpu = _gpu()
-    return {**facts, "gpu": gpu} if gpu else facts
+    return {**facts, **_gpu()}
 
 
 def _processor() -> str:
@@ -39,9 +38,11 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _gpu() -> str | None:
+def _gpu() -> dict[str, str]:
     try:
         import torch
     except ImportError:
-        return None
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        return {}
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}

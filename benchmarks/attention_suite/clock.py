@@ -1,18 +1,13 @@
-"""Times of calls on a CPU or a GPU, and what machine they are of."""
+"""Times of calls on a CPU or a GPU."""
 
 from __future__ import annotations
 
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import transformers
 
 FLUSHED_BYTES = 1 << 28
 """Written between calls on a GPU, so that no call finds its inputs in the cache."""
@@ -55,38 +50,3 @@ def host_milliseconds(call: Callable[[], object], repeats: int) -> float:
         call()
         best = min(best, time.perf_counter() - start)
     return best * 1e3
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures are of."""
-    found: dict[str, Any] = {
-        "processor": processor(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        found["triton"] = "not installed"
-    if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def today() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
