@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 train: install
 	$(BIN)/python examples/digits.py data/digits
-	$(BIN)/dilatant train examples/quickstart.yaml
+	$(BIN)/dilatant train examples/quickstart.yaml --overwrite
 
 test: install lint
 	$(BIN)/python -m pytest

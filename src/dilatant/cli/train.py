@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +62,12 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     from dilatant.runtime.assemble import assemble_samples
 
     console = Console(stderr=as_json)
-    samples = assemble_samples(config)
     begin = _in_one_process if config.parallel is None else _in_a_pipeline
     folder = RunFolder(config.output_dir)
     try:
-        ended = begin(config, samples, folder, overwrite, console, as_json)
+        start = _starting_point(config, folder, overwrite, console)
+        samples = assemble_samples(config)
+        ended = begin(config, samples, folder, start, console, as_json)
     finally:
         folder.close()
     if ended.exit_code:
@@ -83,6 +85,19 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
 
 @dataclass(frozen=True, slots=True)
+class _Start:
+    """What a run begins with: a checkpoint, or nothing; `discards` the checkpoints of the run that was there."""
+
+    checkpoint: Path | None
+    discards: bool = False
+
+    def prepare(self, folder: RunFolder) -> None:
+        """Called when nothing can be wrong with the config any more: a mistake must not cost an old run."""
+        if self.discards:
+            shutil.rmtree(folder.checkpoints, ignore_errors=True)  # several ranks may do so at once
+
+
+@dataclass(frozen=True, slots=True)
 class _Ended:
     """How training ended. model: the trained model, if it falls to this process to export it."""
 
@@ -96,7 +111,7 @@ class _Ended:
 
 
 def _in_one_process(
-    config: Config, samples: Samples, folder: RunFolder, overwrite: bool, console: Console, as_json: bool
+    config: Config, samples: Samples, folder: RunFolder, start: _Start, console: Console, as_json: bool
 ) -> _Ended:
     from dilatant.cli.stop_signal import StopSignal
     from dilatant.runtime.assemble import assemble_model
@@ -106,15 +121,15 @@ def _in_one_process(
 
     with console.status("building the model"):
         model = assemble_model(config, samples)
-    checkpoint = _starting_point(config, folder, overwrite, console)
+    start.prepare(folder)
     _describe(console, model, samples)
     device = pick_device()
     engine = OneProcess(model, device, pick_precision(config.train.precision, device))
     trainer = Trainer(config, model, samples, engine, folder.checkpoints)
     try:
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-            console.print(f"going on after step {trainer.step} ({checkpoint.name})", highlight=False)
+        if start.checkpoint is not None:
+            trainer.restore(start.checkpoint)
+            console.print(f"going on after step {trainer.step} ({start.checkpoint.name})", highlight=False)
         folder.write_config(config.to_yaml())
         with StopSignal() as stop, observing(config, folder, trainer, console) as (observe, trackers):
 
@@ -135,7 +150,7 @@ def _in_one_process(
 
 
 def _in_a_pipeline(
-    config: Config, samples: Samples, folder: RunFolder, overwrite: bool, console: Console, as_json: bool
+    config: Config, samples: Samples, folder: RunFolder, start: _Start, console: Console, as_json: bool
 ) -> _Ended:
     from dilatant.cli.pipeline_run import run_pipeline
     from dilatant.runtime.assemble import assemble_model
@@ -150,13 +165,13 @@ def _in_a_pipeline(
     plan = plan_from_config(config.parallel, skeleton)
     with console.status("proving the schedule"):
         prove_schedule(config.parallel, plan, skeleton)
-    checkpoint = _starting_point(config, folder, overwrite, console)
+    start.prepare(folder)
     _describe(console, skeleton, samples)
-    if checkpoint is not None:
-        console.print(f"going on from {checkpoint.name}", highlight=False)
+    if start.checkpoint is not None:
+        console.print(f"going on from {start.checkpoint.name}", highlight=False)
     folder.write_config(config.to_yaml())
     folder.write_text("plan.json", plan.to_json())
-    outcome, exit_code = run_pipeline(config, plan, checkpoint, quiet=as_json)
+    outcome, exit_code = run_pipeline(config, plan, start.checkpoint, quiet=as_json)
     model = None
     if not exit_code and outcome.rank == 0:
         model = assemble_model(config, samples)
@@ -197,10 +212,8 @@ def _finish(
     _say_where_to_look(console, folder, ended.step, ended.seconds, evaluation)
 
 
-def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> Path | None:
-    """The checkpoint to go on from, or None for a fresh start. Raises UserError rather than lose a run."""
-    import shutil
-
+def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> _Start:
+    """Where to begin. Raises UserError rather than lose a run."""
     from dilatant.runtime.checkpoint import damage, list_checkpoints, newest_valid
 
     resume = config.train.resume
@@ -212,20 +225,20 @@ def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console:
             raise UserError(
                 f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"
             )
-        return checkpoint.path if checkpoint else None
+        return _Start(checkpoint.path if checkpoint else None)
     if resume != "never":
         problem = damage(Path(resume))
         if problem is not None:
             raise UserError(f"train.resume: {resume!r} is not a usable checkpoint: {problem}")
-        return Path(resume)
+        return _Start(Path(resume))
     if list_checkpoints(folder.checkpoints):
         if not overwrite:
             raise UserError(
                 f"{str(folder.path)!r} holds a run already; go on with `dilatant resume {folder.path}`, "
                 "choose another output_dir, or start anew with --overwrite"
             )
-        shutil.rmtree(folder.checkpoints)
-    return None
+        return _Start(None, discards=True)
+    return _Start(None)
 
 
 def _describe(console: Console, model: MultimodalModel, samples: Samples) -> None:
