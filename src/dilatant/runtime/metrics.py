@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens."""
+    """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens. `busy` and
+    `waited` are those of `StepShares`, empty for one process."""
 
     step: int
     total_steps: int
@@ -24,12 +25,14 @@ class StepMetrics:
     tokens: Mapping[str, int]
     tokens_per_second: float
     epoch: float
+    busy: Mapping[str, float] = field(default_factory=dict)
+    waited: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
         record = asdict(self)
         record.pop("total_steps")
-        return record
+        return {name: value for name, value in record.items() if value != {}}
 
     def to_scalars(self) -> dict[str, float]:
         """The same figures under the flat names that trackers group by."""

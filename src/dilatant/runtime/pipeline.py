@@ -78,7 +78,7 @@ class Pipeline:
     def execute(self, batch: GlobalBatch, should_stop: Callable[[], bool]) -> StepOutput:
         result = self.parallel.execute(batch.samples, should_stop)
         self._grad_norm = result.grad_norm
-        return StepOutput(result.loss, result.target_tokens, result.wish)
+        return StepOutput(result.loss, result.target_tokens, result.wish, result.shares)
 
     def clip_gradients(self, limit: float) -> float:
         return self.parallel.clip_grad_norm_(limit, self._grad_norm)

@@ -61,6 +61,13 @@ class Recorder:
         """The action is computed."""
         self._actions[-1].marks.append(self._mark())
 
+    def seconds(self) -> float:
+        """Since `begin`. On a GPU this waits for the device."""
+        mark = self._mark()
+        if self._on_gpu:
+            mark.synchronize()
+        return self._seconds(mark)
+
     def rows(self) -> tuple[MeasuredAction, ...]:
         """What was measured in the last step that was kept. On a GPU this waits for the device."""
         if self._on_gpu:

@@ -28,6 +28,7 @@ from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
 from dilatant.runtime.stage_runner import Boundary, StepData, boundary_after, runner_for
 from dilatant.runtime.step import stage_tensors
+from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.sync import GradientSync, make_buckets, squared_norm
 from dilatant.runtime.transport import Transport
 from dilatant.schedule.dependencies import Message
@@ -44,13 +45,14 @@ class StepResult:
     """The same on every rank. Reduced gradients are in the parameters of every holder.
 
     loss: of the global batch. grad_norm: of all gradients, every logical weight counted once. wish: whether any rank
-    had one (see `execute`).
+    had one (see `execute`). shares: where the step's time went, up to the last gradient.
     """
 
     loss: float
     target_tokens: int
     grad_norm: float
     wish: bool
+    shares: StepShares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +110,7 @@ class Runtime:
         self.holders: Holders = holders_of(plan, model.units)
         self._sync = self._build_sync(modules, bucket_bytes)
         self._recorder = Recorder(comm.rank, comm.device)
+        self._shares = ShareCounter(plan)
         self._transport = Transport(
             comm, [p.stage.ranks[0] for p in self._placed], look_ahead, check_transport
         )
@@ -217,12 +220,14 @@ class Runtime:
             _finite_sum(losses, data),
             squared_norm(self.parameters, self.holders, self.comm.rank),
             float(wish()),
+            *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
         total = torch.tensor(own, dtype=torch.float64)
         self.comm.world.sum_(total, "the agreement that all gradients are there").wait()
-        loss, squares, wishes = total.tolist()
-        return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0)
+        loss, squares, wishes, *times = total.tolist()
+        shares = self._shares.shares(times)
+        return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0, shares)
 
     def _run(
         self, data: StepData, assignment: Assignment, schedule: Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,16 +18,18 @@ from dilatant.models.freeze import check
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Stage
 from dilatant.runtime.device import Precision
+from dilatant.runtime.step_shares import StepShares
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """`loss`: sum over the batch's target tokens divided by their number. Gradients are in the parameters.
-    stop: whether any rank was asked to stop."""
+    stop: whether any rank was asked to stop. shares: where the time of several ranks went."""
 
     loss: float
     target_tokens: int
     stop: bool
+    shares: StepShares = field(default_factory=StepShares)
 
 
 class Engine(Protocol):

@@ -175,6 +175,8 @@ class Trainer:
             tokens=tokens,
             tokens_per_second=tokens.get("language", 0) / seconds,
             epoch=batch.epoch,
+            busy=output.shares.busy,
+            waited=output.shares.waited,
         )
         return metrics, output.stop
 
