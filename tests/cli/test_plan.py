@@ -77,6 +77,26 @@ def test_layers_are_measured_once_and_shared_as_a_file(project: Path, dilatant: 
     assert load_costs(project / "run" / "plan" / "costs.yaml") == measured
 
 
+def test_costs_measured_for_tensor_parallel_groups_are_planned_with(
+    project: Path, dilatant: Dilatant
+) -> None:
+    costs = project / "groups.yaml"
+    profile = ("profile", project / "config.yaml", "--out", costs, "--tokens", "8,16", "--repeats", 1)
+    refused(dilatant(*profile, "--tp", "1,2"), "language has 1 key/value heads", "it takes 1")
+    two_heads = (
+        "--set",
+        "model.language_model.config.num_key_value_heads=2",
+        "--set",
+        "cluster.gpus_per_node=2",
+    )
+    code, out, err = dilatant(*profile, *two_heads, "--tp", "2", "--cp", "1,2")
+    assert code == 0, err
+    assert "llama block 16 tp 2" in out
+    assert {degree for known in load_costs(costs).layers.values() for degree in known} == {(2, 1), (2, 2)}
+    report = planned(dilatant, project / "config.yaml", *two_heads, "--costs", costs)
+    assert {(placed.stage.tp, placed.stage.cp) for placed in report.plan.stages()} == {(2, 1)}
+
+
 def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, dilatant: Dilatant) -> None:
     report = planned(dilatant, project / "config.yaml", "--set", "data.max_length=32")
     assert report.cost_source == "measured"

@@ -14,12 +14,12 @@ from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from rich.console import Console
 
     from dilatant.cost.layer import LayerCost
-    from dilatant.cost.model import CostModel
+    from dilatant.cost.model import CostModel, Degree
     from dilatant.cost.quadratic import Quadratic
     from dilatant.runtime.link_probe import MeasuredLinks
     from dilatant.runtime.planned_hardware import Target
@@ -31,6 +31,18 @@ def profile(
     out: Annotated[Path, typer.Option(help="Where to write the costs.")] = Path("costs.yaml"),
     tokens: Annotated[
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
+    ] = "",
+    tp: Annotated[
+        str,
+        typer.Option(
+            help="Tensor-parallel degrees, as in 1,2,4: one rank's share is measured. Default: plan.tensor_parallel."
+        ),
+    ] = "",
+    cp: Annotated[
+        str,
+        typer.Option(
+            help="Context-parallel degrees, derived from the fitted curves. Default: plan.context_parallel."
+        ),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements per count; their median counts.")] = 7,
     links: Annotated[
@@ -54,14 +66,21 @@ def profile(
     from dilatant.cost.model import save_costs
     from dilatant.runtime.assemble import load_model_tokenizer
     from dilatant.runtime.describe_model import describe_model, skeleton
-    from dilatant.runtime.layer_costs import layer_costs, measure_layers, measured_tokens
+    from dilatant.runtime.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
     from dilatant.runtime.place import place_from
     from dilatant.runtime.planned_hardware import entry_name, plan_target, with_links
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
     target = plan_target(resolved.cluster, resolved.train.precision)
-    counts = _counts(tokens) or measured_tokens(resolved)
+    counts = _counts(tokens, "--tokens", "512,1024,2048") or measured_tokens(resolved)
+    plan = resolved.plan.model_copy(
+        update={
+            "costs": None,
+            "tensor_parallel": _counts(tp, "--tp", "1,2,4") or resolved.plan.tensor_parallel,
+            "context_parallel": _counts(cp, "--cp", "1,2,4") or resolved.plan.context_parallel,
+        }
+    )
     place = place_from(os.environ)
     found = _measure_links(target, console) if links is not None else None
     if place is not None and place.rank > 0:
@@ -69,12 +88,12 @@ def profile(
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_here:
+            degrees = planned_degrees(plan, (1,))
             costs = measure_layers(
-                model, target, counts, repeats, say=lambda layer: status.update(f"measuring {layer}")
+                model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
             )
         else:
-            unread = resolved.plan.model_copy(update={"costs": None})
-            costs = layer_costs(resolved.model_copy(update={"plan": unread}), model, target)
+            costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
     try:
         save_costs(costs, out)
     except OSError as error:
@@ -137,13 +156,13 @@ def _show_links(found: MeasuredLinks, console: Console) -> None:
         )
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def _counts(text: str, option: str, example: str) -> tuple[int, ...]:
     try:
         counts = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
         counts = (0,)
     if counts and counts[0] < 1:
-        raise UserError(f"--tokens {text!r} must be counts such as 512,1024,2048")
+        raise UserError(f"{option} {text!r} must be counts such as {example}")
     return counts
 
 
@@ -162,6 +181,8 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     console.print(f"[bold]{costs.hardware}[/], {costs.dtype}, {costs.origin}", highlight=False)
     if costs.origin != "measured":
         console.print(f"[yellow]not measured:[/] {costs.note}", highlight=False)
+    elif any(degree != (1, 1) for degrees in costs.layers.values() for degree in degrees):
+        console.print(f"[dim]{costs.note}[/]", highlight=False)
     times: dict[str, Callable[[LayerCost], Quadratic]] = {
         "forward": lambda cost: cost.forward,
         "input": lambda cost: cost.input_gradient,
@@ -179,12 +200,12 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
     for title in ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit"):
         table.add_column(title, justify="right", no_wrap=True)
     for kind, degrees in costs.layers.items():
-        for (tp, cp), cost in degrees.items():
+        for name, cost in _row_names(kind, degrees):
             at = _at(kind, counts)
             seconds = [value(cost)(at) for value in times.values()]
             held = (count_text(cost.parameters), bytes_text(cost.activation_bytes(at))) if wide else ()
             table.add_row(
-                kind if (tp, cp) == (1, 1) else f"  tp {tp}" + (f" cp {cp}" if cp > 1 else ""),
+                name,
                 f"{at:,}",
                 *(seconds_text(one) if one else "" for one in seconds),
                 *held,
@@ -196,6 +217,16 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
             "[dim]at: tokens; input, weights: their gradients; fit: its worst error. All of it is in the file[/]",
             highlight=False,
         )
+
+
+def _row_names(kind: str, degrees: Mapping[Degree, LayerCost]) -> Iterator[tuple[str, LayerCost]]:
+    """The type's name for its first row, degrees for the others, and for the first unless they are 1."""
+    for number, ((tp, cp), cost) in enumerate(degrees.items()):
+        group = f"tp {tp}" + (f" cp {cp}" if cp > 1 else "")
+        if number == 0:
+            yield kind if (tp, cp) == (1, 1) else f"{kind} {group}", cost
+        else:
+            yield f"  {group}", cost
 
 
 def _plain(costs: CostModel, counts: tuple[int, ...]) -> dict[str, object]:

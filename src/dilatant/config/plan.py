@@ -44,9 +44,10 @@ class PlanConfig(Section):
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; those that divide the global batch."""
     tensor_parallel: tuple[int, ...] | None = None
-    """Tensor-parallel degrees to model. Default: the powers of two inside a node. Measured costs have their own."""
+    """Tensor-parallel degrees to measure or model. Default: 1 where layers are measured, else the powers of two inside
+    a node. A cost file has its own."""
     context_parallel: tuple[int, ...] = (1,)
-    """Context-parallel degrees to model."""
+    """Context-parallel degrees to model. A cost file has its own."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] = "balanced"
     """How samples are grouped into microbatches, in plans and in training over several processes."""
     finalists: int = Field(24, gt=0)

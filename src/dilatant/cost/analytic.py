@@ -130,7 +130,7 @@ def analytic_cost(
     attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
     traffic = Quadratic(b=width * shape.traffic / memory / group)
     once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
-    collectives = _collectives(shape, hardware.inside, width, tp, cp)
+    collectives = collective_seconds(shape, hardware.inside, dtype, tp, cp)
     forward = product + attention + traffic + once + collectives
     input_gradient = product + attention.scaled(2.5) + traffic + once + collectives
     weight_gradient = product + once
@@ -145,7 +145,7 @@ def analytic_cost(
         weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
         checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        parameters=shape.parameters,
+        parameters=-(-shape.parameters // tp),
     )
 
 
@@ -169,9 +169,10 @@ def analytic_costs(
     )
 
 
-def _collectives(shape: LayerShape, link: Link, width: int, tp: int, cp: int) -> Quadratic:
-    """All-reduces of the output (tensor parallel) and the all-gather of keys and values (context parallel)."""
-    result = ZERO
+def collective_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+    """What a pass of one layer waits for its group: all-reduces of the output (tensor parallel) and the all-gather of
+    keys and values (context parallel), by a sample's tokens, over `link`."""
+    width, result = BYTES[dtype], ZERO
     if tp > 1 and shape.collectives:
         moved = 2 * (tp - 1) / tp * shape.output_width * width / cp
         result += Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)

@@ -18,7 +18,7 @@ class LayerCost:
     with the input gradients inside the layer but not the one it would send on. `recompute` is what running the
     forward again costs, and `checkpoint_bytes` what is kept when activations are recomputed. `weight_bytes` is the
     part of `activation_bytes` that stays from the input-gradient half to the weight-gradient half of a split
-    backward. `output_bytes` is what goes to the next stage, `weights` the bytes of one rank's parameters.
+    backward. `output_bytes` is what goes to the next stage, `parameters` are those that one rank holds.
     `fit_error` is the largest relative error of the fits, None where nothing was measured.
     """
 

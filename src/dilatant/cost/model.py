@@ -20,7 +20,8 @@ Degree = tuple[int, int]
 class CostModel:
     """`layers[layer type][(tp, cp)]` on `hardware`.
 
-    `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic".
+    `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic"; `note`
+    says how, and what of measured costs is modelled (see `cost.group`).
     """
 
     hardware: str

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 
-from dilatant.config import Config, UserError, list_problems
+from dilatant.config import Config, PlanConfig, UserError, list_problems
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.group import group_cost
 from dilatant.cost.layer import ZERO, LayerCost
-from dilatant.cost.model import CostModel, load_costs
+from dilatant.cost.model import CostModel, Degree, load_costs
 from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.runtime.describe_model import BLOCK, HEAD, LayerType, ModelDescription
 from dilatant.runtime.device import Precision, pick_device
 from dilatant.runtime.layer_probes import layer_probe
 from dilatant.runtime.layer_shapes import layer_shapes, tensor_degrees
+from dilatant.runtime.layer_shards import check_tensor_degrees, is_divided, tensor_shard
 from dilatant.runtime.planned_hardware import Target, is_same_hardware
 
 Say = Callable[[str], None]
@@ -35,10 +37,16 @@ def layer_costs(
     if config.plan.costs is not None:
         return read_costs(Path(config.plan.costs), model, target)
     if target.is_here:
-        return measure_layers(model, target, measured_tokens(config), say=say)
-    tensor = config.plan.tensor_parallel or tensor_degrees(model, target.cluster.gpus_per_node)
-    degrees = [(tp, cp) for tp in tensor for cp in config.plan.context_parallel]
+        degrees = planned_degrees(config.plan, (1,))
+        return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
+    degrees = planned_degrees(config.plan, tensor_degrees(model, target.cluster.gpus_per_node))
+    check_tensor_degrees(model, config.plan.tensor_parallel or ())
     return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype)
+
+
+def planned_degrees(plan: PlanConfig, tensor: Sequence[int]) -> list[Degree]:
+    """The (tp, cp) that a config names; `tensor` where it says nothing of tensor parallelism."""
+    return [(tp, cp) for tp in plan.tensor_parallel or tensor for cp in plan.context_parallel]
 
 
 def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
@@ -69,15 +77,56 @@ def measure_layers(
     tokens: Sequence[int],
     repeats: int = 7,
     say: Say = lambda text: None,
+    degrees: Iterable[Degree] = ((1, 1),),
 ) -> CostModel:
-    """Measure every layer type on this machine, one device, no tensor or context parallelism.
+    """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
 
-    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips.
+    Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
+    vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
+    from the link inside a node of the target's hardware; the cost model's note says so.
+    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips. Raises UserError for
+    degrees that do not divide the layers, and for families whose shares are not known.
     """
+    wanted = sorted(set(degrees))
+    tensor = sorted({tp for tp, _ in wanted})
+    check_tensor_degrees(model, tensor)
     device, precision = pick_device(), Precision(getattr(torch, target.dtype))
-    probes = [_probe(entry, device, precision) for entry in model.types]
+    shards = {
+        (unit, tp): tensor_shard(unit, tp) for unit in {entry.unit for entry in model.types} for tp in tensor
+    }
+    probes = [
+        replace(_probe(share, device, precision), degree=(tp, 1))
+        for entry in model.types
+        for tp, share in (
+            [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor]
+            if is_divided(entry)
+            else [(tensor[0], entry)]
+        )
+    ]
     with _threads(target.threads if device.type == "cpu" else torch.get_num_threads()):
-        return profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
+        measured = profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
+    return measured if wanted == [(1, 1)] else _on_groups(measured, model, target, wanted)
+
+
+def _on_groups(
+    measured: CostModel, model: ModelDescription, target: Target, degrees: Sequence[Degree]
+) -> CostModel:
+    """The costs at (tp, cp) from those measured at (tp, 1); what is not divided was measured at the first tp."""
+    layers: dict[str, dict[Degree, LayerCost]] = {}
+    for kind, shape in layer_shapes(model).items():
+        shares = measured.layers[kind]
+        whole = next(iter(shares.values()))
+        layers[kind] = {
+            degree: group_cost(
+                shares.get((degree[0], 1), whole), shape, target.hardware.inside, target.dtype, degree
+            )
+            for degree in degrees
+        }
+    source = target.hardware.source or target.hardware.name
+    note = (
+        f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
+    )
+    return replace(measured, layers=layers, note=f"{measured.note}; {note}")
 
 
 def measured_tokens(config: Config) -> tuple[int, ...]:
@@ -140,8 +189,9 @@ def _misfits(costs: CostModel, model: ModelDescription) -> list[str]:
         if not degrees:
             problems.append(f"it has no layer type {kind!r}")
             continue
-        there = next(iter(degrees.values())).parameters
-        if there != count and costs.origin != "synthetic":
+        (tp, _), cost = next(iter(degrees.items()))
+        there = cost.parameters
+        if not count <= there * tp <= count * tp and costs.origin != "synthetic":
             problems.append(f"{kind!r} has {there:,} parameters there, {count:,} in this model")
     return problems
 

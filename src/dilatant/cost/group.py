@@ -1,0 +1,36 @@
+"""A layer on a group of devices, from what one tensor-parallel rank takes for its share of it, measured or not.
+
+Context parallelism is modelled: with balanced placement a rank has 1/cp of what grows with tokens and of what grows
+with their square, and all of what a call costs. So are the collectives of both, from the links of the hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dilatant.cost.analytic import LayerShape, collective_seconds
+from dilatant.cost.hardware import Link
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.model import Degree
+from dilatant.cost.quadratic import Quadratic
+
+_WITH_COLLECTIVES = ("forward", "input_gradient", "first_trainable", "recompute")
+"""The passes that wait for the group; weight gradients need nothing of other ranks."""
+_WITHOUT = ("weight_gradient", "activation_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
+
+
+def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degree: Degree) -> LayerCost:
+    """The cost at `degree`, (tp, cp), of a layer whose share at (tp, 1), without collectives, costs `share`.
+
+    `shape` is that of the whole layer, `link` what the group's collectives travel on, none of them overlapped.
+    """
+    tp, cp = degree
+    collectives = collective_seconds(shape, link, dtype, tp, cp)
+    own: dict[str, Any] = {name: _of_row(getattr(share, name), cp) for name in _WITH_COLLECTIVES + _WITHOUT}
+    waiting = {name: own[name] + collectives for name in _WITH_COLLECTIVES}
+    return replace(share, **{name: curve.rounded() for name, curve in (own | waiting).items()})
+
+
+def _of_row(curve: Quadratic, cp: int) -> Quadratic:
+    return Quadratic(curve.a / cp, curve.b / cp, curve.c)
