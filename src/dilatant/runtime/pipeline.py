@@ -158,7 +158,10 @@ def plan_from_config(config: ParallelConfig, model: MultimodalModel) -> Plan:
     problems = plan_problems(plan, spec, everywhere, split_layers=False)
     devices = torch.cuda.device_count()
     if devices and len(plan.ranks) > devices and place_from(os.environ) is None:
-        problems.append(f"the plan needs {len(plan.ranks)} devices, and this machine has {devices}")
+        problems.append(
+            f"the plan needs {len(plan.ranks)} devices, and this machine has {devices} GPUs; start it on more machines "
+            "with torchrun or Slurm, or let it run on the CPU (train.device: cpu)"
+        )
     if problems:
         raise list_problems("this plan cannot train:", problems)
     return plan
