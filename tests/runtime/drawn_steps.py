@@ -22,9 +22,6 @@ from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
-RATE = 1e-2
-GAIN = 1.0
-"""Learning rate of the drawn steps' AdamW over its eps: how much an error of a gradient moves a parameter at most."""
 VOCABULARY = 30
 HIDDEN = 16
 TEXT = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2,
@@ -367,6 +364,10 @@ def _leading_tokens(kind: str) -> int:
 
 
 def build_optimizer(parameters: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW whose eps is large beside rounding noise: an exactly cancelling gradient must not decide a sign."""
+    """AdamW whose eps is large beside rounding noise: an exactly cancelling gradient must not decide a sign.
+
+    lr / eps is how much a gradient's error moves a parameter at most: a tenth, so that what is allowed of gradients
+    stays within what is allowed of parameters.
+    """
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    return torch.optim.AdamW(trainable or [torch.nn.Parameter(torch.zeros(1))], lr=RATE, eps=RATE / GAIN)
+    return torch.optim.AdamW(trainable or [torch.nn.Parameter(torch.zeros(1))], lr=1e-2, eps=1e-1)
