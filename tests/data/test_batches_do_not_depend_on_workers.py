@@ -195,7 +195,7 @@ def test_closing_ends_the_processes_whatever_they_do(seconds):
     batches.close()
     assert time.monotonic() - start < 15
     assert all(process.exitcode is not None for process in processes)
-    assert not batches._thread.is_alive()
+    assert not batches._batches._thread.is_alive()
     with pytest.raises(StopIteration):
         next(batches)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dilatant.data.sample import EncodedSample
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.comm import Comm
 from dilatant.runtime.deferred import WeightGradients
 from dilatant.runtime.executor import Executor, LocalStage
@@ -139,7 +140,8 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], float]
         return len(message.samples) * ROWS[unit], WIDTH, torch.float64
 
     transport.begin(routes, shape)
-    losses = executor.run(schedule.actions[worker.rank], routes, StepData(samples, 1))
+    agreement = Agreement(comm, {})
+    losses = executor.run(schedule.actions[worker.rank], routes, StepData(samples, 1), agreement)
     comm.world.barrier()
     comm.close()
     gradients = {unit: w.grad for unit, w in weights.items() if w.grad is not None}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from dilatant.config.errors import UserError
+from dilatant.data.ahead import Ahead
 from dilatant.data.encode import Encoding, encode_sample
 from dilatant.data.errors import SampleError
 from dilatant.data.packing import collate, pack_rows
@@ -135,27 +134,20 @@ class Loader:
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
         self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(_EncodeJob(samples, encoding), workers)
-        self._batches = self._make_batches()
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
-        self._closing = threading.Event()
-        self._thread = (
-            threading.Thread(target=self._fill, name="dilatant-loader", daemon=True) if workers else None
-        )
-        if self._thread:
-            self._thread.start()
+        batches = self._make_batches()
+        self._batches = Ahead(batches, "dilatant-loader") if workers else batches
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self
 
     def __next__(self) -> GlobalBatch:
-        if self._closing.is_set():
-            raise StopIteration
         start = time.perf_counter()
-        item = self._ready.get() if self._thread else next(self._batches, None)
-        if item is None or isinstance(item, BaseException):
+        try:
+            batch = next(self._batches)
+        except BaseException:  # the end, too
             self.close()
-            raise item or StopIteration
-        return replace(item, wait_seconds=time.perf_counter() - start)
+            raise
+        return replace(batch, wait_seconds=time.perf_counter() - start)
 
     def __enter__(self) -> Loader:
         return self
@@ -165,27 +157,10 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes. Idempotent."""
-        self._closing.set()
         self._pool.close()
-        if self._thread and self._thread is not threading.current_thread():
-            while self._thread.is_alive():
-                try:
-                    self._ready.get_nowait()  # the thread may wait for room
-                except queue.Empty:
-                    self._thread.join(timeout=0.05)
+        self._batches.close()
 
-    def _fill(self) -> None:
-        try:
-            for batch in self._batches:
-                self._ready.put(batch)
-                if self._closing.is_set():
-                    return
-            self._ready.put(None)
-        except BaseException as error:
-            if not self._closing.is_set():
-                self._ready.put(error)
-
-    def _make_batches(self) -> Iterator[GlobalBatch]:
+    def _make_batches(self) -> Generator[GlobalBatch]:
         results = self._pool.map(self._tasks(), self._ahead)
         while batch := list(islice(results, self._sampler.global_batch_size)):
             yield self._pack(batch, self._positions.popleft())

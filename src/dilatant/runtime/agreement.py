@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
 from dilatant.runtime.comm import Comm
+from dilatant.runtime.exchange import Gathering
 
 _BITS = 62
 
@@ -24,26 +26,32 @@ def digest(*documents: str) -> int:
     return int.from_bytes(joined.digest()[:8], "little") >> (64 - _BITS)
 
 
-def agree(comm: Comm, values: dict[str, int]) -> None:
-    """Return when every rank called this with equal `values` (name → integer of 62 bits, names equal everywhere).
+class Agreement:
+    """Whether all ranks began one with equal `values` (name → integer of 62 bits, names equal everywhere).
 
-    One small reduction when all agree. Raises Diverged on every rank otherwise, naming what differs and the ranks
-    in the minority.
+    Values travel while the rank computes; it must `settle` before it sends, awaits or sums anything that hangs on them.
     """
-    own = torch.tensor([*values.values(), *(-value for value in values.values())], dtype=torch.int64)
-    widest = own.clone()
-    comm.world.max_(widest, "agreement on the step").wait()
-    count = len(values)
-    if torch.equal(widest[:count], -widest[count:]):
-        return
-    gathered, pending = comm.world.gather(own[:count].clone(), "agreement on the step")
-    pending.wait()
-    rows = [tuple(row.tolist()) for row in gathered]
-    common, _ = Counter(rows).most_common(1)[0]
-    problems = []
-    for index, name in enumerate(values):
-        odd = [rank for rank, row in enumerate(rows) if row[index] != common[index]]
-        if odd:
-            listed = ", ".join(map(str, odd[:16])) + (", ..." if len(odd) > 16 else "")
-            problems.append(f"{name} of rank {listed} differs from that of the others")
-    raise Diverged(f"the ranks would not run the same step: {'; '.join(problems)}")
+
+    def __init__(self, comm: Comm, values: Mapping[str, int]) -> None:
+        self._names = list(values)
+        own = torch.tensor([*values.values()], dtype=torch.int64)
+        self._gathering: Gathering | None = Gathering(comm, own, "agreement on the step")
+
+    def settle(self) -> None:
+        """Return when all agree; again and again, if need be. Raises Diverged on every rank otherwise, naming what
+        differs and the ranks in the minority."""
+        if self._gathering is None:
+            return
+        gathered = self._gathering.wait()
+        self._gathering = None
+        if bool((gathered == gathered[0]).all()):
+            return
+        rows = [tuple(row) for row in gathered.tolist()]
+        common, _ = Counter(rows).most_common(1)[0]
+        problems = []
+        for index, name in enumerate(self._names):
+            odd = [rank for rank, row in enumerate(rows) if row[index] != common[index]]
+            if odd:
+                listed = ", ".join(map(str, odd[:16])) + (", ..." if len(odd) > 16 else "")
+                problems.append(f"{name} of rank {listed} differs from that of the others")
+        raise Diverged(f"the ranks would not run the same step: {'; '.join(problems)}")

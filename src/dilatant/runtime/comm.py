@@ -81,16 +81,6 @@ class Group:
         """Replace `tensor` by its elementwise maximum over the ranks."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
-    def gather(self, tensor: Tensor, what: str = "") -> tuple[list[Tensor], Pending]:
-        """Every rank's `tensor`, in group order; the list may be read after waiting."""
-        gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        if self._backend is None:
-            gathered[0].copy_(tensor)
-            return gathered, self._pending(None, what, ())
-        with self._comm._explained(what or self.name):
-            work = self._backend.allgather([gathered], [tensor])
-        return gathered, self._pending(work, what, (tensor, *gathered))
-
     def barrier(self, what: str = "") -> None:
         """Return when every rank has called it."""
         device = "cpu" if self._backend is None or self._backend.name() == "gloo" else self._comm.device

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import PlacedStage
+from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.comm import CommAborted
 from dilatant.runtime.deferred import WeightGradients, settle
 from dilatant.runtime.recorder import Recorder
@@ -81,15 +82,19 @@ class Executor:
         self._device = device
         self._pieces: dict[PieceKey, _Piece] = {}
         self._handed_over: dict[Message, Tensor] = {}
+        self._agreement: Agreement
 
     def run(
-        self, actions: Sequence[Action], routes: Routes, data: StepData
+        self, actions: Sequence[Action], routes: Routes, data: StepData, agreement: Agreement
     ) -> list[tuple[Tensor, tuple[int, ...]]]:
         """Run `actions`; returns the losses of their forwards, scalars on the device, with their samples; or the
         predictions, where `data` asks for these (`actions` are forwards only, and leave no gradients).
 
-        Raises ActionFailed, or UserError (a mistake in a sample) as it is, and CommAborted when another rank failed.
+        agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited.
+        Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, and CommAborted when another rank
+        failed.
         """
+        self._agreement = agreement
         self._pieces.clear()
         self._handed_over.clear()
         last = {
@@ -113,6 +118,7 @@ class Executor:
                     if result is not None:
                         results.append((result, samples))
                 elif stage.needs_backward:
+                    agreement.settle()  # gradients are summed over ranks as soon as they are there
                     is_last = last[action.stage] == index
                     if action.kind == ActionKind.W:
                         self._weight_gradients(action)
@@ -123,10 +129,11 @@ class Executor:
                 else:
                     self._recorder.computing()
                     self._recorder.done()
-            except (CommAborted, UserError):
+            except (CommAborted, Diverged, UserError):
                 raise
             except Exception as error:
                 raise ActionFailed(self._explain(stage, action, samples, data, error)) from error
+        agreement.settle()
         self._transport.finish()
         self._pieces.clear()
         return results
@@ -257,6 +264,7 @@ class Executor:
         if message.producer.stage in self._stages:
             return self._handed_over.pop(message)
         began = time.perf_counter()
+        self._agreement.settle()
         rows = self._transport.receive(message)
         source = self._transport.rank_of(message.producer.stage)
         self._recorder.waited(source, time.perf_counter() - began)
@@ -283,6 +291,7 @@ class Executor:
             if message.consumer.stage in self._stages:
                 self._handed_over[message] = chosen
             else:
+                self._agreement.settle()
                 self._transport.send(message, chosen)
 
     def _explain(

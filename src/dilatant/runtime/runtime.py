@@ -17,11 +17,11 @@ from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Stage
 from dilatant.plan.plan import Plan
-from dilatant.runtime.agreement import Diverged, agree, digest
+from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.comm import Comm
 from dilatant.runtime.deferred import WeightGradients, replace_linears, restore_linears
 from dilatant.runtime.device import Precision
-from dilatant.runtime.exchange import exchange
+from dilatant.runtime.exchange import Gathering, exchange
 from dilatant.runtime.executor import Executor, LocalStage
 from dilatant.runtime.holders import Holders, holders_of, trainable_layers
 from dilatant.runtime.recorder import Recorder
@@ -223,48 +223,52 @@ class Runtime:
             *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
-        total = torch.tensor(own, dtype=torch.float64)
-        self.comm.world.sum_(total, "the agreement that all gradients are there").wait()
-        loss, squares, wishes, *times = total.tolist()
+        said = torch.tensor(own, dtype=torch.float64)
+        of_all = Gathering(self.comm, said, "the agreement that all gradients are there").wait()
+        loss, squares, wishes, *times = of_all.sum(0).tolist()
         shares = self._shares.shares(times)
         return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0, shares)
 
     def _run(
         self, data: StepData, assignment: Assignment, schedule: Schedule
     ) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Agree on a step and run this rank's part of it; what its last stages made, with the samples it is of."""
+        """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
         self._step += 1
-        last = self._prepared
-        if last is None or last.assignment is not assignment or last.schedule is not schedule:
-            digests = {
-                "the assignment": digest(assignment.to_json()),
-                "the schedule": digest(schedule.to_json()),
-            }
-        else:
-            digests = last.digests
-        agree(
+        prepared = self._prepare(assignment, schedule, data.predicts)
+        agreement = Agreement(
             self.comm,
             {
                 "the plan": self._plan_digest,
-                **digests,
+                **prepared.digests,
                 "the global batch": digest(*(f"{s.id} {sorted(s.sizes.items())}" for s in data.samples)),
                 "the step number": self._step,
             },
         )
-        if last is None or digests is not last.digests:
-            graph = build(self.plan, assignment, schedule)
-            with_backward = () if data.predicts else self._with_backward
-            routes = derive_routes(graph, self.comm.rank, with_backward)
-            last = self._prepared = _Prepared(assignment, schedule, digests, routes)
 
         def shape(message: Message) -> tuple[int, int, torch.dtype]:
             boundary = self._boundaries[boundary_of(message)]
             rows = sum(boundary.rows_of(data.samples[sample]) for sample in message.samples)
             return rows, boundary.width, boundary.dtype
 
-        self._transport.begin(last.routes, shape)
+        if not self._transport.has_open(prepared.routes):
+            agreement.settle()
+        self._transport.begin(prepared.routes, shape)
         self._recorder.begin(kept=not data.predicts)
-        return self._executor.run(schedule.actions.get(self.comm.rank, ()), last.routes, data)
+        actions = schedule.actions.get(self.comm.rank, ())
+        return self._executor.run(actions, prepared.routes, data, agreement)
+
+    def _prepare(self, assignment: Assignment, schedule: Schedule, predicts: bool) -> _Prepared:
+        last = self._prepared
+        if last is not None and last.assignment is assignment and last.schedule is schedule:
+            return last
+        digests = {
+            "the assignment": digest(assignment.to_json()),
+            "the schedule": digest(schedule.to_json()),
+        }
+        graph = build(self.plan, assignment, schedule)
+        routes = derive_routes(graph, self.comm.rank, () if predicts else self._with_backward)
+        self._prepared = _Prepared(assignment, schedule, digests, routes)
+        return self._prepared
 
     @torch.no_grad()
     def _build_modules(self, seed: int | None, weights: Mapping[str, Tensor]) -> dict[int, Stage]:

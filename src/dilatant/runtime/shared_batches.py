@@ -1,7 +1,7 @@
 """One rank of a machine reads, others are told: batches without media, over the CPU group of two ranks.
 
 A rank that feeds media reads for itself. The others need only ids, labels and sizes, and a machine's cores are few:
-they take them from the first rank of their machine that reads.
+they take them from the first rank of their machine that reads. Batches travel ahead of the steps, in threads.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from dilatant.config.errors import UserError
+from dilatant.data.ahead import Ahead
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sampler import SamplerState
@@ -43,12 +46,20 @@ class SharedBatches:
 
     @contextmanager
     def open(self, open_loader: Callable[[], Loader]) -> Iterator[Iterator[GlobalBatch]]:
-        """The batches of `open_loader`'s loader, which is opened only where this rank reads itself."""
+        """The batches of `open_loader`'s loader, which is opened only where this rank reads itself.
+
+        Whoever leaves without an error leaves together with all others.
+        """
         if self._from is not None:
-            yield _take(self._from, self.source)
+            with _ahead(_take(self._from, self.source)) as batches:
+                yield batches
             return
         with open_loader() as loader:
-            yield _hand_out(loader, self._takers)
+            if not self._takers:
+                yield loader
+                return
+            with _ahead(_hand_out(loader, self._takers)) as batches:
+                yield batches
 
     def _group(self, source: int, taker: int) -> Group:
         return self._comm.group(f"batches/{source}-{taker}", (source, taker), torch.device("cpu"))
@@ -63,28 +74,45 @@ def source_of(places: list[tuple[str, bool]], rank: int) -> int:
     return min((other for other in beside if places[other][1]), default=beside[0])
 
 
-def _hand_out(loader: Iterator[GlobalBatch], takers: dict[int, Group]) -> Iterator[GlobalBatch]:
-    sending: list[Pending] = []
+@contextmanager
+def _ahead(source: Generator[GlobalBatch]) -> Iterator[Iterator[GlobalBatch]]:
+    batches = Ahead(source, "dilatant-batches")
+    yield _timed(batches)
+    # Not after an error: the thread may then wait for a rank that is gone.
+    batches.close()
+
+
+def _timed(batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
     while True:
-        error: UserError | None = None
-        batch: GlobalBatch | None = None
-        try:
-            batch = next(loader, None)
-        except UserError as mistake:
-            error = mistake
-        told = batch_to_bytes(batch, None if error is None else str(error)) if takers else b""
-        # Every taker has used the batch before: it took part in that step.
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield replace(batch, wait_seconds=time.perf_counter() - began)
+
+
+def _hand_out(loader: Iterator[GlobalBatch], takers: dict[int, Group]) -> Generator[GlobalBatch]:
+    """The loader's batches, all of them told to `takers`, and how they end: so do theirs."""
+    sending: list[Pending] = []
+
+    def tell(batch: GlobalBatch | None, error: str | None = None) -> None:
+        told = batch_to_bytes(batch, error)
         for pending in sending:
             pending.wait()
-        sending = [p for taker, group in takers.items() for p in _send(group, taker, told)]
-        if batch is not None:
+        sending[:] = [p for taker, group in takers.items() for p in _send(group, taker, told)]
+
+    try:
+        for batch in loader:
+            tell(batch)
             yield batch
-            continue
-        for pending in sending:  # the last word: nobody would wait for it later
+    except (UserError, GeneratorExit) as reason:
+        tell(None, str(reason) if isinstance(reason, UserError) else None)
+        raise
+    else:
+        tell(None)
+    finally:
+        for pending in sending:  # nobody would wait for it later
             pending.wait()
-        if error is not None:
-            raise error
-        return
 
 
 def _send(group: Group, taker: int, told: bytes) -> Iterator[Pending]:
@@ -92,16 +120,24 @@ def _send(group: Group, taker: int, told: bytes) -> Iterator[Pending]:
     yield group.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), taker, 1, "a batch")
 
 
-def _take(group: Group, source: int) -> Iterator[GlobalBatch]:
-    while True:
-        length = torch.zeros(1, dtype=torch.int64)
-        group.receive(length, source, 0, "the length of a batch").wait()
-        told = torch.empty(int(length), dtype=torch.uint8)
-        group.receive(told, source, 1, "a batch").wait()
-        batch = batch_from_bytes(told.numpy().tobytes())
-        if batch is None:
-            return
-        yield batch
+def _take(group: Group, source: int) -> Generator[GlobalBatch]:
+    """What `_hand_out` on rank `source` tells; who closes this waits until that rank is through, too."""
+    try:
+        while (batch := _receive(group, source)) is not None:
+            yield batch
+    except GeneratorExit:
+        with suppress(UserError):
+            while _receive(group, source) is not None:
+                pass
+        raise
+
+
+def _receive(group: Group, source: int) -> GlobalBatch | None:
+    length = torch.zeros(1, dtype=torch.int64)
+    group.receive(length, source, 0, "the length of a batch").wait()
+    told = torch.empty(int(length), dtype=torch.uint8)
+    group.receive(told, source, 1, "a batch").wait()
+    return batch_from_bytes(told.numpy().tobytes())
 
 
 def batch_to_bytes(batch: GlobalBatch | None, error: str | None = None) -> bytes:

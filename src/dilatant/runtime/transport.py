@@ -47,25 +47,31 @@ class Transport:
         self._rank_of_stage = rank_of_stage
         self._look_ahead = look_ahead
         self._check = check
+        self._edges: dict[Edge, Group] = {}
         self._inboxes: dict[Edge, _Inbox] = {}
         self._place: dict[Message, int] = {}
         self._sending: dict[int, list[tuple[int, Pending]]] = defaultdict(list)
         self._turn: Mapping[Action, int] = {}
         self._shape: Shape | None = None
 
+    def has_open(self, routes: Routes) -> bool:
+        """Whether all edges of a step are open already."""
+        return self._edges.keys() >= {*routes.incoming, *routes.outgoing}
+
     def begin(self, routes: Routes, shape: Shape) -> None:
-        """Open the edges of a step and post the first receives."""
+        """Open the edges of a step, which waits for the ranks at their other ends, and post the first receives."""
         self._shape = shape
         self._turn = routes.turn
         # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
-        groups = {edge: self._open(edge) for edge in sorted({*routes.incoming, *routes.outgoing})}
+        for edge in sorted({*routes.incoming, *routes.outgoing} - self._edges.keys()):
+            self._edges[edge] = self._open(edge)
         self._place = {
             message: index
             for messages in (*routes.incoming.values(), *routes.outgoing.values())
             for index, message in enumerate(messages)
         }
         self._inboxes = {
-            edge: _Inbox(self, groups[edge], messages, self._look_ahead)
+            edge: _Inbox(self, self._edges[edge], messages, self._look_ahead)
             for edge, messages in routes.incoming.items()
         }
 
@@ -87,7 +93,7 @@ class Transport:
         if not count:
             return
         place, turn = self._place[message], self._turn[message.consumer]
-        edge, target = self._open(edge_of(message)), self.rank_of(message.consumer.stage)
+        edge, target = self._edges[edge_of(message)], self.rank_of(message.consumer.stage)
         sending = self._sending[target]
         if self._check:
             header = self.header(message, place).to(self._comm.device)
