@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dilatant
 from dilatant.runtime.comm import Comm, CommAborted
@@ -67,7 +68,7 @@ def test_a_tensor_sharded_over_a_mesh_is_the_whole_again(workers: WorkerPool) ->
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def _batch(rank: int) -> Tensor:
@@ -105,6 +106,40 @@ def test_gradients_of_a_fully_sharded_model_are_those_of_one_process(
             torch.testing.assert_close(
                 gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7, msg=name
             )
+
+
+def _tensor_parallel(worker: Worker) -> list[dict[str, Tensor]]:
+    gradients = []
+    for generation in range(2):
+        comm = Comm(worker.store, worker.rank, worker.size, generation)
+        # Other names: the mesh that torch joins out of these two for a parameter is of its own class, and would equal
+        # the one of the generation before.
+        mesh = comm.mesh("square", {f"data{generation}": 2, f"tensor{generation}": 2})
+        model = _model()
+        with comm.default_group():
+            parallelize_module(
+                model, mesh[f"tensor{generation}"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            )
+            for module in (model[0], model[2], model):
+                fully_shard(module, mesh=mesh[f"data{generation}"])
+        model(_batch(mesh.get_local_rank(0))).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        gradients.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+        comm.world.barrier()
+        comm.close()
+    return gradients
+
+
+def test_tensor_parallel_parameters_are_fully_sharded_over_another_axis(workers: WorkerPool) -> None:
+    model = _model()
+    model(torch.cat([_batch(0), _batch(1)])).square().mean().backward()
+    for generations in workers.run(_tensor_parallel, 4):
+        for gradients in generations:
+            assert len(gradients) == 4
+            for name, gradient in gradients.items():
+                expected = model.get_parameter(name).grad
+                # fp32, means of means: a few roundings.
+                torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def _two_generations(worker: Worker) -> None:
