@@ -151,6 +151,8 @@ def _many_generations(worker: Worker) -> tuple[int, int]:
     for generation in range(12):
         comm = Comm(worker.store, worker.rank, worker.size, generation)
         comm.group("a", (0, 1)).barrier()
+        mesh = comm.mesh("line", {"shard": 2})
+        torch.distributed.barrier(mesh.get_group())
         comm.world.barrier()
         comm.close()
         del comm

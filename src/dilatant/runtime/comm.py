@@ -1,7 +1,8 @@
 """Process groups of one generation: made by their members alone, aborted from any thread, closed with the runtime.
 
-This is the only file that touches what torch.distributed keeps private. It uses backends directly: there is no
-default group, no global registry and no group name that a later generation could resolve by mistake.
+With mesh.py this is all that touches what torch.distributed keeps private. It uses backends directly: there is no
+default group, no global registry and no group name that a later generation could resolve by mistake. Only what a mesh
+needs is registered (mesh.py), and forgotten with the generation.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilatant.runtime.mesh import GenerationMesh, forget, grid_of, line_through, register
 
 _POKE_TAG = 1 << 20
 """A tag that no transfer uses (`Group.send` counts below it)."""
@@ -136,6 +141,8 @@ class Comm:
         self._store = dist.PrefixStore(f"generation{generation}", store)
         store.set("generation", f"{generation} {size}")
         self._groups: dict[str, Group] = {}
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._process_groups: dict[str, dist.ProcessGroup] = {}
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._closed = False
@@ -175,6 +182,54 @@ class Comm:
             flag.item()
         return group
 
+    def mesh(
+        self,
+        name: str,
+        axes: Mapping[str, int],
+        ranks: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> DeviceMesh:
+        """The mesh called `name` over `ranks` (default: all) in row-major order, as {"replica": 2, "shard": 4} says.
+
+        Made by its members alone at its first mention, with a group for every line of ranks along an axis; every
+        member gives equal arguments. It lives until `close()`. An abort ends what is blocked in it, with the error of
+        the operation; `aborted` says why.
+        Ranks are the generation's, and where the process has a default group, they must be that one's as well.
+        Raises ValueError.
+        """
+        grid = grid_of(name, axes, range(self.size) if ranks is None else ranks, self.rank, self.size)
+        known = self._meshes.get(name)
+        if known is not None:
+            if known.mesh_dim_names != tuple(axes) or not torch.equal(known.mesh, grid):
+                raise ValueError(
+                    f"{known} called {name!r} has ranks {known.mesh.tolist()}, not {grid.tolist()}"
+                )
+            return known
+        device = device or self.device
+        groups = []
+        for index, axis in enumerate(axes):
+            line = line_through(grid, index, self.rank)
+            groups.append(self._registered(self.group(f"{name}/{axis}/{line[0]}", line, device), device))
+        mesh = GenerationMesh.over(groups, grid, tuple(axes), self.rank, device.type)
+        self._meshes[name] = mesh
+        return mesh
+
+    @contextlib.contextmanager
+    def default_group(self) -> Iterator[None]:
+        """Make `world` the default group of this process inside the block, for what asks torch for one.
+
+        So do torch.distributed.checkpoint, which without it takes every rank for the only one, and `distribute_tensor`
+        from one rank's data. Every rank enters it. A process that has a default group of its own keeps that.
+        """
+        if dist.is_initialized():
+            yield
+            return
+        dist.group.WORLD = self._registered(self.world, torch.device("cpu"))
+        try:
+            yield
+        finally:
+            dist.group.WORLD = None
+
     def abort(self, reason: str, tell: bool = True) -> None:
         """End all communication of this generation: whoever is blocked in it raises CommAborted. Never raises.
 
@@ -210,6 +265,12 @@ class Comm:
             self._store.set(f"news/{self.rank}", "")
         if threading.current_thread() is not self._watchdog:
             self._watchdog.join(5.0)
+        for mesh in self._meshes.values():
+            mesh._pg_registry.clear()
+        for process_group in self._process_groups.values():
+            forget(process_group)
+        self._meshes.clear()
+        self._process_groups.clear()
         for group in groups:
             if self._reason is None and _is_nccl(group):
                 with contextlib.suppress(Exception):
@@ -235,6 +296,21 @@ class Comm:
         if aborted:
             raise CommAborted(self._reason)
         return group
+
+    def _registered(self, group: Group, device: torch.device) -> dist.ProcessGroup:
+        """The group as torch's registry knows it, from its first mention to `close()`."""
+        known = self._process_groups.get(group.name)
+        if known is not None:
+            return known
+        with self._explained(f"registering group {group.name!r}"):
+            # One name on all ranks, which this process sees in no other generation and no other run.
+            run = self._store.compare_set("run", "", uuid4().hex).decode()
+        if group._backend is None:
+            group._backend = _open_backend(dist.HashStore(), 0, 1, device, self._timeout)
+        name = f"{run}/generation{self.generation}/{group.name}"
+        process_group = register(name, group.ranks, self.rank, group._backend, device.type)
+        self._process_groups[group.name] = process_group
+        return process_group
 
     def _meet(self, name: str, store: Any, ranks: tuple[int, ...], what: str) -> None:
         """Return when every member is about to make the group: an abort can end this, but not a backend's start.
