@@ -55,7 +55,7 @@ class _Batches:
         pass
 
 
-def _read(worker: Worker, fails: bool) -> tuple[list[Any], int]:
+def _read(worker: Worker, fails: bool, most: int = 9) -> tuple[list[Any], int]:
     comm = Comm(worker.store, worker.rank, worker.size)
     shared = SharedBatches(comm, feeds_media=worker.rank == 1)
     opened = []
@@ -71,6 +71,8 @@ def _read(worker: Worker, fails: bool) -> tuple[list[Any], int]:
                 comm.world.barrier()  # a step, in which all take part
                 ids = [(s.id, s.input_ids.tolist(), s.labels.tolist(), dict(s.sizes)) for s in batch.samples]
                 seen.append((ids, batch.position, batch.epoch, batch.problems, batch.tokens))
+                if len(seen) == most:
+                    break
         except UserError as error:
             seen.append(str(error))
     comm.world.barrier()
@@ -90,6 +92,12 @@ def test_one_rank_reads_and_all_see_the_same_batches(workers: WorkerPool, fails:
         for batch in map(_batch, range(3))
     ] + (["sample 's9' cannot be read"] if fails else [])
     assert [seen for seen, _ in results] == [expected] * 3
+
+
+def test_all_may_leave_before_the_last_batch(workers: WorkerPool) -> None:
+    results = workers.run(_read, 3, False, 1)
+    first = [(s.id, s.input_ids.tolist(), s.labels.tolist(), dict(s.sizes)) for s in _batch(0).samples]
+    assert [[ids for ids, *_ in seen] for seen, _ in results] == [[first]] * 3
 
 
 def test_a_rank_takes_from_the_first_one_of_its_machine_that_feeds_media() -> None:
