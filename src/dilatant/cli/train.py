@@ -53,15 +53,16 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     from dilatant.runtime.place import place_from
     from dilatant.runtime.worker_server import warm_up
 
-    if config.parallel is not None and place_from(os.environ) is None:
-        warm_up()  # before our own imports, which take as long as the server's
+    place = place_from(os.environ)
+    if config.parallel is not None and place is None:
+        warm_up(ignore_interrupts=True)  # before our own imports, which take as long as the server's
 
     from rich.console import Console
 
     from dilatant.report.run_folder import RunFolder
     from dilatant.runtime.assemble import assemble_samples
 
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json, quiet=place is not None and place.rank > 0)
     begin = _in_one_process if config.parallel is None else _in_a_pipeline
     folder = RunFolder(config.output_dir)
     try:
