@@ -54,6 +54,11 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     from dilatant.runtime.worker_server import warm_up
 
     place = place_from(os.environ)
+    if config.parallel is None and place is not None:
+        raise UserError(
+            f"{place.launcher} started {place.size} processes, but the config has no 'parallel' section, so each would "
+            "train the whole model; add one, or start a single process"
+        )
     if config.parallel is not None and place is None:
         warm_up(ignore_interrupts=True)  # before our own imports, which take as long as the server's
 
@@ -157,6 +162,7 @@ def _in_a_pipeline(
     from dilatant.runtime.assemble import assemble_model
     from dilatant.runtime.checkpoint import load, newest_valid
     from dilatant.runtime.pipeline import plan_from_config, prove_schedule
+    from dilatant.runtime.place import place_from
     from dilatant.runtime.step import model_tensors
 
     assert config.parallel is not None
@@ -164,6 +170,12 @@ def _in_a_pipeline(
         units = {*config.model.encoders, "language"}
         skeleton = assemble_model(config, samples, hollow=units)
     plan = plan_from_config(config.parallel, skeleton)
+    place = place_from(os.environ)
+    if place is not None and place.size != len(plan.ranks):
+        raise UserError(
+            f"the layout has {len(plan.ranks)} ranks, but {place.launcher} started {place.size} processes; start "
+            "as many as it has ranks, or change 'parallel'"
+        )
     with console.status("proving the schedule"):
         prove_schedule(config.parallel, plan, skeleton)
     start.prepare(folder)
