@@ -222,7 +222,7 @@ def _finish(
         print(json.dumps(summary))
     if ended.summary:
         console.print(f"\nthe last step: {ended.summary}", highlight=False)
-    _say_where_to_look(console, folder, ended.step, ended.seconds, evaluation)
+    _say_where_to_look(console, folder, ended)
 
 
 def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> _Start:
@@ -309,22 +309,20 @@ def _evaluate(
     return evaluation
 
 
-def _say_where_to_look(
-    console: Console, folder: RunFolder, steps: int, seconds: float, evaluation: Evaluation | None
-) -> None:
+def _say_where_to_look(console: Console, folder: RunFolder, ended: _Ended) -> None:
     path = _shortest(folder.path)
-    console.print(f"\n[bold]{steps} steps in {seconds:.1f} s.[/] Where to look:", highlight=False)
+    console.print(f"\n[bold]{ended.step} steps in {ended.seconds:.1f} s.[/] Where to look:", highlight=False)
     places = {
         f"{path}/metrics.jsonl": "every step's figures",
         f"tensorboard --logdir {path}": "the same as curves",
         f"{path}/export": "the model in the Hugging Face layout",
         f"dilatant generate {path}/export --help": "ask it something",
     }
-    if (folder.path / "timeline.json").is_file():
+    if ended.summary:
         places[f"{path}/timeline.html"] = "the last step on every rank: who computed, who waited for whom"
         places[f"{path}/timeline.json"] = "the same for ui.perfetto.dev"
         places[f"dilatant simulate {path}"] = "the same step predicted, beside the measured one"
-    if evaluation is not None:
+    if ended.evaluation is not None:
         places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
     for place, what in places.items():
         console.print(f"  {place}  [dim]{what}[/]", highlight=False, soft_wrap=True)
