@@ -44,6 +44,7 @@ class Config(Section):
             return self
         units = [*self.model.encoders, "language"]
         colocated = self.parallel.colocated
+        problems = []
         for key, names in {
             "parallel.units": self.parallel.units,
             "parallel.colocated": [*colocated, *colocated.values()],
@@ -52,13 +53,15 @@ class Config(Section):
                 if name not in units:
                     near = difflib.get_close_matches(name, units, n=1, cutoff=0.5)
                     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(units)}"
-                    raise ValueError(f"{key}: {name!r} is no unit of this model; {hint}")
+                    problems.append(f"{key}: {name!r} is no unit of this model; {hint}")
         for name in units:
             if name not in self.parallel.units and name not in colocated:
-                raise ValueError(
-                    f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}"
-                    + ("" if name == "language" else f", or parallel.colocated: {{{name}: language}}")
+                shared = "" if name == "language" else f", or parallel.colocated: {{{name}: language}}"
+                problems.append(
+                    f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}"
                 )
+        if problems:
+            raise ValueError("\n  - ".join(problems))
         return self
 
     def to_yaml(self) -> str:
