@@ -41,6 +41,33 @@ def test_an_unknown_model_type(project: Path, dilatant: Dilatant) -> None:
     refused(result, "model.language_model", "did you mean 'llama'?")
 
 
+def test_an_unknown_tokenizer_folder(project: Path, dilatant: Dilatant) -> None:
+    setting = "model.language_model.tokenizer=./none"
+    refused(dilatant("train", project / "config.yaml", "--set", setting), "'./none' does not exist")
+
+
+@pytest.mark.parametrize(
+    "verb", [("plan", "--out"), ("profile", "--out"), ("profile", "--links"), ("data", "stats", "--page")]
+)
+def test_a_file_to_write_into_no_folder(project: Path, dilatant: Dilatant, verb: tuple[str, ...]) -> None:
+    *name, option = verb
+    result = dilatant(*name, project / "config.yaml", option, project / "none" / "file")
+    refused(result, option, "none' does not exist")
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [("null", "has no 'parallel' section"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
+)
+def test_a_launcher_that_started_another_number_of_processes(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch, layout: str, says: str
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    result = dilatant("train", project / "config.yaml", "--set", f"parallel={layout}")
+    refused(result, says, "torchrun started 3 processes")
+
+
 def test_a_missing_image(project: Path, dilatant: Dilatant) -> None:
     (project / "images" / "3.png").unlink()
     refused(dilatant("train", project / "config.yaml"), "train.jsonl:4", "images/3.png", "does not exist")

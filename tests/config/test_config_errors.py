@@ -80,6 +80,16 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
         ("model.language_model.tokenizer.a=1", "is not a section"),
         ("model.language_model.id=x", "either 'id'"),
         ("model.language_model.config={hidden_size: 8}", "model_type"),
+        ("train=3", "train must be a section with keys such as steps"),
+        (
+            "parallel={units: {visoin: {}, language: {}}}",
+            "parallel.units: 'visoin' is no unit of this model; did",
+        ),
+        ("parallel={units: {language: {}}}", "parallel.units: 'vision' has no layout"),
+        (
+            "parallel={units: {language: {}}, colocated: {vision: lang}}",
+            "parallel.colocated: 'lang' is no unit",
+        ),
     ],
 )
 def test_a_mistake_names_key_and_remedy(tmp_path: Path, override: str, says: str) -> None:
@@ -96,13 +106,25 @@ def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(":\n -", "not valid YAML"), ("3", "must be a mapping"), ("", "must be a mapping")]
+    ("text", "says"),
+    [
+        (":\n -", "not valid YAML"),
+        ("model: [1,\n", "line 2, column 1: expected"),
+        ("3", "must be a mapping"),
+        ("", "must be a mapping"),
+    ],
 )
 def test_a_file_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=says):
         load_config(path)
+
+
+def test_a_wrong_item_is_not_called_a_short_list_as_well(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(tmp_path, changed(data={"train": [{"weight": 2}]})))
+    assert str(error.value).count("\n") == 1
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ SLURM = {
 
 
 def test_the_variables_of_outer_launchers_are_understood() -> None:
-    assert place_from(TORCHRUN) == Place(5, 8, 1, 4, "node0", 1234, False, "2")
-    assert place_from(SLURM) == Place(3, 4, 1, 2, "gpu07", 32345, True, "0")
+    assert place_from(TORCHRUN) == Place("torchrun", 5, 8, 1, 4, "node0", 1234, False, "2")
+    assert place_from(SLURM) == Place("Slurm", 3, 4, 1, 2, "gpu07", 32345, True, "0")
     kubernetes = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.train"}
-    assert place_from(kubernetes) == Place(1, 2, 0, 1, "job-0.train", 29500, True, "0")
+    assert place_from(kubernetes) == Place("Kubernetes", 1, 2, 0, 1, "job-0.train", 29500, True, "0")
     assert place_from({}) is None
     assert place_from({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     # A batch script on its first node, before srun, is no worker.

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,19 +88,6 @@ def visible(
     return True
 
 
-class Field(NamedTuple):
-    """A word taken apart; see the module's table."""
-
-    own: int
-    attend: int
-    instance: int
-    sample: int
-    causal: bool
-    local: bool
-    window: bool
-    together: bool
-
-
 def pack_fields(
     own: ArrayLike,
     attend: ArrayLike,
@@ -142,21 +128,6 @@ def pack_fields(
     for flag, bit in ((causal, CAUSAL), (local, LOCAL), (window, WINDOW), (together, TOGETHER)):
         word = word | np.asarray(flag, dtype=np.int64) * bit
     return np.asarray(word, dtype=np.int64)
-
-
-def unpack_field(word: int) -> Field:
-    """The parts of one word."""
-    word = int(word)
-    return Field(
-        own=word & OWN,
-        attend=(word & ATTEND) >> ATTEND_SHIFT,
-        instance=(word & INSTANCE) >> INSTANCE_SHIFT,
-        sample=(word & SAMPLE) >> SAMPLE_SHIFT,
-        causal=word & CAUSAL != 0,
-        local=word & LOCAL != 0,
-        window=word & WINDOW != 0,
-        together=word & TOGETHER != 0,
-    )
 
 
 def _frozen(values: ArrayLike, dtype: type) -> NDArray:

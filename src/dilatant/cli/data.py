@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,8 @@ def stats(
     config: ConfigPath,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
     page: Annotated[
-        Path | None, typer.Option(help="Also write the figures and plots to this HTML file.")
+        Path | None,
+        typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file),
     ] = None,
     workers: Workers = 0,
     as_json: AsJson = False,

@@ -23,11 +23,6 @@ _PACKAGES = (
     "ray",
     "wandb",
 )
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "MASTER_ADDR"),
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
-    "Kubernetes": ("PET_NNODES", "PET_NODE_RANK"),
-}
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -56,6 +51,7 @@ def examine() -> dict[str, dict[str, Any]]:
 
     from dilatant.attention.explain import explain_here
     from dilatant.runtime.device import pick_device, pick_precision
+    from dilatant.runtime.place import place_from
 
     device = pick_device()
     precision = pick_precision("auto", device).compute
@@ -64,9 +60,9 @@ def examine() -> dict[str, dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         gpus[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    launcher = next(
-        (name for name, keys in _LAUNCHERS.items() if all(key in os.environ for key in keys)),
-        "none: one machine",
+    place = place_from(os.environ)
+    launcher = (
+        "none: one machine" if place is None else f"{place.launcher}: rank {place.rank} of {place.size}"
     )
     return {
         "Machine": {

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dilatant.config.errors import UserError
+
 if TYPE_CHECKING:
     from dilatant.config import Config
 
@@ -25,6 +27,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, written by `dilatant train`.", show_default=False)
 ]
+
+
+def output_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Of an option that names a file to write: refuses one that cannot be there, before the work begins."""
+    if path is not None and path.is_dir():
+        raise UserError(f"{option.opts[0]} {str(path)!r} is a folder; name a file in it")
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{option.opts[0]} {str(path)!r}: folder {str(path.parent)!r} does not exist")
+    return path
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:

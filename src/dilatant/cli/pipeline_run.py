@@ -6,9 +6,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended. `summary` says who was busy and who waited in the last step (rank 0 only). evaluation: of a run
-    that reached its last step."""
+    """How a rank ended. exit_code: 0, or what a signal asks for. `summary` says who was busy and who waited in the last
+    step (rank 0 only). evaluation: of a run that reached its last step."""
 
     rank: int
     step: int
     total_steps: int
     seconds: float
-    stopped: bool
+    exit_code: int
     summary: str = ""
     evaluation: Evaluation | None = None
 
@@ -52,27 +51,30 @@ def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: boo
     from dilatant.runtime.place import place_from
 
     outer = place_from(os.environ) is not None
-    with StopSignal() as stop, _passing_on(stop, not outer):
+    with StopSignal() as stop:
+        if not outer:
+            stop.on_signal = partial(_stop_workers, len(plan.ranks))
         try:
             outcomes = launch(_train_rank, len(plan.ranks), config, plan.to_json(), checkpoint, quiet, outer)
-        except WorkerFailed as failure:
+        except (WorkerFailed, KeyboardInterrupt) as failure:
+            if stop.received and (isinstance(failure, KeyboardInterrupt) or "SIGTERM" in str(failure)):
+                print("stopped; nothing more was saved", file=sys.stderr)
+                raise typer.Exit(stop.exit_code) from None
+            if isinstance(failure, KeyboardInterrupt):
+                raise
             print(failure.details, file=sys.stderr)
             print(f"error: {failure}", file=sys.stderr)
             raise typer.Exit(1) from None
-        return outcomes[0], stop.exit_code
+        return outcomes[0], stop.exit_code or outcomes[0].exit_code
 
 
-@contextmanager
-def _passing_on(stop: StopSignal, active: bool) -> Iterator[None]:
-    """Tell our own workers when this process is asked to stop. They ignore Ctrl-C, which reaches all at once."""
-    if active:
-        stop.on_signal = _terminate_children
-    yield
-
-
-def _terminate_children() -> None:
-    for child in multiprocessing.active_children():
-        child.terminate()
+def _stop_workers(expected: int) -> None:
+    """Tell our own workers that this process was asked to stop. They ignore Ctrl-C, which reaches all at once."""
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        worker.terminate()
+    if len(workers) < expected:
+        raise KeyboardInterrupt  # those that are still to be started could not be told
 
 
 def _train_rank(
@@ -113,12 +115,14 @@ def _train_rank(
             result = _train(config, folder, trainer, engine, samples, console, stop)
         summary = _last_step(engine, plan, folder) if trainer.step else ""
         evaluation = None
+        # Where only another rank was told to stop, that was a SIGTERM for what this one knows.
+        exit_code = 0 if result.finished else stop.exit_code or 128 + signal.SIGTERM
         if result.finished:
             evaluation = engine.evaluate(config, samples)
             if evaluation is not None and worker.rank == 0:
                 show_evaluation(folder, console, trainer.step, evaluation)
         return Outcome(
-            worker.rank, result.step, result.total_steps, result.seconds, stop.received, summary, evaluation
+            worker.rank, result.step, result.total_steps, result.seconds, exit_code, summary, evaluation
         )
     finally:
         trainer.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from dilatant.report.plan_report import PlanReport
     from dilatant.runtime.planning import PlannedRun, PlanningProblem
 
-Page = Annotated[Path | None, typer.Option(help="Where to write the page.", show_default=False)]
+Page = Annotated[
+    Path | None, typer.Option(help="Where to write the page.", callback=output_file, show_default=False)
+]
 
 
 def plan(
@@ -29,7 +31,9 @@ def plan(
         Path | None,
         typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the plan.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the plan.", callback=output_file, show_default=False)
+    ] = None,
     page: Page = None,
     as_json: AsJson = False,
 ) -> None:

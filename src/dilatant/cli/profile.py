@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 def profile(
     config: ConfigPath,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
-    out: Annotated[Path, typer.Option(help="Where to write the costs.")] = Path("costs.yaml"),
+    out: Annotated[Path, typer.Option(help="Where to write the costs.", callback=output_file)] = Path(
+        "costs.yaml"
+    ),
     tokens: Annotated[
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
     ] = "",
@@ -49,6 +51,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="FILE",
+            callback=output_file,
             help="Measure the links between devices as well, and write them into this hardware file.",
             show_default=False,
         ),

@@ -228,11 +228,11 @@ def _print_steps(
     from rich import box
     from rich.table import Table
 
-    from dilatant.report.wording import bytes_text, count_text, percent_text, seconds_text
+    from dilatant.report.wording import bytes_text, count_text, counted, percent_text, seconds_text
 
     mean = sum(steps) / len(steps)
     console.print(
-        f"{len(steps)} global batches of {problem.global_batch:,} samples: {seconds_text(min(steps))} to "
+        f"{counted(len(steps), 'global batch')} of {problem.global_batch:,} samples: {seconds_text(min(steps))} to "
         f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
         f"{count_text(problem.global_batch / mean)} samples per second",
         highlight=False,

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+SAME_WISH_SECONDS = 2.0
+"""Launchers pass a Ctrl-C on that has reached everybody already."""
+
 
 class StopSignal:
-    """While open, the first SIGINT or SIGTERM is noted in `signal` and calls `on_signal`; a second one acts as it would
-    without us."""
+    """While open, the first SIGINT or SIGTERM is noted in `signal` and calls `on_signal`; one that comes more than
+    SAME_WISH_SECONDS later acts as it would without us. A signal that was ignored before stays ignored."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.on_signal: Callable[[], None] = lambda: None
+        self._noted_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -37,9 +43,13 @@ class StopSignal:
         return 0 if self.signal is None else 128 + self.signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
-        self.on_signal()
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self._noted_at = time.monotonic()
+            self.on_signal()
+        elif time.monotonic() - self._noted_at > SAME_WISH_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

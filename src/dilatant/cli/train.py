@@ -53,15 +53,21 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
     from dilatant.runtime.place import place_from
     from dilatant.runtime.worker_server import warm_up
 
-    if config.parallel is not None and place_from(os.environ) is None:
-        warm_up()  # before our own imports, which take as long as the server's
+    place = place_from(os.environ)
+    if config.parallel is None and place is not None:
+        raise UserError(
+            f"{place.launcher} started {place.size} processes, but the config has no 'parallel' section, so each would "
+            "train the whole model; add one, or start a single process"
+        )
+    if config.parallel is not None and place is None:
+        warm_up(ignore_interrupts=True)  # before our own imports, which take as long as the server's
 
     from rich.console import Console
 
     from dilatant.report.run_folder import RunFolder
     from dilatant.runtime.assemble import assemble_samples
 
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json, quiet=place is not None and place.rank > 0)
     begin = _in_one_process if config.parallel is None else _in_a_pipeline
     folder = RunFolder(config.output_dir)
     try:
@@ -156,6 +162,7 @@ def _in_a_pipeline(
     from dilatant.runtime.assemble import assemble_model
     from dilatant.runtime.checkpoint import load, newest_valid
     from dilatant.runtime.pipeline import plan_from_config, prove_schedule
+    from dilatant.runtime.place import place_from
     from dilatant.runtime.step import model_tensors
 
     assert config.parallel is not None
@@ -163,6 +170,12 @@ def _in_a_pipeline(
         units = {*config.model.encoders, "language"}
         skeleton = assemble_model(config, samples, hollow=units)
     plan = plan_from_config(config.parallel, skeleton)
+    place = place_from(os.environ)
+    if place is not None and place.size != len(plan.ranks):
+        raise UserError(
+            f"the layout has {len(plan.ranks)} ranks, but {place.launcher} started {place.size} processes; start "
+            "as many as it has ranks, or change 'parallel'"
+        )
     with console.status("proving the schedule"):
         prove_schedule(config.parallel, plan, skeleton)
     start.prepare(folder)
@@ -209,7 +222,7 @@ def _finish(
         print(json.dumps(summary))
     if ended.summary:
         console.print(f"\nthe last step: {ended.summary}", highlight=False)
-    _say_where_to_look(console, folder, ended.step, ended.seconds, evaluation)
+    _say_where_to_look(console, folder, ended)
 
 
 def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> _Start:
@@ -296,22 +309,20 @@ def _evaluate(
     return evaluation
 
 
-def _say_where_to_look(
-    console: Console, folder: RunFolder, steps: int, seconds: float, evaluation: Evaluation | None
-) -> None:
+def _say_where_to_look(console: Console, folder: RunFolder, ended: _Ended) -> None:
     path = _shortest(folder.path)
-    console.print(f"\n[bold]{steps} steps in {seconds:.1f} s.[/] Where to look:", highlight=False)
+    console.print(f"\n[bold]{ended.step} steps in {ended.seconds:.1f} s.[/] Where to look:", highlight=False)
     places = {
         f"{path}/metrics.jsonl": "every step's figures",
         f"tensorboard --logdir {path}": "the same as curves",
         f"{path}/export": "the model in the Hugging Face layout",
         f"dilatant generate {path}/export --help": "ask it something",
     }
-    if (folder.path / "timeline.json").is_file():
+    if ended.summary:
         places[f"{path}/timeline.html"] = "the last step on every rank: who computed, who waited for whom"
         places[f"{path}/timeline.json"] = "the same for ui.perfetto.dev"
         places[f"dilatant simulate {path}"] = "the same step predicted, beside the measured one"
-    if evaluation is not None:
+    if ended.evaluation is not None:
         places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
     for place, what in places.items():
         console.print(f"  {place}  [dim]{what}[/]", highlight=False, soft_wrap=True)

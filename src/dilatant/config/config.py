@@ -8,10 +8,10 @@ import os
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
@@ -28,6 +28,7 @@ class Config(Section):
     output_dir: str = "runs/default"
     """The run folder."""
     seed: int = Field(0, ge=0)
+    """Of random weights, the order of samples and dropout."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
@@ -36,6 +37,32 @@ class Config(Section):
     """Train over several processes. Without it, one process holds the whole model."""
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="after")
+    def _layouts_are_of_units(self) -> Self:
+        if self.parallel is None or self.parallel.units is None:
+            return self
+        units = [*self.model.encoders, "language"]
+        colocated = self.parallel.colocated
+        problems = []
+        for key, names in {
+            "parallel.units": self.parallel.units,
+            "parallel.colocated": [*colocated, *colocated.values()],
+        }.items():
+            for name in names:
+                if name not in units:
+                    near = difflib.get_close_matches(name, units, n=1, cutoff=0.5)
+                    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(units)}"
+                    problems.append(f"{key}: {name!r} is no unit of this model; {hint}")
+        for name in units:
+            if name not in self.parallel.units and name not in colocated:
+                shared = "" if name == "language" else f", or parallel.colocated: {{{name}: language}}"
+                problems.append(
+                    f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}"
+                )
+        if problems:
+            raise ValueError("\n  - ".join(problems))
+        return self
 
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load_config` reads it back to an equal value."""
@@ -56,7 +83,11 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config {str(path)!r} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"config {str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise UserError(
+            f"config {str(path)!r} is not valid YAML: {place}{problem or ' '.join(str(error).split())}"
+        ) from None
     if not isinstance(tree, dict):
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
     for override in overrides:
@@ -69,9 +100,16 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise list_problems(
-            f"{name} has a mistake:", [_explain(problem) for problem in error.errors()]
-        ) from None
+        problems = error.errors()
+        places = [problem["loc"] for problem in problems]
+        # A list whose item is wrong also counts as too short.
+        telling = [
+            problem
+            for problem in problems
+            if problem["type"] != "too_short"
+            or not any(place[: len(problem["loc"])] == problem["loc"] != place for place in places)
+        ]
+        raise list_problems(f"{name} has a mistake:", [_explain(problem) for problem in telling]) from None
     return _with_absolute_paths(config, base)
 
 
@@ -115,6 +153,8 @@ def _explain(problem: Any) -> str:
         return f"unknown key {place!r}; {hint}"
     if problem["type"] == "missing":
         return f"{place!r} is missing"
+    if problem["type"] == "model_type":
+        return f"{place} must be a section with keys such as {', '.join(_keys_at(problem['loc'])[:3])}"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""

@@ -19,8 +19,11 @@ class DataSource(Section):
     id: str | None = None
     """A data set on the Hugging Face hub."""
     subset: str | None = None
+    """The configuration of a data set on the hub, where it has several."""
     split: str = "train"
+    """The split of a data set on the hub."""
     format: Literal["auto", "parquet", "jsonl", "llava", "webdataset", "hub"] = "auto"
+    """`auto` looks into the file."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in the blend, relative to the other weights."""
     limit: int | None = Field(None, gt=0)
@@ -44,6 +47,7 @@ class DataSource(Section):
 class DataConfig(Section):
     train: tuple[DataSource, ...] = Field(min_length=1)
     eval: tuple[DataSource, ...] = ()
+    """Held-out data, in the same form."""
     chat_template: str = "auto"
     """`auto` (the tokenizer's own, else plain), `plain`, or a file with a Jinja template."""
     train_on: Literal["assistant", "all"] = "assistant"

@@ -13,9 +13,13 @@ class UnitLayout(Section):
     """How one unit is laid out: `replicas` chains of `pp` stages of `tp * cp` ranks."""
 
     replicas: int = Field(1, ge=1)
+    """Copies that share the samples (data parallelism)."""
     tp: int = Field(1, ge=1)
+    """Tensor parallelism: ranks that share each layer."""
     cp: int = Field(1, ge=1)
+    """Context parallelism: ranks that share each sample."""
     pp: int = Field(1, ge=1)
+    """Pipeline parallelism: stages."""
     cuts: tuple[int, ...] | None = None
     """The first layer of every stage, beginning with 0. Default: stages of equally many layers."""
 
@@ -30,6 +34,7 @@ class ParallelConfig(Section):
     microbatches: int = Field(4, ge=1)
     """Microbatches of each unit replica in a step."""
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] = "eager"
+    """In which order a rank works; see docs/schedules.md."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
 

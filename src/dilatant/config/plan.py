@@ -13,6 +13,7 @@ class ClusterConfig(Section):
     """The devices to plan for. Default: this machine."""
 
     nodes: int = Field(1, gt=0)
+    """Machines."""
     gpus_per_node: int | None = Field(None, gt=0)
     """GPUs of a node; on a machine without GPUs, training processes. Default: this machine's GPUs, else one process
     for each core, between 2 and 4."""

@@ -10,7 +10,11 @@ from dilatant.config.base import Section
 
 
 class GroupOverride(Section):
+    """What differs for a group of weights; see `OptimizerConfig.groups`."""
+
     learning_rate: float | None = Field(None, ge=0)
+    """NAME is a unit (`vision`), a part (`vision.projector`) or a pattern of parameter names; of several that fit, the
+    last written counts."""
     weight_decay: float | None = Field(None, ge=0)
 
 
@@ -18,23 +22,25 @@ class OptimizerConfig(Section):
     """AdamW."""
 
     learning_rate: float = Field(1e-4, gt=0)
+    """Of AdamW, at its peak; as `weight_decay`, `betas` and `eps` in torch."""
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
-    """Other rates for a unit (`vision`), a part (`vision.projector`) or a pattern of parameter names; of several
-    that fit, the last written counts."""
 
 
 class RateSchedule(Section):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
     final_ratio: float = Field(0.0, ge=0, le=1)
     """The last learning rate as a share of the peak."""
 
 
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
+    """Optimizer steps in all, those before a resume included."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data, when `steps` is not given. Default: 1."""
     global_batch_size: int = Field(32, gt=0)
@@ -44,24 +50,34 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
     max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients are clipped to this norm over the whole model; `null`: not."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: GPUs where there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 on a GPU that has it, fp32 on a CPU. Master weights and moments stay fp32."""
     gradient_checkpointing: bool = False
+    """Keep only the input of each block, and compute the rest again in its backward."""
     logging_steps: int = Field(1, gt=0)
-    save_steps: int | None = Field(None, gt=0)
-    """Steps between checkpoints. A last one is always written."""
+    """Steps between lines of metrics.jsonl."""
+    save_steps: int | None = Field(500, gt=0)
+    """Steps between checkpoints. A last one is always written, also when the run is stopped or the data are wrong;
+    `null`: only that one."""
     keep_checkpoints: int = Field(2, gt=0)
+    """The newest ones stay, older ones are deleted."""
     resume: str = "never"
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Trackers, besides metrics.jsonl."""
 
 
 class EvaluationConfig(Section):
     """Exact match of generated answers with `data.eval`, after training and every `steps`."""
 
     steps: int | None = Field(None, gt=0)
+    """Steps between evaluations on `data.eval`. Default: only after training."""
     limit: int | None = Field(None, gt=0)
+    """Use only the first held-out samples."""
     batch_size: int = Field(64, gt=0)
+    """Samples at once."""
     max_new_tokens: int = Field(16, gt=0)
+    """The longest answer that is written."""

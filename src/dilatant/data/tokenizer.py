@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilatant.config.errors import UserError
@@ -16,6 +17,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer of a hub id or a local folder, or the built-in one for `bytes`. Raises UserError."""
     if name == BYTES:
         return byte_tokenizer()
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise UserError(f"tokenizer folder {name!r} does not exist")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

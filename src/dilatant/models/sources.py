@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
 
@@ -139,7 +141,7 @@ def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedMode
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     tower = tower_config(config)
     if tower is not config:
-        return _from_pretrained(MODEL_MAPPING[type(tower)], name, where, tower, options)
+        return _tower_alone(MODEL_MAPPING[type(tower)], name, where, tower, options)
     if not config.is_encoder_decoder:
         return _from_pretrained(AutoModel, name, where, config, options)
     with torch.device("meta"):
@@ -147,6 +149,24 @@ def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedMode
     if encoder_class.__name__ in (config.architectures or ()):
         return _from_pretrained(encoder_class, name, where, config, options)
     return _from_pretrained(AutoModel, name, where, config, options).get_encoder()
+
+
+def _tower_alone(
+    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """A tower from a larger model's files, without transformers' list of everything that is not of the tower."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, found = _from_pretrained(loader, name, where, config, options, output_loading_info=True)
+    finally:
+        transformers_logging.set_verbosity(before)
+    if missing := sorted(found["missing_keys"]):
+        warnings.warn(
+            f"{where}: {name!r} lacks {len(missing)} weights of its encoder ({missing[0]}, ...); they begin at random",
+            stacklevel=2,
+        )
+    return model
 
 
 def load_pretrained_config(name: str, where: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -192,8 +212,8 @@ def _require_on_hub(name: str, where: str) -> None:
 
 
 def _from_pretrained(
-    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any]
-) -> PreTrainedModel:
+    loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any], **more: Any
+) -> Any:
     try:
         return loader.from_pretrained(
             name,
@@ -201,6 +221,7 @@ def _from_pretrained(
             dtype=options.get("dtype") or "auto",
             attn_implementation=options.get("attn_implementation"),
             **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
+            **more,
         )
     except Exception as error:
         raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {_one_line(error)}") from None

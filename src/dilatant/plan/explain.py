@@ -151,10 +151,8 @@ def _certainty(result: SearchResult) -> str:
     tried = f"{seen} of {result.candidates} candidates were simulated"
     if result.proven:
         return f"{tried}; no other can be faster."
-    return (
-        f"{tried}; no other can be faster than {_ms(result.lower_bound)} (at most {result.gap:.1%} better)."
-    )
+    return f"{tried}; no other can be faster than {_ms(result.lower_bound)}."
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.2f} ms"
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"

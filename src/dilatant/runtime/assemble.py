@@ -77,6 +77,8 @@ def load_model_tokenizer(config: ModelConfig) -> Any:
         raise UserError(
             "model.language_model.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
         )
+    if source.tokenizer is None:  # an id that is wrong is not the tokenizer's mistake
+        load_pretrained_config(name, "model.language_model", source.trust_remote_code)
     return load_tokenizer(name, source.trust_remote_code)
 
 

@@ -13,6 +13,7 @@ from dilatant.config.errors import UserError
 class Place:
     """Where an outer launcher put this process. `hosts_store`: rank 0 must open the store itself."""
 
+    launcher: str
     rank: int
     size: int
     local_rank: int
@@ -90,6 +91,7 @@ def _place(
         )
     try:
         return Place(
+            launcher=launcher,
             rank=int(rank),
             size=int(size),
             local_rank=int(local_rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing import forkserver
 
 PRELOAD = (
@@ -13,10 +14,18 @@ PRELOAD = (
 )
 
 
-def warm_up() -> None:
+def warm_up(ignore_interrupts: bool = False) -> None:
     """Start the server that workers come from; its imports go on beside what the caller does.
 
-    Imports are the bulk of a worker's start; the server does them once.
+    Imports are the bulk of a worker's start; the server does them once. ignore_interrupts: Ctrl-C, which a terminal
+    sends to all of a command's processes, is left to the caller; for its main thread.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
+    if not ignore_interrupts:
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server and its workers inherit this
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
