@@ -10,9 +10,10 @@ from typing import Any
 
 class StopSignal:
     """While open, the first SIGINT or SIGTERM is noted in `signal` and calls `on_signal`; a second one acts as it would
-    without us."""
+    without us, unless `patient`: then it is noted only."""
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool = False) -> None:
+        self._patient = patient
         self.signal: signal.Signals | None = None
         self.on_signal: Callable[[], None] = lambda: None
         self._before: dict[signal.Signals, Any] = {}
@@ -38,7 +39,8 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._restore()
+        if not self._patient:
+            self._restore()
         self.on_signal()
 
     def _restore(self) -> None:

@@ -32,6 +32,8 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] = "eager"
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a rank waits for another one before the run ends with an error that tells who is silent."""
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:

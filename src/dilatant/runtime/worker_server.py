@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from multiprocessing import forkserver
+import signal
+
+from dilatant.data import workers
 
 PRELOAD = (
     "dilatant.runtime.pipeline",
@@ -18,5 +19,10 @@ def warm_up() -> None:
 
     Imports are the bulk of a worker's start; the server does them once.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
+    workers.warm_up(PRELOAD)
+
+
+def heed_launcher() -> None:
+    """In a worker: SIGTERM is for it again, which its launcher sends when it is asked to stop; Ctrl-C is not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
