@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import PlacedStage
-from dilatant.runtime.comm import CommAborted
+from dilatant.runtime.comm import CommAborted, CommTimeout
 from dilatant.runtime.deferred import WeightGradients, settle
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
@@ -88,7 +88,8 @@ class Executor:
         """Run `actions`; returns the losses of their forwards, scalars on the device, with their samples; or the
         predictions, where `data` asks for these (`actions` are forwards only, and leave no gradients).
 
-        Raises ActionFailed, or UserError (a mistake in a sample) as it is, and CommAborted when another rank failed.
+        Raises ActionFailed, or UserError (a mistake in a sample) as it is, CommAborted when another rank failed, and
+        CommTimeout when one is silent.
         """
         self._pieces.clear()
         self._handed_over.clear()
@@ -123,7 +124,7 @@ class Executor:
                 else:
                     self._recorder.computing()
                     self._recorder.done()
-            except (CommAborted, UserError):
+            except (CommAborted, CommTimeout, UserError):
                 raise
             except Exception as error:
                 raise ActionFailed(self._explain(stage, action, samples, data, error)) from error

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from dilatant.config.errors import UserError
-from dilatant.runtime.comm import CommAborted, announce_failure
+from dilatant.runtime.comm import CommAborted, CommTimeout, announce_failure
 from dilatant.runtime.place import place_from
 from dilatant.runtime.worker_server import heed_launcher, warm_up
 
 GRACE_SECONDS = 5.0
-"""What workers have to end by themselves after one has died; then nothing they could save is of use."""
+"""What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
 SAVE_SECONDS = 60.0
 """What they have after one has raised an error: all of them may be saving their parts of the last step."""
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -64,7 +64,7 @@ class _Report:
     details: str
     follows: bool = False
     is_user_error: bool = False
-    died: bool = False
+    loses_a_rank: bool = False
     killed_by: int | None = None
 
 
@@ -182,9 +182,9 @@ def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Any) -> list[An
             if not isinstance(outcome, _Report):
                 results[rank] = outcome[0]
                 continue
-            if not reports or outcome.died:
+            if not reports or outcome.loses_a_rank:
                 began = announce_failure(store, outcome.message)
-                seconds = SAVE_SECONDS if not outcome.died else GRACE_SECONDS if began else 0.0
+                seconds = SAVE_SECONDS if not outcome.loses_a_rank else GRACE_SECONDS if began else 0.0
                 deadline = min(time.monotonic() + seconds, math.inf if deadline is None else deadline)
             reports.append(outcome)
     if not reports:
@@ -205,7 +205,7 @@ def _death(rank: int, process: Any) -> _Report:
     else:
         how = f"ended with exit code {code}"
     killed_by = -code if code is not None and code < 0 else None
-    return _Report(rank, f"rank {rank} {how}", "", died=True, killed_by=killed_by)
+    return _Report(rank, f"rank {rank} {how}", "", loses_a_rank=True, killed_by=killed_by)
 
 
 def _serve(connection: Connection, rank: int, size: int, port: int, payload: bytes) -> None:
@@ -244,6 +244,7 @@ def _report(rank: int, error: BaseException) -> _Report:
         "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
         follows=isinstance(error, CommAborted),
         is_user_error=isinstance(error, UserError),
+        loses_a_rank=isinstance(error, CommTimeout),
     )
 
 
