@@ -129,7 +129,7 @@ def _waits_for_one_that_left(worker: Worker) -> str:
 def test_a_lost_peer_is_named_to_all_who_wait_for_somebody_else(workers: WorkerPool) -> None:
     first, second, _ = workers.run(_waits_for_one_that_left, 3, timeout_seconds=30)
     assert first == second
-    assert first.startswith("rank 1 lost its peer in rows of sample 7 from rank 2: ")
+    assert first.startswith("rank 1 lost its peer in rows of sample 7 from rank 2; rank 2 does not answer")
 
 
 def _alone_in_making_a_group(worker: Worker) -> None:

@@ -314,7 +314,7 @@ class Comm:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _who_is_missing(self) -> str:
-        """After a wait that took too long: the ranks that do not answer, else those that are at something else."""
+        """After a wait in vain: the ranks that do not answer, and those that do not wait themselves."""
         try:
             others = self._others()
             answers = news.call_roll(self._own_store(), others, _QUESTION)
@@ -324,7 +324,9 @@ class Comm:
         told = [f"rank {rank} {text}" for rank, text in answers.items()]
         busy = [text for text in told if " waits " not in text]
         if silent:
-            busy.insert(0, f"rank {', '.join(silent[:16])} does not answer: stopped, or its machine is gone")
+            busy.insert(
+                0, f"rank {', '.join(silent[:16])} does not answer: killed or stopped, or its machine is gone"
+            )
         return "; ".join((busy or told)[:8])
 
     @contextlib.contextmanager
@@ -340,20 +342,18 @@ class Comm:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            text = " ".join(str(error).split())
-            explained: RuntimeError
-            if self._reason is None and ("imed out" in text or "imeout" in text):
-                seconds = f"{self._timeout.total_seconds():g} s"
-                explained = CommTimeout(
-                    f"rank {self.rank} waited over {seconds} for {what}; {self._who_is_missing()}"
-                )
-            else:
+            kind: type[RuntimeError] = CommTimeout
+            text = f"rank {self.rank} waited over {self._timeout.total_seconds():g} s for {what}"
+            if "imed out" not in str(error) and "imeout" not in str(error):
                 self._await_news(1.0)
-                explained = CommAborted(f"rank {self.rank} lost its peer in {what}: {text[:200]}")
+                kind = CommAborted
+                text = f"rank {self.rank} lost its peer in {what}"
+            if self._reason is None:
+                text = f"{text}; {self._who_is_missing()}"
             if self._reason is not None:
                 raise CommAborted(self._reason) from None
-            self.abort(str(explained))
-            raise explained from error
+            self.abort(text)
+            raise kind(text) from error
         finally:
             if is_main:
                 self._waiting = None

@@ -237,12 +237,13 @@ def _report(rank: int, error: BaseException) -> _Report:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
+    follows = isinstance(error, CommAborted)
     # What an error of ours says about another one is in the message; the other one's trace tells where it arose.
     return _Report(
         rank,
         prefix + text,
-        "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
-        follows=isinstance(error, CommAborted),
+        "" if follows else "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
+        follows=follows,
         is_user_error=isinstance(error, UserError),
         loses_a_rank=isinstance(error, CommTimeout),
     )
