@@ -234,7 +234,7 @@ def test_a_signal_before_training_begins_just_ends_the_command(
     threading.Thread(target=ask, daemon=True).start()
     code, _, err = dilatant("train", project / "config.yaml", *layout(THREE))
     assert code == 128 + signal.SIGTERM
-    assert err.strip() == "stopped before the next step"
+    assert re.fullmatch(r"stopped; go on with\n  dilatant resume \S+\n", err)
 
 
 def children(pid: int) -> list[int]:

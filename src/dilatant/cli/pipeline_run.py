@@ -63,11 +63,11 @@ def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: boo
                 started=lambda: setattr(stop, "on_signal", _terminate_workers),
             )
         except (WorkerFailed, KeyboardInterrupt) as failure:
-            # A worker that has not begun to train just ends when it is asked to.
+            # A worker that does not train, yet or any more, just ends when it is asked to.
             if isinstance(failure, KeyboardInterrupt) or (
                 stop.received and failure.killed_by == signal.SIGTERM
             ):
-                print("stopped before the next step", file=sys.stderr)
+                print(f"stopped; go on with\n  dilatant resume {config.output_dir}", file=sys.stderr)
                 raise typer.Exit(stop.exit_code or 128 + signal.SIGINT) from None
             if failure.details:
                 print(failure.details, file=sys.stderr)
