@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tiny_project import Dilatant, tiny_config, write_images
 
-from dilatant.cli.app import main
+from dilatant.cli.app import run
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def dilatant(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         capfd.readouterr()
         monkeypatch.setattr("sys.argv", ["dilatant", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            main()
+            run()
         out, err = capfd.readouterr()
         code = ended.value.code
         return (code if isinstance(code, int) else int(code is not None)), out, err

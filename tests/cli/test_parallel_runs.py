@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import yaml
 from tiny_project import Dilatant, tiny_config
 
 from dilatant.cli import pipeline_run
+from dilatant.config import Config
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.timeline import StepTimeline
 from dilatant.runtime.launch import Worker
@@ -210,6 +212,29 @@ def test_a_stage_that_fails_is_named_first_with_its_samples_and_nothing_else(
     ), last
     assert err.count("Traceback") == 1
     assert "CommAborted" not in err
+    # All ranks live to save their parts of the finished step.
+    assert [saved.name for saved in (project / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def rank_that_never_begins(worker: Worker, config: Config, *_: Any) -> None:
+    (Path(config.output_dir) / f"rank{worker.rank}").touch()
+    time.sleep(1000)
+
+
+def test_a_signal_before_training_begins_just_ends_the_command(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_run, "_train_rank", rank_that_never_begins)
+
+    def ask() -> None:
+        while len([*(project / "run").glob("rank*")]) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    code, _, err = dilatant("train", project / "config.yaml", *layout(THREE))
+    assert code == 128 + signal.SIGTERM
+    assert re.fullmatch(r"stopped; go on with\n  dilatant resume \S+\n", err)
 
 
 def children(pid: int) -> list[int]:
@@ -265,6 +290,8 @@ def test_a_signal_stops_all_ranks_after_one_step(project: Path, number: signal.S
         *layout(THREE),
         "--set",
         "train.steps=100000",
+        "--set",
+        "data.workers=1",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -275,10 +302,7 @@ def test_a_signal_stops_all_ranks_after_one_step(project: Path, number: signal.S
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # a terminal's Ctrl-C reaches every process of the command
-    else:
-        process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal, `timeout`, Slurm and systemd do
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number
     assert "dilatant resume" in output

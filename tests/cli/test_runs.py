@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,23 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(project: Path, dilatant: 
     dilatant("resume", project / "run")
     # Another process may split sums over threads in another way, and forty optimizer steps amplify the last bit.
     assert losses(project / "run") == pytest.approx(losses(project / "whole"), rel=1e-3)
+
+
+def test_what_an_optimizer_left_half_done_is_not_saved(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = torch.optim.AdamW.step, []
+
+    def out_of_memory(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        step(self, *arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("no room for the next weight")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
+    with pytest.raises(MemoryError):
+        dilatant("train", project / "config.yaml")
+    assert not [*(project / "run").glob("checkpoints/step-*")]
 
 
 def test_losses_do_not_depend_on_how_samples_are_packed(project: Path, dilatant: Dilatant) -> None:

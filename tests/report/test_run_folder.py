@@ -37,6 +37,15 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3]
 
 
+def test_a_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    run._metrics = (tmp_path / "metrics.jsonl").open("a")
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device"):
+        run.log({"step": 1})
+    run.close()
+
+
 def test_a_new_run_starts_an_empty_record(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 1, 2)
     log_steps(tmp_path, 0, 1)

@@ -84,7 +84,7 @@ def test_parts_of_several_ranks_load_as_one(tmp_path: Path) -> None:
     writers[0].save(7, {"model": {"vision.norm.bias": whole["model"]["vision.norm.bias"]}}, {"a": 1})
     assert list_checkpoints(tmp_path) == []
     writers[1].save(
-        7, {"model": {"language.layers.0.weight": whole["model"]["language.layers.0.weight"]}}, {}
+        7, {"model": {"language.layers.0.weight": whole["model"]["language.layers.0.weight"]}}, {"a": 1}
     )
     for writer in writers:
         writer.close()
@@ -96,11 +96,20 @@ def test_parts_of_several_ranks_load_as_one(tmp_path: Path) -> None:
     assert part["model"]["vision.norm.bias"].all()
 
 
-def test_a_rank_that_never_comes_does_not_make_a_checkpoint(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, 1, 0, 2)
-    writer.save(1, tensors(1), {})
-    writer.abandon()
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("last", [0, 1])
+def test_nobody_waits_for_a_part_that_never_comes_and_the_last_one_completes_the_rest(
+    tmp_path: Path, last: int
+) -> None:
+    writers = [CheckpointWriter(tmp_path, 1, rank, 2) for rank in (0, 1)]
+    first = writers[1 - last]
+    first.save(1, tensors(1), {})
+    first.save(2, tensors(2), {})
+    first.close()
+    assert list_checkpoints(tmp_path) == []
+    writers[last].save(2, tensors(2), {})
+    writers[last].close()
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [2]
+    assert damage(tmp_path / "step-00000002") is None
 
 
 def test_half_a_checkpoint_of_a_killed_run_is_never_found(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -91,6 +93,45 @@ def test_an_abort_anywhere_ends_what_others_are_blocked_in(workers: WorkerPool, 
         assert seconds < 20  # far below the timeout of 100 s, whatever else runs here
 
 
+def _beside_a_closed_peer(worker: Worker) -> None:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=100)
+    comm.world.barrier()
+    if worker.rank == 1:
+        worker.store.wait(["closed"])
+        threading.Timer(0.3, comm.abort, ("enough", False)).start()
+        with pytest.raises(CommAborted, match="enough"):
+            comm.world.receive(torch.zeros(1), source=0).wait()
+        worker.store.set("over", "")
+    comm.close()
+    if worker.rank == 2:
+        worker.store.set("closed", "")
+    worker.store.wait(["over"])
+
+
+def test_an_abort_ends_a_wait_for_a_silent_rank_where_another_one_is_gone(workers: WorkerPool) -> None:
+    workers.run(_beside_a_closed_peer, 3, timeout_seconds=30)
+
+
+def _waits_for_one_that_left(worker: Worker) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=100)
+    pair = comm.group("pair", (0, 1)) if worker.rank < 2 else None
+    comm.world.barrier()
+    reason = ""
+    if pair is not None:
+        group = comm.world if worker.rank == 1 else pair
+        with pytest.raises(CommAborted) as lost:
+            group.receive(torch.zeros(1), source=worker.rank + 1, what="rows of sample 7").wait()
+        reason = str(lost.value)
+    comm.close()
+    return reason
+
+
+def test_a_lost_peer_is_named_to_all_who_wait_for_somebody_else(workers: WorkerPool) -> None:
+    first, second, _ = workers.run(_waits_for_one_that_left, 3, timeout_seconds=30)
+    assert first == second
+    assert first.startswith("rank 1 lost its peer in rows of sample 7 from rank 2; rank 2 does not answer")
+
+
 def _alone_in_making_a_group(worker: Worker) -> None:
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=100)
     comm.world.barrier()
@@ -132,18 +173,40 @@ def test_survivors_of_a_killed_rank_go_on_under_the_next_generation(workers: Wor
     assert "rank 2" not in str(failed.value)
 
 
-def _late(worker: Worker) -> None:
+def _late(worker: Worker, how: str) -> str:
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=1.5)
-    if worker.rank == 0:
-        with pytest.raises(CommTimeout, match=r"waited over 1\.5 s for rows of sample 7"):
-            comm.world.receive(torch.zeros(1), source=1, what="rows of sample 7").wait()
-    else:
-        time.sleep(2.5)
+    comm.world.barrier()
+    if worker.rank == 2:
+        worker.store.set("process", str(os.getpid()))
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while not worker.store.check(["over"]):
+            time.sleep(0.01)
+        comm.close()
+        return ""
+    late = int(worker.store.get("process"))
+    with pytest.raises((CommTimeout, CommAborted)) as error:
+        comm.world.receive(torch.zeros(1), source=worker.rank + 1, what="rows of sample 7").wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(late, signal.SIGCONT)
+    worker.store.set("over", "")
     comm.close()
+    return str(error.value)
 
 
-def test_a_late_peer_is_named_by_what_was_awaited(workers: WorkerPool) -> None:
-    workers.run(_late, 2)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("stopped", "rank 2 does not answer"), ("busy", r"rank 2 is busy in _late \(test_comm.py:\d+\)")],
+)
+def test_whoever_waits_too_long_tells_what_for_and_who_is_behind_it(
+    workers: WorkerPool, how: str, says: str
+) -> None:
+    """Not the rank that is waited for, if that one waits itself."""
+    first, second, _ = workers.run(_late, 3, how)
+    for reason in (first, second):
+        assert re.match(
+            rf"rank [01] waited over 1\.5 s for rows of sample 7 from rank [12]; {says}", reason
+        ), reason
 
 
 def _many_generations(worker: Worker) -> tuple[int, int]:

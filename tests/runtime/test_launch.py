@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from dilatant.config.errors import UserError
+from dilatant.runtime import launch
 from dilatant.runtime.comm import Comm
 from dilatant.runtime.launch import Worker, WorkerFailed, launch_local
 from dilatant.runtime.place import Place, first_host, place_from
@@ -57,6 +60,44 @@ def test_the_first_error_ends_the_run_and_is_the_one_reported(how, error, messag
     with pytest.raises(error, match=message):
         launch_local(_one_ends_while_others_wait, 3, how)
     assert time.monotonic() - began < 120  # the others wait for 300 s when nobody tells them
+
+
+def _one_dies_before_the_others_begin(worker: Worker) -> None:
+    if worker.rank == 1:
+        os._exit(3)
+    time.sleep(1000)
+
+
+def test_nobody_is_waited_for_who_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1000.0)
+    with pytest.raises(WorkerFailed, match=r"^rank 1 ended with exit code 3$"):
+        launch_local(_one_dies_before_the_others_begin, 3)
+
+
+def _tell_and_sleep(worker: Worker, told: str) -> None:
+    Path(told, str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def _launch_and_tell(told: str) -> None:
+    launch_local(_tell_and_sleep, 2, told)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = multiprocessing.get_context("forkserver").Process(
+        target=_launch_and_tell, args=(str(tmp_path),)
+    )
+    launcher.start()
+    deadline = time.monotonic() + 100
+    while len(workers := [*tmp_path.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.join()
+    while left := [worker.name for worker in workers if Path("/proc", worker.name).exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
 
 
 TORCHRUN = {

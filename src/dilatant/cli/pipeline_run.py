@@ -6,8 +6,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended. exit_code: 0, or what a signal asks for. `summary` says who was busy and who waited in the last
-    step (rank 0 only). evaluation: of a run that reached its last step."""
+    """How a rank ended. `summary` says who was busy and who waited in the last step (rank 0 only). exit_code: what the
+    signal that stopped the run asks for. evaluation: of a run that reached its last step."""
 
     rank: int
     step: int
@@ -48,37 +48,52 @@ def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: boo
     """Train on all ranks of `plan`; returns how rank 0 (or this rank, under an outer launcher) ended, and the exit
     code that a signal asks for. Raises UserError; any other failure of a rank is shown and ends with code 1."""
     from dilatant.runtime.launch import WorkerFailed, launch
-    from dilatant.runtime.place import place_from
 
-    outer = place_from(os.environ) is not None
-    with StopSignal() as stop:
-        if not outer:
-            stop.on_signal = partial(_stop_workers, len(plan.ranks))
+    stop = StopSignal()
+    stop.on_signal = _interrupt  # until all workers run
+    with stop if _starts_workers(plan) else nullcontext():
         try:
-            outcomes = launch(_train_rank, len(plan.ranks), config, plan.to_json(), checkpoint, quiet, outer)
+            outcome, *_ = launch(
+                _train_rank,
+                len(plan.ranks),
+                config,
+                plan.to_json(),
+                checkpoint,
+                quiet,
+                started=lambda: setattr(stop, "on_signal", _terminate_workers),
+            )
         except (WorkerFailed, KeyboardInterrupt) as failure:
-            if stop.received and (isinstance(failure, KeyboardInterrupt) or "SIGTERM" in str(failure)):
-                print("stopped; nothing more was saved", file=sys.stderr)
-                raise typer.Exit(stop.exit_code) from None
-            if isinstance(failure, KeyboardInterrupt):
-                raise
-            print(failure.details, file=sys.stderr)
+            # A worker that does not train, yet or any more, just ends when it is asked to.
+            if isinstance(failure, KeyboardInterrupt) or (
+                stop.received and failure.killed_by == signal.SIGTERM
+            ):
+                print(f"stopped; go on with\n  dilatant resume {config.output_dir}", file=sys.stderr)
+                raise typer.Exit(stop.exit_code or 128 + signal.SIGINT) from None
+            if failure.details:
+                print(failure.details, file=sys.stderr)
             print(f"error: {failure}", file=sys.stderr)
             raise typer.Exit(1) from None
-        return outcomes[0], stop.exit_code or outcomes[0].exit_code
+    return outcome, stop.exit_code or outcome.exit_code
 
 
-def _stop_workers(expected: int) -> None:
-    """Tell our own workers that this process was asked to stop. They ignore Ctrl-C, which reaches all at once."""
-    workers = multiprocessing.active_children()
-    for worker in workers:
+def _starts_workers(plan: Plan) -> bool:
+    from dilatant.runtime.place import place_from
+
+    return place_from(os.environ) is None and len(plan.ranks) > 1
+
+
+def _terminate_workers() -> None:
+    """Those that train stop after the step in hand, the others at once."""
+    for worker in multiprocessing.active_children():
         worker.terminate()
-    if len(workers) < expected:
-        raise KeyboardInterrupt  # those that are still to be started could not be told
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _train_rank(
-    worker: Worker, config: Config, plan_json: str, checkpoint: Path | None, quiet: bool, outer: bool
+    worker: Worker, config: Config, plan_json: str, checkpoint: Path | None, quiet: bool
 ) -> Outcome:
     """One rank's part of a run."""
     from rich.console import Console
@@ -91,8 +106,6 @@ def _train_rank(
     from dilatant.runtime.pipeline import Pipeline, units_decoded_on
     from dilatant.runtime.trainer import Trainer
 
-    if not outer:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     plan = Plan.from_json(plan_json)
     if config.data.workers and units_decoded_on(plan, worker.rank):
         warm_up()
@@ -115,15 +128,17 @@ def _train_rank(
             result = _train(config, folder, trainer, engine, samples, console, stop)
         summary = _last_step(engine, plan, folder) if trainer.step else ""
         evaluation = None
-        # Where only another rank was told to stop, that was a SIGTERM for what this one knows.
-        exit_code = 0 if result.finished else stop.exit_code or 128 + signal.SIGTERM
         if result.finished:
             evaluation = engine.evaluate(config, samples)
             if evaluation is not None and worker.rank == 0:
                 show_evaluation(folder, console, trainer.step, evaluation)
+        exit_code = 0 if result.finished else stop.exit_code or 128 + signal.SIGTERM  # another rank was asked
         return Outcome(
             worker.rank, result.step, result.total_steps, result.seconds, exit_code, summary, evaluation
         )
+    except BaseException as error:
+        engine.fail(error)
+        raise
     finally:
         trainer.close()
         folder.close()

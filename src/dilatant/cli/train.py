@@ -60,7 +60,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
             "train the whole model; add one, or start a single process"
         )
     if config.parallel is not None and place is None:
-        warm_up(ignore_interrupts=True)  # before our own imports, which take as long as the server's
+        warm_up()  # before our own imports, which take as long as the server's
 
     from rich.console import Console
 

@@ -37,6 +37,8 @@ class ParallelConfig(Section):
     """In which order a rank works; see docs/schedules.md."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a rank waits for another one before the run ends with an error that tells who is silent."""
 
     @model_validator(mode="after")
     def _one_layout(self) -> Self:

@@ -13,8 +13,8 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
@@ -34,10 +34,19 @@ class WorkerError(RuntimeError):
     """A worker process died, or failed in a way that is no mistake in the data."""
 
 
-def warm_up() -> None:
-    """Start the server that workers come from; its imports go on beside what the caller does."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
+def warm_up(preload: Sequence[str] = PRELOAD) -> None:
+    """Start the server that workers come from; its imports go on beside what the caller does.
+
+    Signals to a whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or Slurm) are for the caller: the
+    server and its workers hold them back.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()  # at its start it lets both signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerPool(Generic[T, R]):
@@ -50,6 +59,7 @@ class WorkerPool(Generic[T, R]):
         self._job = job
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        util.Finalize(self, _end, (self._processes, self._connections), exitpriority=0)
         if workers:
             context = multiprocessing.get_context("forkserver")
             warm_up()
@@ -144,21 +154,24 @@ class WorkerPool(Generic[T, R]):
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        for connection in self._connections:
-            connection.close()
-        self._processes, self._connections = [], []
+        _end(self._processes, self._connections)
+
+
+def _end(processes: list[Any], connections: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    for connection in connections:
+        connection.close()
+    processes.clear()
+    connections.clear()
 
 
 def _work(connection: Connection, payload: bytes) -> None:
     """The life of a worker: do tasks until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means, and closes us
+    for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
+        signal.signal(asked, signal.SIG_IGN)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,12 +21,10 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):  # a name of its own: all ranks of a run try at once
                 pass
-        except OSError as error:
-            raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
         self._metrics: TextIO | None = None
 
     @property
@@ -51,7 +50,8 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> Path:
         """Save `text` as `name` in the folder; a reader never sees half of it."""
         path = self.path / name
-        _write_whole(path, text)
+        with self._writing():
+            _write_whole(path, text)
         return path
 
     def begin_metrics(self, completed_steps: int) -> None:
@@ -62,20 +62,31 @@ class RunFolder:
         """
         path = self.path / "metrics.jsonl"
         kept = [line for line in _records(path) if json.loads(line)["step"] <= completed_steps]
-        _write_whole(path, "".join(f"{line}\n" for line in kept))
-        self._metrics = path.open("a", encoding="utf-8")
+        with self._writing():
+            _write_whole(path, "".join(f"{line}\n" for line in kept))
+            self._metrics = path.open("a", encoding="utf-8")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record to metrics.jsonl."""
         if self._metrics is None:
             raise RuntimeError("begin_metrics first")
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        with self._writing():
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
 
     def close(self) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            with suppress(OSError):  # a record that could not be written was reported when it was logged
+                self._metrics.close()
             self._metrics = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full or unwritable disk is the user's to mend. Raises UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
 
 
 def _records(path: Path) -> list[str]:

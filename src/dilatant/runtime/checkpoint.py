@@ -3,8 +3,9 @@
 A checkpoint is a folder `step-00000100`: one part for each rank that wrote (`part-00000`, a
 torch.distributed.checkpoint under logical names, with the size and CRC-32 of every file in `part.json`), and a
 `manifest.json` with the plain values (step, data position). It is written under a temporary name and renamed when all
-parts are complete, so a folder with the final name is whole or damaged by others, never half-written by us. Tensors
-are found by name in whichever part holds them: a checkpoint loads under any other layout.
+parts are complete, so a folder with the final name is whole or damaged by others, never half-written by us. The rank
+whose part is the last one does that: nobody waits for a rank that may have failed. Tensors are found by name in
+whichever part holds them: a checkpoint loads under any other layout.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import json
 import os
 import re
 import shutil
-import threading
 import warnings
 import zlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,7 +36,6 @@ Tensors = dict[str, Any]
 _NAME = re.compile(r"^step-(\d{8})$")
 _MANIFEST = "manifest.json"
 _PART_MANIFEST = "part.json"
-_POLL_SECONDS = 0.02
 _CHUNK_BYTES = 1 << 24
 
 
@@ -51,8 +50,8 @@ class Checkpoint:
 class CheckpointWriter:
     """Writes one rank's parts of a run's checkpoints, one at a time, off the training path.
 
-    Rank 0 completes a checkpoint when all `num_parts` are there, and keeps the newest `keep`. Its writer must exist
-    before another rank's first `save`.
+    A checkpoint is complete when all `num_parts` are there; the newest `keep` stay. Rank 0's writer must exist before
+    another rank's first `save`.
     """
 
     def __init__(self, folder: Path, keep: int, rank: int = 0, num_parts: int = 1) -> None:
@@ -62,13 +61,12 @@ class CheckpointWriter:
         self._num_parts = num_parts
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._abandoned = threading.Event()
         if rank == 0:
             for leftover in folder.glob(".writing-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, step: int, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Copy `tensors` to host memory and write them, with `values` (JSON, rank 0's count), in the background.
+        """Copy `tensors` to host memory and write them, with `values` (JSON, the same on all ranks), in the background.
 
         Waits for the checkpoint before it, whose failure is raised here as UserError.
         """
@@ -76,7 +74,7 @@ class CheckpointWriter:
         self._pending = self._pool.submit(self._write, step, _to_host(tensors), values)
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises UserError if the last write failed."""
+        """Return when this rank writes nothing any more. Raises UserError if the last write failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -92,11 +90,6 @@ class CheckpointWriter:
         finally:
             self._pool.shutdown()
 
-    def abandon(self) -> None:
-        """End without waiting for the parts of ranks that will not come: the run has failed."""
-        self._abandoned.set()
-        self._pool.shutdown()
-
     def _write(self, step: int, tensors: Tensors, values: dict[str, Any]) -> None:
         final = self._folder / f"step-{step:08d}"
         writing = self._folder / f".writing-{step:08d}"
@@ -107,21 +100,31 @@ class CheckpointWriter:
             with _without_process_group():
                 dcp.save(tensors, checkpoint_id=part, no_dist=True)
             files = {file.name: [file.stat().st_size, _crc32(file)] for file in sorted(part.iterdir())}
-            _write_json(part / _PART_MANIFEST, {"files": files})
-            if self._rank != 0:
-                return
-            parts = [_part_name(rank) for rank in range(self._num_parts)]
-            while not all((writing / name / _PART_MANIFEST).exists() for name in parts):
-                if self._abandoned.wait(_POLL_SECONDS):
-                    raise RuntimeError("other ranks failed before their parts were written")
-            _write_json(writing / _MANIFEST, {"step": step, "values": values, "parts": parts})
-            if final.exists():
-                shutil.rmtree(final)
-            writing.rename(final)
-            _sync_folder(self._folder)
+            with _durable(part / f".{_PART_MANIFEST}") as stream:
+                json.dump({"files": files}, stream, indent=1)
+            (part / f".{_PART_MANIFEST}").rename(part / _PART_MANIFEST)  # appears when it is on disk
+            self._complete(writing, final, {"step": step, "values": values})
         except BaseException:
-            shutil.rmtree(writing if self._rank == 0 else part, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
+            with suppress(OSError):
+                writing.rmdir()  # unless others write there
             raise
+
+    def _complete(self, writing: Path, final: Path, manifest: dict[str, Any]) -> None:
+        """Give the checkpoint its name if all parts are there. Of two ranks that find so, the first to open the
+        manifest does."""
+        parts = [_part_name(rank) for rank in range(self._num_parts)]
+        if not all((writing / name / _PART_MANIFEST).exists() for name in parts):
+            return
+        try:
+            with _durable(writing / _MANIFEST) as stream:
+                json.dump({**manifest, "parts": parts}, stream, indent=1)
+        except (FileExistsError, FileNotFoundError):
+            return
+        if final.exists():
+            shutil.rmtree(final)
+        writing.rename(final)
+        _sync_folder(self._folder)
         for old in list_checkpoints(self._folder)[self._keep :]:
             shutil.rmtree(old.path, ignore_errors=True)
 
@@ -229,14 +232,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file that appears under its name only when it is complete and on disk."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(path)
+@contextmanager
+def _durable(path: Path) -> Iterator[TextIO]:
+    """A new file that is on disk when the block ends; none if it fails. Raises FileExistsError if there is one."""
+    with path.open("x", encoding="utf-8") as stream:
+        try:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        except BaseException:
+            path.unlink()
+            raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilatant.runtime.mesh import GenerationMesh, forget, grid_of, line_through, register
 
+from dilatant.runtime import news
+
 _POKE_TAG = 1 << 20
 """A tag that no transfer uses (`Group.send` counts below it)."""
-_WATCH_SECONDS = 3600.0
+_QUESTION = "?"
+"""What a roll call puts before the key to answer under; no reason to end begins so."""
 
 
 class CommAborted(RuntimeError):
@@ -33,7 +37,7 @@ class CommAborted(RuntimeError):
 
 
 class CommTimeout(RuntimeError):
-    """A peer did not answer in time; the message says what was awaited."""
+    """A peer did not answer in time; the message says what was awaited, and which ranks are silent or busy."""
 
 
 class Pending:
@@ -98,7 +102,8 @@ class Group:
             return self._pending(None, what, ())
         if not 0 <= tag < _POKE_TAG:
             raise ValueError(f"tag {tag} is not in [0, {_POKE_TAG})")
-        with self._comm._explained(what or self.name):
+        what = f"{what or self.name} {'to' if direction == 'send' else 'from'} rank {peer}"
+        with self._comm._explained(what):
             work = getattr(self._backend, direction)([tensor], self.ranks.index(peer), tag)
         return self._pending(work, what, (tensor,))
 
@@ -147,6 +152,9 @@ class Comm:
         self._reason: str | None = None
         self._closed = False
         self._meeting: tuple[str, list[str]] | None = None
+        self._main_thread = threading.get_ident()
+        self._waiting: tuple[str, float] | None = None
+        self._asked = 0.0
         self._watchdog = threading.Thread(target=self._watch, name="dilatant-watchdog", daemon=True)
         self._watchdog.start()
         self.world = self._open("world", tuple(range(size)), torch.device("cpu"))
@@ -242,16 +250,16 @@ class Comm:
             groups = list(self._groups.values())
         if tell:
             with contextlib.suppress(Exception):
-                keys = [f"news/{rank}" for rank in range(self.size) if rank != self.rank]
-                for key in keys:
-                    self._store.set(key, reason)
+                for rank in self._others():
+                    news.post(self._store, rank, reason)
         with contextlib.suppress(Exception):
             self._call_off()
         threads = [threading.Thread(target=_end, args=(group,), daemon=True) for group in groups]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + 5.0
         for thread in threads:
-            thread.join(5.0)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Give back every group of this generation. What was not awaited is lost. May be called twice."""
@@ -262,7 +270,7 @@ class Comm:
             groups = list(self._groups.values())
             self._groups.clear()
         with contextlib.suppress(Exception):
-            self._store.set(f"news/{self.rank}", "")
+            news.post(self._store, self.rank, "")
         if threading.current_thread() is not self._watchdog:
             self._watchdog.join(5.0)
         for mesh in self._meshes.values():
@@ -343,25 +351,49 @@ class Comm:
         return dist.PrefixStore(f"generation{self.generation}", self._root.clone())
 
     def _watch(self) -> None:
-        """Wait for news in a store connection of its own: the main one may be blocked in making a group."""
+        """Read news in a store connection of its own: the main one may be blocked in making a group."""
         try:
             store = self._own_store()
+            place = 1
+            while (text := news.read(store, self.rank, place)).startswith(_QUESTION):
+                self._asked = time.monotonic()
+                store.set(f"{text.removeprefix(_QUESTION)}/{self.rank}", self._doing())
+                place += 1
         except Exception as error:
-            return self.abort(f"the store cannot be reached: {error}", tell=False)
-        key = f"news/{self.rank}"
-        while not self._closed:
-            begun = time.monotonic()
-            try:
-                store.wait([key], timedelta(seconds=_WATCH_SECONDS))
-            except Exception as error:
-                if time.monotonic() - begun < _WATCH_SECONDS - 1:
-                    # The launcher holds the store; without it nobody could tell us anything any more.
-                    return self.abort(f"the store is gone: {' '.join(str(error).split())[:200]}", tell=False)
-                continue
-            reason = store.get(key).decode()
-            if reason:
-                self.abort(reason, tell=False)
-            return None
+            # The launcher holds the store; without it nobody could tell us anything any more.
+            text = f"the store is gone: {' '.join(str(error).split())[:200]}"
+        if text:
+            self.abort(text, tell=False)
+
+    def _doing(self) -> str:
+        """What the main thread is at, in words; beginning with "waits" if with others."""
+        waiting = self._waiting
+        if waiting is not None:
+            return f"waits for {waiting[0]} since {time.monotonic() - waiting[1]:.0f} s"
+        frame = sys._current_frames().get(self._main_thread)
+        if frame is None:
+            return "has ended its main thread"
+        code = frame.f_code
+        return f"is busy in {code.co_qualname} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _who_is_missing(self) -> str:
+        """After a wait in vain: the ranks that do not answer, and those that do not wait themselves."""
+        try:
+            others = self._others()
+            answers = news.call_roll(self._own_store(), others, _QUESTION)
+        except Exception as error:
+            return f"the store does not answer either: {' '.join(str(error).split())[:200]}"
+        silent = [str(rank) for rank in others if rank not in answers]
+        told = [f"rank {rank} {text}" for rank, text in answers.items()]
+        busy = [text for text in told if " waits " not in text]
+        if silent:
+            busy.insert(
+                0, f"rank {', '.join(silent[:16])} does not answer: killed or stopped, or its machine is gone"
+            )
+        return "; ".join((busy or told)[:8])
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Any:
@@ -370,37 +402,52 @@ class Comm:
             raise CommAborted(self._reason)
         if self._closed:
             raise CommAborted(f"{what}: communication of generation {self.generation} is closed")
+        is_main = threading.get_ident() == self._main_thread
+        if is_main:
+            self._waiting = what, time.monotonic()
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if self._reason is None:
+            kind: type[RuntimeError] = CommTimeout
+            text = f"rank {self.rank} waited over {self._timeout.total_seconds():g} s for {what}"
+            if "imed out" not in str(error) and "imeout" not in str(error):
                 self._await_news(1.0)
+                kind = CommAborted
+                text = f"rank {self.rank} lost its peer in {what}"
+            if self._reason is None:
+                text = f"{text}; {self._who_is_missing()}"
             if self._reason is not None:
                 raise CommAborted(self._reason) from None
-            text = " ".join(str(error).split())
-            if "imed out" in text or "imeout" in text:
-                raise CommTimeout(
-                    f"rank {self.rank} waited over {self._timeout.total_seconds():g} s for {what}"
-                ) from error
-            raise CommAborted(f"rank {self.rank} lost its peer in {what}: {text[:200]}") from error
+            self.abort(text)
+            raise kind(text) from error
+        finally:
+            if is_main:
+                self._waiting = None
 
     def _await_news(self, seconds: float) -> None:
-        """A peer's connection often closes a moment before the news of why: let the news arrive."""
-        deadline = time.monotonic() + seconds
-        while self._reason is None and time.monotonic() < deadline:
+        """A peer's connection often closes a moment before the news of why, or when it has waited too long and calls
+        the roll: let the news arrive."""
+        began = time.monotonic()
+        while self._reason is None:
+            if time.monotonic() > max(began + seconds, self._asked + 2 * news.ANSWER_SECONDS):
+                return
             self._watchdog.join(0.02)
             if not self._watchdog.is_alive():
                 return
 
 
-def announce_failure(store: Any, reason: str) -> None:
-    """Tell all ranks of the newest generation to end their communication; for a launcher that saw a worker die."""
+def announce_failure(store: Any, reason: str) -> bool:
+    """Tell all ranks of the newest generation to end their communication; for a launcher that saw a worker die.
+
+    Returns whether they had all begun to communicate: otherwise they have not done anything together yet.
+    """
     if not store.check(["generation"]):
-        return
+        return False
     generation, size = map(int, store.get("generation").split())
-    news = dist.PrefixStore(f"generation{generation}", store)
+    own = dist.PrefixStore(f"generation{generation}", store)
     for rank in range(size):
-        news.set(f"news/{rank}", reason)
+        news.post(own, rank, reason)
+    return own.check([f"group/world/here/{rank}" for rank in range(size)])
 
 
 def _open_backend(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
@@ -423,7 +470,8 @@ def _end(group: Group) -> None:
     """Make everything that is blocked in a group raise.
 
     Gloo's own abort does nothing (pytorch #130345). But a Gloo operation that times out closes all connections of its
-    group, so a receive that nobody answers, with a timeout of a millisecond, is an abort.
+    group, so a receive that nobody answers, with a timeout of a millisecond, is an abort. One from a rank that is gone
+    fails at once and closes nothing: then another one must serve.
     """
     backend = group._backend
     if backend is None:
@@ -432,7 +480,10 @@ def _end(group: Group) -> None:
         with contextlib.suppress(Exception):
             backend.abort()
         return
-    size = len(group.ranks)
     own = group.ranks.index(group._comm.rank)
-    with contextlib.suppress(Exception):
-        backend.recv([torch.zeros(1)], (own + 1) % size, _POKE_TAG).wait(timedelta(milliseconds=1))
+    for peer in range(own + 1 - len(group.ranks), own):
+        try:
+            backend.recv([torch.zeros(1)], peer % len(group.ranks), _POKE_TAG).wait(timedelta(milliseconds=1))
+        except Exception as error:
+            if "imed out" in str(error):
+                return

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
-from dilatant.runtime.comm import CommAborted
+from dilatant.runtime.comm import CommAborted, CommTimeout
 from dilatant.runtime.deferred import WeightGradients, settle
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
@@ -91,8 +91,8 @@ class Executor:
         predictions, where `data` asks for these (`actions` are forwards only, and leave no gradients).
 
         agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited.
-        Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, and CommAborted when another rank
-        failed.
+        Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, CommAborted when another rank
+        failed, and CommTimeout when one is silent.
         """
         self._agreement = agreement
         self._pieces.clear()
@@ -129,7 +129,7 @@ class Executor:
                 else:
                     self._recorder.computing()
                     self._recorder.done()
-            except (CommAborted, Diverged, UserError):
+            except (CommAborted, CommTimeout, Diverged, UserError):
                 raise
             except Exception as error:
                 raise ActionFailed(self._explain(stage, action, samples, data, error)) from error

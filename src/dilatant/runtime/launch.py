@@ -6,10 +6,13 @@ reported first is that of the worker that failed first for a reason of its own.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,12 +25,14 @@ import torch
 import torch.distributed as dist
 
 from dilatant.config.errors import UserError
-from dilatant.runtime.comm import CommAborted, announce_failure
+from dilatant.runtime.comm import CommAborted, CommTimeout, announce_failure
 from dilatant.runtime.place import place_from
-from dilatant.runtime.worker_server import warm_up
+from dilatant.runtime.worker_server import heed_launcher, warm_up
 
 GRACE_SECONDS = 5.0
-"""What workers have to end by themselves after one has failed, or after an interrupt."""
+"""What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
+SAVE_SECONDS = 60.0
+"""What they have after one has raised an error: all of them may be saving their parts of the last step."""
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -43,11 +48,13 @@ class Worker:
 
 
 class WorkerFailed(RuntimeError):
-    """A worker ended the run; the message begins with its own error and rank, `details` are its traceback."""
+    """A worker ended the run; the message begins with its own error and rank, `details` are its traceback.
+    killed_by: the signal that ended it, if one did."""
 
-    def __init__(self, message: str, details: str = "") -> None:
+    def __init__(self, message: str, details: str = "", killed_by: int | None = None) -> None:
         super().__init__(message)
         self.details = details
+        self.killed_by = killed_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +62,24 @@ class _Report:
     rank: int
     message: str
     details: str
-    follows: bool
-    is_user_error: bool
+    follows: bool = False
+    is_user_error: bool = False
+    loses_a_rank: bool = False
+    killed_by: int | None = None
 
 
-def launch(function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+def launch(
+    function: Callable[..., Any], num_workers: int, *args: Any, started: Callable[[], None] = lambda: None
+) -> list[Any]:
     """`function(worker, *args)` on every rank; what each rank returned, or only this one's under an outer launcher.
 
     An outer launcher's variables decide how many ranks there are; without them `num_workers` are started here.
-    Function (of module level), arguments and results are pickled between our own processes. Raises UserError or
-    WorkerFailed with the first error.
+    Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
+    these: it is for us. started: called when all of them run. Raises UserError or WorkerFailed with the first error.
     """
     place = place_from(os.environ)
     if place is None:
-        return launch_local(function, num_workers, *args)
+        return launch_local(function, num_workers, *args, started=started)
     master = place.hosts_store and place.rank == 0
     store = dist.TCPStore(
         place.host, place.port, is_master=master, timeout=_STORE_TIMEOUT, wait_for_workers=False
@@ -83,7 +94,9 @@ def launch(function: Callable[..., Any], num_workers: int, *args: Any) -> list[A
     return [_run_here(function, worker, args)]
 
 
-def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+def launch_local(
+    function: Callable[..., Any], num_workers: int, *args: Any, started: Callable[[], None] = lambda: None
+) -> list[Any]:
     """As `launch`, always in `num_workers` processes of our own (one: this process)."""
     if num_workers < 1:
         raise UserError(f"cannot start {num_workers} workers")
@@ -105,20 +118,16 @@ def launch_local(function: Callable[..., Any], num_workers: int, *args: Any) -> 
             process.start()
             theirs.close()
             workers[rank] = process, ours
-        return _watch(workers, store)
-    except KeyboardInterrupt:
-        # The terminal interrupted the workers as well: let them finish what they must.
+        started()
+        results = _watch(workers, store)
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
-        raise
+        return results
     finally:
         for process, connection in workers.values():
             if process.is_alive():
-                process.terminate()
+                process.kill()
             connection.close()
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
-        for process, _ in workers.values():
-            if process.is_alive():
-                process.kill()
 
 
 def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
@@ -173,16 +182,17 @@ def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Any) -> list[An
             if not isinstance(outcome, _Report):
                 results[rank] = outcome[0]
                 continue
-            if not reports:
-                deadline = time.monotonic() + GRACE_SECONDS
-                announce_failure(store, outcome.message)
+            if not reports or outcome.loses_a_rank:
+                began = announce_failure(store, outcome.message)
+                seconds = SAVE_SECONDS if not outcome.loses_a_rank else GRACE_SECONDS if began else 0.0
+                deadline = min(time.monotonic() + seconds, math.inf if deadline is None else deadline)
             reports.append(outcome)
     if not reports:
         return [results[rank] for rank in sorted(results)]
     first = next((report for report in reports if not report.follows), reports[0])
     if first.is_user_error:
         raise UserError(first.message)
-    raise WorkerFailed(first.message, first.details)
+    raise WorkerFailed(first.message, first.details, first.killed_by)
 
 
 def _death(rank: int, process: Any) -> _Report:
@@ -194,10 +204,13 @@ def _death(rank: int, process: Any) -> _Report:
             how += " (often the machine ran out of memory)"
     else:
         how = f"ended with exit code {code}"
-    return _Report(rank, f"rank {rank} {how}", "", follows=False, is_user_error=False)
+    killed_by = -code if code is not None and code < 0 else None
+    return _Report(rank, f"rank {rank} {how}", "", loses_a_rank=True, killed_by=killed_by)
 
 
 def _serve(connection: Connection, rank: int, size: int, port: int, payload: bytes) -> None:
+    threading.Thread(target=_end_with_launcher, name="dilatant-launcher", daemon=True).start()
+    heed_launcher()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
         worker = _worker(rank, size, rank, size, store)
@@ -205,8 +218,18 @@ def _serve(connection: Connection, rank: int, size: int, port: int, payload: byt
         answer: Any = (function(worker, *args),)
     except BaseException as error:
         answer = _report(rank, error)
-    connection.send_bytes(pickle.dumps(answer))
+    with contextlib.suppress(OSError):  # the launcher is gone
+        connection.send_bytes(pickle.dumps(answer))
     connection.close()
+
+
+def _end_with_launcher() -> None:
+    """When the launcher is gone, communication ends by itself; this ends a rank that does not notice."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
 
 
 def _report(rank: int, error: BaseException) -> _Report:
@@ -214,13 +237,15 @@ def _report(rank: int, error: BaseException) -> _Report:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
+    follows = isinstance(error, CommAborted)
     # What an error of ours says about another one is in the message; the other one's trace tells where it arose.
     return _Report(
         rank,
         prefix + text,
-        "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
-        follows=isinstance(error, CommAborted),
+        "" if follows else "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
+        follows=follows,
         is_user_error=isinstance(error, UserError),
+        loses_a_rank=isinstance(error, CommTimeout),
     )
 
 

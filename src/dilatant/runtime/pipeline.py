@@ -46,7 +46,13 @@ class Pipeline:
         self.rank = worker.rank
         self.size = worker.size
         self.device = worker.device
-        self._comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
+        self._comm = Comm(
+            worker.store,
+            worker.rank,
+            worker.size,
+            device=worker.device,
+            timeout_seconds=config.parallel.timeout_seconds,
+        )
         self._runtime = Runtime(
             model,
             plan,
@@ -120,6 +126,9 @@ class Pipeline:
             )
         finally:
             self._runtime.train()
+
+    def fail(self, error: BaseException) -> None:
+        self._comm.abort(f"rank {self.rank} failed: {error}")
 
     def close(self) -> None:
         self.parallel.close()

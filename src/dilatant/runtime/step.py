@@ -71,6 +71,10 @@ class Engine(Protocol):
         """Training mode."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on: who waits for it raises. Never raises."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -134,6 +138,9 @@ class OneProcess:
 
     def train(self) -> None:
         self._model.train()
+
+    def fail(self, error: BaseException) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -6,6 +6,7 @@ what happened.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
@@ -66,6 +67,7 @@ class Trainer:
         self._samples = samples
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
+        self._half_updated = False
         self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
 
         def matching(pattern: str) -> frozenset[str]:
@@ -114,7 +116,8 @@ class Trainer:
     ) -> TrainResult:
         """Train to the last step, or until `should_stop` says so after a step.
 
-        A last checkpoint is written either way, also when the data or the model raise: no finished step is lost.
+        A last checkpoint is written either way, also when the data or the model raise: no finished step is lost, unless
+        a rank died with its part of it.
         """
         config = self._config.train
         began = time.perf_counter()
@@ -131,10 +134,17 @@ class Trainer:
                         self._save()
                         saved = self.step
                     after_step(self.step)
-        finally:
-            if saved != self.step:
-                self._save()
-            self._writer.wait()
+        except BaseException as error:
+            self.engine.fail(error)
+            with contextlib.suppress(UserError):  # the first error counts
+                if saved != self.step and not self._half_updated:
+                    self._save()
+                self._writer.wait()
+            raise
+        if saved != self.step:
+            self._save()
+        self._writer.wait()
+        self.engine.agree(False)  # the others have written their parts, too
         seconds = time.perf_counter() - began
         return TrainResult(self.step, self.total_steps, seconds, self.step >= self.total_steps)
 
@@ -155,10 +165,12 @@ class Trainer:
         set_rate_factor(self._optimizer, factor)
         output = self.engine.execute(batch, should_stop)
         grad_norm = self.engine.clip_gradients(self._config.train.max_grad_norm or math.inf)
+        self._half_updated = True
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._position = batch.position
+        self._half_updated = False
         seconds = time.perf_counter() - began
         tokens = batch.tokens
         metrics = StepMetrics(

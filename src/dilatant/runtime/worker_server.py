@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-from multiprocessing import forkserver
+
+from dilatant.data import workers
 
 PRELOAD = (
     "dilatant.runtime.pipeline",
@@ -14,18 +14,15 @@ PRELOAD = (
 )
 
 
-def warm_up(ignore_interrupts: bool = False) -> None:
+def warm_up() -> None:
     """Start the server that workers come from; its imports go on beside what the caller does.
 
-    Imports are the bulk of a worker's start; the server does them once. ignore_interrupts: Ctrl-C, which a terminal
-    sends to all of a command's processes, is left to the caller; for its main thread.
+    Imports are the bulk of a worker's start; the server does them once.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    if not ignore_interrupts:
-        forkserver.ensure_running()
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server and its workers inherit this
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    workers.warm_up(PRELOAD)
+
+
+def heed_launcher() -> None:
+    """In a worker: SIGTERM is for it again, which its launcher sends when it is asked to stop; Ctrl-C is not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
