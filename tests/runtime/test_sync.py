@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dilatant.config.errors import UserError
 from dilatant.runtime.comm import Comm
 from dilatant.runtime.sync import Bucket, GradientSync, make_buckets, squared_norm
 from worker_pool import Worker, WorkerPool
@@ -21,6 +22,30 @@ def test_buckets_hold_neighbours_of_equal_holders_and_dtype_up_to_a_size() -> No
         Bucket(("b", "a"), (0, 1)),
     )
     assert len(make_buckets(holders, parameters, list(holders), bucket_bytes=1)) == 6
+
+
+def _unlike(worker: Worker) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    parameters = {name: nn.Parameter(torch.arange(3.0)) for name in ("same", "other")}
+    if worker.rank == 1:
+        parameters["other"].data[1] += 1e-6
+    stages = {name: frozenset({0}) for name in parameters}
+    sync = GradientSync(comm, parameters, stages, [Bucket(("same", "other"), (0, 1))])
+    try:
+        sync.require_equal_weights()
+    except UserError as error:
+        return str(error)
+    finally:
+        sync.close()
+        comm.close()
+    return ""
+
+
+def test_holders_that_begin_with_unlike_weights_are_refused(workers: WorkerPool) -> None:
+    for message in workers.run(_unlike, 2):
+        assert "'other' on ranks [0, 1]" in message
+        assert "'same'" not in message
+        assert "the same seed" in message
 
 
 def _unused(worker: Worker) -> list[bool]:

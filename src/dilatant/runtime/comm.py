@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilatant.runtime.mesh import GenerationMesh, forget, grid_of, line_through, register
-
 from dilatant.runtime import news
+from dilatant.runtime.mesh import GenerationMesh, forget, grid_of, line_through, register
 
 _POKE_TAG = 1 << 20
 """A tag that no transfer uses (`Group.send` counts below it)."""

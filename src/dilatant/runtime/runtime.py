@@ -71,7 +71,7 @@ class Runtime:
     model: its units may be on the meta device; the layers held here are then given memory and weights fixed by `seed`,
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
-    another plan.
+    another plan. Raises UserError where replicas would begin with unlike weights.
     check_transport: prove with a header that both ends of every message mean the same.
     """
 
@@ -109,6 +109,7 @@ class Runtime:
         }
         self.holders: Holders = holders_of(plan, model.units)
         self._sync = self._build_sync(modules, bucket_bytes)
+        self._sync.require_equal_weights()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dilatant.config.errors import UserError
 from dilatant.runtime.comm import Comm, Pending
 from dilatant.runtime.holders import Holders
+
+_ROUNDING = 1e-9
+"""Between sums of up to 1e9 positive float64 that ranks add in different orders; unlike draws differ far more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,33 @@ class GradientSync:
         self._started: list[tuple[Bucket, Tensor, Pending]] = []
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def require_equal_weights(self) -> None:
+        """Prove that all holders begin with the same weights; called by all ranks. Raises UserError naming those that
+        differ: their gradients would be summed all the same, and mean nothing.
+
+        Compares two sums for each weight, which unlike draws and unlike files do not share.
+        """
+        compared = []
+        for bucket in self._buckets:
+            own = torch.cat([_magnitudes(self._parameters[name]) for name in bucket.names])
+            widest = torch.cat([own, -own])
+            group = self._comm.group(_group_name(bucket.ranks), bucket.ranks)
+            compared.append((bucket, widest, group.max_(widest, f"comparing {bucket.names[0]} and others")))
+        problems = []
+        for bucket, widest, pending in compared:
+            pending.wait()
+            largest, smallest = widest[: len(widest) // 2], -widest[len(widest) // 2 :]
+            differ = (largest - smallest > _ROUNDING * largest).view(-1, 2).any(1).tolist()
+            names = [name for name, differs in zip(bucket.names, differ) if differs]
+            problems += [f"{name!r} on ranks {list(bucket.ranks)}" for name in names]
+        if problems:
+            raise UserError(
+                f"weights that replicas share differ between ranks: {', '.join(problems[:4])}"
+                + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
+                + "; build the model with the same seed and the same files on every rank"
+            )
 
     def begin(self, stages: Iterable[int]) -> None:
         """Start a step in which `stages` run a backward. Gradients that are there are kept and added to at the end."""
@@ -174,6 +205,15 @@ class GradientSync:
             flat, f"gradients of {bucket.names[0]} to {bucket.names[-1]} on ranks {bucket.ranks}"
         )
         return bucket, flat, pending
+
+
+def _magnitudes(weight: Tensor) -> Tensor:
+    """Sums of absolute values and of squares: float64 [2], in little memory beside the weight's own."""
+    total = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for piece in weight.flatten().split(1 << 24):
+        wide = piece.double()
+        total += torch.stack([wide.abs().sum(), wide.square().sum()])
+    return total
 
 
 def squared_norm(parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int) -> float:
