@@ -43,5 +43,7 @@ def test_it_loads_without_this_package(tmp_path):
 
 
 def test_an_unknown_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer '.*none' cannot be loaded"):
+    with pytest.raises(UserError, match=r"tokenizer folder '.*none' does not exist"):
         load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"tokenizer '.*' cannot be loaded"):
+        load_tokenizer(str(tmp_path))
