@@ -63,7 +63,8 @@ def main() -> None:
     print(f"{'':16} {'command':>9} {'training':>9} {'a step':>9} {'accuracy':>9}")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "digits"
-        subprocess.run([sys.executable, str(ROOT / "examples" / "digits.py"), str(data)], check=True)
+        digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
+        subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
         for pair in range(options.pairs):
             for layout, arguments in LAYOUTS.items():
                 run = train(data, Path(folder) / f"{layout} {pair}", [*arguments, *shorter])
