@@ -1,0 +1,134 @@
+"""The runtime on GPUs: one rank alone, and two that talk over NCCL. Both give the gradients of one process on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drawn_steps import Case, build_model, build_samples
+from drawn_steps import expected as oracle
+
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.comm import Comm, CommAborted
+from dilatant.runtime.executor import ActionFailed
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.launch import Worker, launch_local
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.trainability import trainability_of
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-4
+"""Between kernels of a CPU and a GPU, which add hundreds of float32 products in other orders; TF32 is off."""
+
+
+def _needs_gpus(count: int, what: str) -> Any:
+    there = torch.cuda.device_count()
+    return pytest.mark.skipif(there < count, reason=f"{there} of {count} GPUs: {what} was not checked")
+
+
+Batches = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def _case(vision: tuple[Replica, ...], vision_batches: Batches, language: tuple[Stage, ...]) -> Case:
+    """vision: embedding, 2 blocks, norm, projector; language: embedding, 2 blocks, head."""
+    plan = Plan((UnitPlan("vision", vision, ("language",)), UnitPlan("language", (Replica(language),))))
+    assignment = Assignment({"vision": vision_batches, "language": (PAIRS,)})
+    case = Case(
+        language="llama",
+        language_layers=2,
+        tied=False,
+        encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
+        frozen=(),
+        checkpointing=False,
+        attention=None,
+        texts=((6, (1,)), (9, ()), (4, (1,)), (7, (2,)), (5, (1,)), (8, (1,))),
+        plan=plan,
+        assignment=assignment,
+        schedule=Schedule({}),
+        bucket_bytes=1 << 20,
+        look_ahead=1,
+        check=True,
+        seed=5,
+    )
+    trainability = trainability_of(plan, trainable_layers(build_model(case, "meta").units))
+    return replace(case, schedule=one_f_one_b(plan, assignment, trainability))
+
+
+PAIRS = ((0, 1), (2, 3), (4, 5))
+ALONE = _case((Replica((Stage(0, 5, (0,)),)),), (PAIRS,), (Stage(0, 2, (0,)), Stage(2, 4, (0,))))
+TWO = _case(
+    (Replica((Stage(0, 5, (0,)),)), Replica((Stage(0, 5, (1,)),))),
+    (((0,), (1, 2)), ((3,), (4, 5))),
+    (Stage(0, 2, (0,)), Stage(2, 4, (1,))),
+)
+
+
+def _runtime(worker: Worker, case: Case) -> tuple[Runtime, Comm]:
+    torch.backends.cudnn.allow_tf32 = False
+    comm = Comm(worker.store, worker.rank, worker.size, device=worker.device, timeout_seconds=60)
+    model = build_model(case, "meta")
+    return Runtime(model, case.plan, comm, seed=case.seed, check_transport=case.check), comm
+
+
+def _step(worker: Worker, case: Case) -> tuple[str, float, dict[str, torch.Tensor], list[float]]:
+    """The second step of two, so that nothing is left over from the first."""
+    runtime, comm = _runtime(worker, case)
+    samples = build_samples(case)
+    for _ in range(2):
+        for parameter in runtime.parameters.values():
+            parameter.grad = None
+        loss = runtime.execute(samples, case.assignment, case.schedule).loss
+    seconds = [action.seconds for action in runtime.measured()]
+    gradients = {name: p.grad.cpu() for name, p in runtime.parameters.items() if p.grad is not None}
+    device = next(iter(runtime.parameters.values())).device.type
+    runtime.close()
+    comm.close()
+    return device, loss, gradients, seconds
+
+
+def check_case(case: Case, device: str) -> None:
+    losses, gradients, _ = oracle(case)
+    results = launch_local(_step, len(case.plan.ranks), case)
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for of_device, loss, found, seconds in results:
+        assert of_device == device
+        assert loss == pytest.approx(losses[0], rel=TOLERANCE)
+        assert seconds
+        assert min(seconds) >= 0
+        for name, gradient in found.items():
+            torch.testing.assert_close(
+                gradient, gradients[name], rtol=TOLERANCE, atol=TOLERANCE * largest.item()
+            )
+    assert {name for _, _, found, _ in results for name in found} == gradients.keys()
+
+
+@_needs_gpus(1, "a step of one rank on a GPU")
+def test_one_rank_on_a_gpu_gives_the_gradients_of_a_cpu() -> None:
+    check_case(ALONE, "cuda")
+
+
+@_needs_gpus(2, "a step over NCCL")
+def test_two_ranks_over_nccl_give_the_gradients_of_a_cpu() -> None:
+    check_case(TWO, "cuda")
+
+
+def _one_sample_is_broken(worker: Worker) -> str:
+    runtime, comm = _runtime(worker, TWO)
+    samples = build_samples(TWO)
+    if worker.rank == 1:
+        samples[4] = replace(samples[4], media={"vision": {"pixel_values": torch.zeros(1, 5, 8, 8).numpy()}})
+    with pytest.raises((ActionFailed, CommAborted)) as raised:
+        runtime.execute(samples, TWO.assignment, TWO.schedule)
+    comm.close()
+    return str(raised.value)
+
+
+@_needs_gpus(2, "that an abort ends what is blocked in NCCL")
+def test_a_failing_action_ends_who_waits_in_nccl() -> None:
+    for message in launch_local(_one_sample_is_broken, 2):
+        assert "sample-4" in message
