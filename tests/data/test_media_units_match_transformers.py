@@ -66,7 +66,7 @@ def test_other_families_run_transformers_own_processor(tmp_path):
     ],
 )
 def test_a_saved_image_processor_is_read_by_transformers_and_by_us(tmp_path, processor):
-    from transformers import AutoImageProcessor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor_settings(processor)))
     pixels = picture(30, 50)[:, :, : processor.channels]

@@ -168,7 +168,8 @@ def _saved_settings(name: str, file: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _transformers_image_processor(settings_json: str) -> Any:
-    from transformers import AutoImageProcessor
+    # Its name in `transformers` itself wants torchvision in 5.17.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "preprocessor_config.json").write_text(settings_json, encoding="utf-8")
