@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 48
@@ -75,6 +78,8 @@ def language_model(family: str, seed: int = 0) -> PreTrainedModel:
 
 def encoder(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
+    if family == "dinov2" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("DINOv2 of transformers 5.17 hands its layers no plan: its attention was not checked")
     config = AutoConfig.for_model(family, **ENCODERS[family])
     config._attn_implementation = "eager"
     return AutoModel.from_config(config).eval()

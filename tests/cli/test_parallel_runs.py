@@ -99,12 +99,15 @@ def test_block_tables_give_the_losses_of_transformers_attention(project: Path, d
 def test_images_may_see_themselves_whole(project: Path, dilatant: Dilatant) -> None:
     """The mask changes what is learned, travels with the export, and is used when the model answers."""
     config = project / "config.yaml"
-    # Text sees what images saw a layer before.
-    deeper = ("--set", "model.language_model.config.num_hidden_layers=2")
+    # Text sees what images saw a layer before; with large weights attention is far from a mean over all.
+    deeper = (
+        *("--set", "model.language_model.config.num_hidden_layers=2"),
+        *("--set", "model.language_model.config.initializer_range=0.3"),
+    )
     dilatant("train", config, *deeper, "--set", "output_dir=plain")
     media = ("--set", "model.language_model.media_attention=bidirectional")
     assert dilatant("train", config, *deeper, *media)[0] == 0
-    assert losses(project / "run") != pytest.approx(losses(project / "plain"), rel=1e-5)
+    assert losses(project / "run") != pytest.approx(losses(project / "plain"), rel=1e-3)
     code, out, _ = dilatant("generate", project / "run" / "export", "--image", project / "images" / "0.png",
                             "--prompt", "Side?", "--max-new-tokens", "3", "--json")  # fmt: skip
     assert code == 0
