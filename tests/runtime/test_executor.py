@@ -64,9 +64,17 @@ def _runtime(worker: Worker) -> tuple[Runtime, Comm]:
 
 def _one_rank_differs(worker: Worker) -> None:
     runtime, comm = _runtime(worker)
+    samples, sent = build_samples(CASE), []
+    runtime.execute(
+        samples, CASE.assignment, _schedule(runtime)
+    )  # its edges are open now: nothing waits for that
+    transport = runtime._transport
+    send = transport.send
+    transport.send = lambda message, rows: (sent.append(message), send(message, rows))
     schedule = _schedule(runtime, gpipe if worker.rank == 1 else one_f_one_b)
     with pytest.raises(Diverged, match="the schedule of rank 1 differs"):
-        runtime.execute(build_samples(CASE), CASE.assignment, schedule)
+        runtime.execute(samples, CASE.assignment, schedule)
+    assert not sent
     comm.close()
 
 

@@ -42,7 +42,7 @@ def build_optimizer(
         ],
         betas=config.betas,
         eps=config.eps,
-        fused=True,  # one pass over memory, on the CPU as well: a quarter of the time
+        fused=True,  # one pass over memory instead of one an operation, on the CPU as well
     )
 
 
