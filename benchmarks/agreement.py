@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from machine import machine
 
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.exchange import Gathering
-from dilatant.runtime.launch import Worker, launch_local
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import Gathering
+from dilatant.comm.launch import Worker, launch_local
 
 
 def measure(worker: Worker, rounds: int) -> dict[str, float]:

@@ -24,12 +24,12 @@ from machine import machine
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from dilatant.comm.comm import Comm
+from dilatant.comm.launch import Worker, launch_local
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.launch import Worker, launch_local
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment

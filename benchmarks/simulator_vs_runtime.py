@@ -32,24 +32,24 @@ import numpy as np
 import torch
 from machine import machine
 
+from dilatant.comm.comm import Comm
+from dilatant.comm.launch import Worker, launch_local
 from dilatant.config import ClusterConfig
 from dilatant.cost.hardware import Link
 from dilatant.cost.model import CostModel
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import freeze
 from dilatant.models.multimodal import Encoder, MultimodalModel
+from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.describe_model import describe_model
+from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.layer_costs import costs_in_use, measure_layers
+from dilatant.profiling.link_probe import measure_links
+from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.launch import Worker, launch_local
-from dilatant.runtime.layer_costs import costs_in_use, measure_layers
-from dilatant.runtime.link_probe import measure_links
-from dilatant.runtime.planned_hardware import Target, plan_target
-from dilatant.runtime.row_attention import use_row_attention
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule import (
     FAMILIES,

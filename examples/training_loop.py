@@ -18,11 +18,11 @@ import torch
 from sklearn.datasets import load_digits
 from transformers import LlamaConfig, SiglipVisionConfig
 
+from dilatant.comm.launch import Worker, launch
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, MultimodalModel
 from dilatant.plan import ParallelSpec
 from dilatant.report.perfetto import describe, summarize, write_timeline
-from dilatant.runtime.launch import Worker, launch
 from dilatant.runtime.parallelize import parallelize
 
 QUESTION, IMAGE, TOKENS = 10, 11, 16

@@ -19,10 +19,10 @@ import yaml
 from tiny_project import Dilatant, tiny_config
 
 from dilatant.cli import pipeline_run
+from dilatant.comm.launch import Worker
 from dilatant.config import Config
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.timeline import StepTimeline
-from dilatant.runtime.launch import Worker
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 THREE = {"units": {"vision": {"pp": 1}, "language": {"pp": 2}}, "microbatches": 2}

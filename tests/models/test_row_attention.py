@@ -15,8 +15,8 @@ from dilatant.config import UserError
 from dilatant.data.packing import collate
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import RowAttention, use_row_attention
 from dilatant.models.selfcheck import find_problems
-from dilatant.runtime.row_attention import RowAttention, use_row_attention
 from dilatant.runtime.step import model_inputs
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import loss_of_batch
@@ -162,7 +162,7 @@ def test_what_is_generated_is_what_the_training_mask_predicts(language: str, med
 
 
 def test_items_are_counted_by_placeholders_also_where_one_lies_inside_another() -> None:
-    from dilatant.runtime.row_attention import MediaTokens
+    from dilatant.models.row_attention import MediaTokens
 
     attention = RowAttention("embedded", {"a": MediaTokens(90, 2), "b": MediaTokens(91, 2)})
     row = attention.layout([np.array([5, 90, 91, 91, 90, 90, 90, 7])])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dilatant.runtime.deferred import WeightGradients, replace_linears, restore_linears, settle
+from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears, settle
 
 
 class Block(nn.Module):

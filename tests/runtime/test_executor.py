@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_steps import Case, build_model, build_samples
-from drawn_steps import expected as oracle
 
+from dilatant.comm.comm import Comm, CommAborted
 from dilatant.config.errors import UserError
-from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.perfetto import summarize
 from dilatant.runtime.agreement import Diverged
-from dilatant.runtime.comm import Comm, CommAborted
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
@@ -24,35 +21,12 @@ from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1
+from drawn_steps import CASE, PLAN, build_model, build_samples
+from drawn_steps import expected as oracle
 from worker_pool import Worker, WorkerPool
 
+
 # vision: embedding, 2 blocks, norm, projector on ranks 0 and 1; language: embedding, 2 blocks, head on rank 2.
-PLAN = Plan(
-    (
-        UnitPlan("vision", (Replica((Stage(0, 3, (0,)), Stage(3, 5, (1,)))),), ("language",)),
-        UnitPlan("language", (Replica((Stage(0, 4, (2,)),)),)),
-    )
-)
-BATCHES = ((0, 1), (2, 3), (4, 5))
-CASE = Case(
-    language="llama",
-    language_layers=2,
-    tied=False,
-    encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
-    frozen=("vision.encoder",),
-    checkpointing=False,
-    attention=None,
-    texts=((6, (1,)),) * 6,
-    plan=PLAN,
-    assignment=Assignment({"vision": (BATCHES,), "language": (BATCHES,)}),
-    schedule=Schedule({}),
-    bucket_bytes=1 << 20,
-    look_ahead=1,
-    check=True,
-    seed=5,
-)
-
-
 def _schedule(runtime: Runtime, family: Any = one_f_one_b) -> Schedule:
     return family(PLAN, CASE.assignment, trainability_of(PLAN, trainable_layers(runtime.model.units)))
 

@@ -9,7 +9,7 @@ import torch
 from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from hypothesis import HealthCheck, given, settings
 
-from dilatant.runtime.comm import Comm
+from dilatant.comm.comm import Comm
 from dilatant.runtime.runtime import Runtime
 from worker_pool import Worker, WorkerPool
 

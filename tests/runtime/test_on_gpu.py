@@ -10,11 +10,11 @@ import torch
 from drawn_steps import Case, build_model, build_samples
 from drawn_steps import expected as oracle
 
+from dilatant.comm.comm import Comm, CommAborted
+from dilatant.comm.launch import Worker, launch_local
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.runtime.comm import Comm, CommAborted
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.launch import Worker, launch_local
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Schedule

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dilatant.comm.comm import Comm
 from dilatant.data.sample import EncodedSample
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.deferred import WeightGradients
 from dilatant.runtime.executor import Executor, LocalStage
+from dilatant.runtime.gradient_sync import GradientSync
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
 from dilatant.runtime.stage_runner import StageOutput, StepData
-from dilatant.runtime.sync import GradientSync
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.weight_gradients import WeightGradients
 from dilatant.schedule.families import eager
 from dilatant.schedule.graph import build
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule

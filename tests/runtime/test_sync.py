@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.sync import Bucket, GradientSync, make_buckets, squared_norm
+from dilatant.runtime.gradient_sync import Bucket, GradientSync, make_buckets, squared_norm
 from worker_pool import Worker, WorkerPool
 
 

@@ -40,7 +40,7 @@ def stats(
     from dilatant.data.sizes import blend_sizes
     from dilatant.data.stats import describe
     from dilatant.data.stats_view import html_page, terminal_view
-    from dilatant.runtime.assemble import assemble_samples
+    from dilatant.profiling.assemble import assemble_samples
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
@@ -79,7 +79,7 @@ def lint(
     from rich.console import Console
 
     from dilatant.data.lint import lint as find_problems
-    from dilatant.runtime.assemble import assemble_samples
+    from dilatant.profiling.assemble import assemble_samples
 
     console = Console(stderr=as_json)
     samples = assemble_samples(read_config(config, overrides))

@@ -50,8 +50,8 @@ def examine() -> dict[str, dict[str, Any]]:
     import torch
 
     from dilatant.attention.explain import explain_here
-    from dilatant.runtime.device import pick_device, pick_precision
-    from dilatant.runtime.place import place_from
+    from dilatant.config.environment import place_from
+    from dilatant.runtime.precision import pick_device, pick_precision
 
     device = pick_device()
     precision = pick_precision("auto", device).compute

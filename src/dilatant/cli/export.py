@@ -20,10 +20,10 @@ def export(
     """Write the newest valid checkpoint of a run in the Hugging Face layout."""
     from rich.console import Console
 
-    from dilatant.runtime.assemble import assemble_model, assemble_samples
-    from dilatant.runtime.checkpoint import load, newest_valid
-    from dilatant.runtime.export import export_model
+    from dilatant.profiling.assemble import assemble_model, assemble_samples
     from dilatant.runtime.step import model_tensors
+    from dilatant.training.checkpoint import load, newest_valid
+    from dilatant.training.export import export_model
 
     console = Console(stderr=as_json)
     saved = folder / "config.yaml"

@@ -26,9 +26,9 @@ def generate(
     """Ask an exported model something, with images and sounds."""
     from dilatant.data.encode import encode_prompt
     from dilatant.data.sample import Media, Sample, Turn
-    from dilatant.runtime.device import pick_device
-    from dilatant.runtime.evaluate import generate_answers
-    from dilatant.runtime.export import load_exported
+    from dilatant.runtime.precision import pick_device
+    from dilatant.training.evaluate import generate_answers
+    from dilatant.training.export import load_exported
 
     exported = load_exported(folder)
     kinds = {unit.kind for unit in exported.encoding.units}

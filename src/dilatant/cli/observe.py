@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from dilatant.config import Config
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.trackers import Tracker
-    from dilatant.runtime.evaluate import Evaluation
-    from dilatant.runtime.metrics import StepMetrics
-    from dilatant.runtime.trainer import Trainer
+    from dilatant.training.evaluate import Evaluation
+    from dilatant.training.metrics import StepMetrics
+    from dilatant.training.trainer import Trainer
 
 
 @contextmanager

@@ -19,15 +19,15 @@ from dilatant.cli.stop_signal import StopSignal
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dilatant.comm.launch import Worker
     from dilatant.config import Config
     from dilatant.plan.plan import Plan
+    from dilatant.profiling.assemble import Samples
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.trackers import Tracker
-    from dilatant.runtime.assemble import Samples
-    from dilatant.runtime.evaluate import Evaluation
-    from dilatant.runtime.launch import Worker
-    from dilatant.runtime.pipeline import Pipeline
-    from dilatant.runtime.trainer import Trainer, TrainResult
+    from dilatant.training.evaluate import Evaluation
+    from dilatant.training.pipeline import Pipeline
+    from dilatant.training.trainer import Trainer, TrainResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Outcome:
 def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: bool) -> tuple[Outcome, int]:
     """Train on all ranks of `plan`; returns how rank 0 (or this rank, under an outer launcher) ended, and the exit
     code that a signal asks for. Raises UserError; any other failure of a rank is shown and ends with code 1."""
-    from dilatant.runtime.launch import WorkerFailed, launch
+    from dilatant.comm.launch import WorkerFailed, launch
 
     stop = StopSignal()
     stop.on_signal = _interrupt  # until all workers run
@@ -77,7 +77,7 @@ def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: boo
 
 
 def _starts_workers(plan: Plan) -> bool:
-    from dilatant.runtime.place import place_from
+    from dilatant.config.environment import place_from
 
     return place_from(os.environ) is None and len(plan.ranks) > 1
 
@@ -100,11 +100,11 @@ def _train_rank(
 
     from dilatant.data.workers import warm_up
     from dilatant.plan.plan import Plan
+    from dilatant.profiling.assemble import assemble_model, assemble_samples
     from dilatant.report.run_folder import RunFolder
-    from dilatant.runtime.assemble import assemble_model, assemble_samples
-    from dilatant.runtime.device import pick_precision
-    from dilatant.runtime.pipeline import Pipeline, units_decoded_on
-    from dilatant.runtime.trainer import Trainer
+    from dilatant.runtime.precision import pick_precision
+    from dilatant.training.pipeline import Pipeline, units_decoded_on
+    from dilatant.training.trainer import Trainer
 
     plan = Plan.from_json(plan_json)
     if config.data.workers and units_decoded_on(plan, worker.rank):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
+    from dilatant.profiling.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
-    from dilatant.runtime.planning import PlannedRun, PlanningProblem
 
 Page = Annotated[
     Path | None, typer.Option(help="Where to write the page.", callback=output_file, show_default=False)
@@ -45,9 +45,9 @@ def plan(
     from rich.padding import Padding
     from rich.text import Text
 
+    from dilatant.profiling.planning import plan_run
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
-    from dilatant.runtime.planning import plan_run
 
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
@@ -89,8 +89,8 @@ def with_costs(config: Config, costs: Path | None) -> Config:
 
 def open_problem(config: Config, console: Console) -> PlanningProblem:
     """What is to be planned, with a progress line while samples and layers are measured."""
-    from dilatant.runtime.assemble import assemble_samples
-    from dilatant.runtime.planning import planning_problem
+    from dilatant.profiling.assemble import assemble_samples
+    from dilatant.profiling.planning import planning_problem
 
     with console.status("opening the data") as status:
         return planning_problem(

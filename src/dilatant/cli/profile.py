@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dilatant.cost.layer import LayerCost
     from dilatant.cost.model import CostModel, Degree
     from dilatant.cost.quadratic import Quadratic
-    from dilatant.runtime.link_probe import MeasuredLinks
-    from dilatant.runtime.planned_hardware import Target
+    from dilatant.profiling.link_probe import MeasuredLinks
+    from dilatant.profiling.planned_hardware import Target
 
 
 def profile(
@@ -65,13 +65,13 @@ def profile(
     """
     from rich.console import Console
 
+    from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs
-    from dilatant.runtime.assemble import load_model_tokenizer
-    from dilatant.runtime.describe_model import describe_model, skeleton
-    from dilatant.runtime.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
-    from dilatant.runtime.place import place_from
-    from dilatant.runtime.planned_hardware import entry_name, plan_target, with_links
+    from dilatant.profiling.assemble import load_model_tokenizer
+    from dilatant.profiling.describe_model import describe_model, skeleton
+    from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
+    from dilatant.profiling.planned_hardware import entry_name, plan_target, with_links
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
@@ -127,9 +127,9 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
     """Between the ranks there are, or between two processes started here. Raises UserError where there is no pair."""
     import torch
 
-    from dilatant.runtime.launch import launch
-    from dilatant.runtime.link_probe import measure_links
-    from dilatant.runtime.place import place_from
+    from dilatant.comm.launch import launch
+    from dilatant.config.environment import place_from
+    from dilatant.profiling.link_probe import measure_links
 
     if not target.is_here:
         raise UserError(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from dilatant.config import Config
     from dilatant.plan.plan import Plan
+    from dilatant.profiling.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
-    from dilatant.runtime.planning import PlannedRun, PlanningProblem
     from dilatant.schedule.measured import MeasuredStep
 
 
@@ -128,7 +128,7 @@ def _measured(folder: Path) -> MeasuredStep | None:
 def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]:
     """The costs that the plan was made with, if they are of the hardware that is now asked for."""
     from dilatant.cost.model import load_costs
-    from dilatant.runtime.planned_hardware import is_same_hardware, plan_target
+    from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
 
     path = next((p for p in (folder / "costs.yaml", folder / "plan" / "costs.yaml") if p.is_file()), None)
     if path is None:
@@ -153,7 +153,7 @@ def _cluster(text: str) -> list[str]:
 
 
 def _timed(problem: PlanningProblem, plan: Plan | None, microbatches: int | None) -> PlannedRun:
-    from dilatant.runtime.planning import plan_run, time_plan
+    from dilatant.profiling.planning import plan_run, time_plan
 
     if plan is None:
         planned = plan_run(problem)
@@ -169,9 +169,9 @@ def _show(
     as_json: bool,
     console: Console,
 ) -> None:
+    from dilatant.profiling.planning import compare_schedules, simulated_steps
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
-    from dilatant.runtime.planning import compare_schedules, simulated_steps
 
     winner = planned.result.winner
     report = replace(
@@ -206,8 +206,8 @@ def _show(
 
 def _beside(report: PlanReport, measured: MeasuredStep, planned: PlannedRun) -> PlanReport:
     """The report with a measured step, and the prediction of the very same actions instead of a typical step."""
+    from dilatant.profiling.planning import predicted_step
     from dilatant.report.step_timeline import measured_timeline, step_timeline
-    from dilatant.runtime.planning import predicted_step
 
     config = planned.problem.config
     predicted = predicted_step(planned.problem, report.plan, measured)
@@ -259,9 +259,9 @@ def _replay(
     console: Console,
 ) -> None:
     from dilatant.plan.node_trace import load_node_trace
+    from dilatant.profiling.failures import replay_failures
     from dilatant.report.replay_page import print_replays, replays_to_plain, write_replay_page
     from dilatant.report.run_folder import RunFolder
-    from dilatant.runtime.failures import replay_failures
 
     trace = load_node_trace(path, seed=problem.config.seed)
     with console.status("replaying"):

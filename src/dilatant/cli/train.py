@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from dilatant.config import Config
     from dilatant.models.multimodal import MultimodalModel
+    from dilatant.profiling.assemble import Samples
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.trackers import Tracker
-    from dilatant.runtime.assemble import Samples
-    from dilatant.runtime.evaluate import Evaluation
+    from dilatant.training.evaluate import Evaluation
 
 
 def train(
@@ -50,8 +50,8 @@ def train(
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, evaluate on held-out data, export. Returns the exit code; raises UserError."""
-    from dilatant.runtime.place import place_from
-    from dilatant.runtime.worker_server import warm_up
+    from dilatant.comm.fork_server import warm_up
+    from dilatant.config.environment import place_from
 
     place = place_from(os.environ)
     if config.parallel is None and place is not None:
@@ -64,8 +64,8 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
 
     from rich.console import Console
 
+    from dilatant.profiling.assemble import assemble_samples
     from dilatant.report.run_folder import RunFolder
-    from dilatant.runtime.assemble import assemble_samples
 
     console = Console(stderr=as_json, quiet=place is not None and place.rank > 0)
     begin = _in_one_process if config.parallel is None else _in_a_pipeline
@@ -120,10 +120,10 @@ def _in_one_process(
     config: Config, samples: Samples, folder: RunFolder, start: _Start, console: Console, as_json: bool
 ) -> _Ended:
     from dilatant.cli.stop_signal import StopSignal
-    from dilatant.runtime.assemble import assemble_model
-    from dilatant.runtime.device import pick_device, pick_precision
+    from dilatant.profiling.assemble import assemble_model
+    from dilatant.runtime.precision import pick_device, pick_precision
     from dilatant.runtime.step import OneProcess
-    from dilatant.runtime.trainer import Trainer
+    from dilatant.training.trainer import Trainer
 
     with console.status("building the model"):
         model = assemble_model(config, samples)
@@ -159,11 +159,11 @@ def _in_a_pipeline(
     config: Config, samples: Samples, folder: RunFolder, start: _Start, console: Console, as_json: bool
 ) -> _Ended:
     from dilatant.cli.pipeline_run import run_pipeline
-    from dilatant.runtime.assemble import assemble_model
-    from dilatant.runtime.checkpoint import load, newest_valid
-    from dilatant.runtime.pipeline import plan_from_config, prove_schedule
-    from dilatant.runtime.place import place_from
+    from dilatant.config.environment import place_from
+    from dilatant.profiling.assemble import assemble_model
     from dilatant.runtime.step import model_tensors
+    from dilatant.training.checkpoint import load, newest_valid
+    from dilatant.training.pipeline import plan_from_config, prove_schedule
 
     assert config.parallel is not None
     with console.status("building the model"):
@@ -206,7 +206,7 @@ def _finish(
     config: Config, samples: Samples, folder: RunFolder, ended: _Ended, console: Console, as_json: bool
 ) -> None:
     """Export the trained model, and say where to look."""
-    from dilatant.runtime.export import export_model
+    from dilatant.training.export import export_model
 
     assert ended.model is not None
     evaluation = ended.evaluation
@@ -227,7 +227,7 @@ def _finish(
 
 def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> _Start:
     """Where to begin. Raises UserError rather than lose a run."""
-    from dilatant.runtime.checkpoint import damage, list_checkpoints, newest_valid
+    from dilatant.training.checkpoint import damage, list_checkpoints, newest_valid
 
     resume = config.train.resume
     if resume == "auto":
@@ -289,7 +289,7 @@ def _evaluate(
     trackers: Sequence[Tracker] = (),
 ) -> Evaluation | None:
     """Exact match on the held-out data, stored as eval.json; None without such data."""
-    from dilatant.runtime.evaluate import evaluate
+    from dilatant.training.evaluate import evaluate
 
     if samples.held_out is None:
         return None

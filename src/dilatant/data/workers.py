@@ -1,7 +1,6 @@
 """Processes that do a job for every task of a stream, results in task order.
 
-They are started from a clean server process, never by forking the caller: a process that runs torch has threads,
-and a fork of it may hang.
+They come from the fork server, which holds what they import.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import forkserver, resource_tracker, util
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
+from dilatant.comm import fork_server
 from dilatant.config.errors import UserError
 
 T = TypeVar("T")
@@ -34,19 +34,9 @@ class WorkerError(RuntimeError):
     """A worker process died, or failed in a way that is no mistake in the data."""
 
 
-def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the server that workers come from; its imports go on beside what the caller does.
-
-    Signals to a whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or Slurm) are for the caller: the
-    server and its workers hold them back.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
-    resource_tracker.ensure_running()  # at its start it lets both signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def warm_up() -> None:
+    """Start the server that workers come from (see `fork_server.warm_up`)."""
+    fork_server.warm_up(PRELOAD)
 
 
 class WorkerPool(Generic[T, R]):

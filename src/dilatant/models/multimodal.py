@@ -54,7 +54,7 @@ class MultimodalModel(nn.Module):
     tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
     layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
     without memory until `materialize` gives some of their layers weights. media_attention: whom the tokens of an image
-    or clip see; other than "causal" takes effect through `runtime.row_attention.use_row_attention`. Raises UserError
+    or clip see; other than "causal" takes effect through `row_attention.use_row_attention`. Raises UserError
     for parts that do not fit together.
     """
 
@@ -244,7 +244,7 @@ class MultimodalModel(nn.Module):
         if self.media_attention != "causal" and self.language.row_attention is None:
             raise UserError(
                 f"media_attention is {self.media_attention!r}, which needs block tables: call "
-                "dilatant.runtime.row_attention.use_row_attention(model) first"
+                "dilatant.models.row_attention.use_row_attention(model) first"
             )
 
     def _prepend(

@@ -176,7 +176,7 @@ class LanguageUnit(Unit, LanguageStage):
     model: PreTrainedModel
     row_attention: Callable[..., Mapping[str, Any]] | None
     """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
-    positions alone keep samples apart. Set by `runtime.row_attention.use_row_attention`."""
+    positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
     generating_attention: str | None
     """The attention implementation that `generate` decodes with, where it is not the model's own."""
 

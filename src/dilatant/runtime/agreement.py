@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.exchange import Gathering
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import Gathering
 
 _BITS = 62
 

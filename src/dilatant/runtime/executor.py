@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dilatant.comm.comm import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
-from dilatant.runtime.comm import CommAborted, CommTimeout
-from dilatant.runtime.deferred import WeightGradients, settle
+from dilatant.runtime.gradient_sync import GradientSync
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.stage_runner import Boundary, StageRunner, StepData
-from dilatant.runtime.sync import GradientSync
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.weight_gradients import WeightGradients, settle
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
 

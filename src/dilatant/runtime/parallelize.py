@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilatant.comm.comm import Comm
+from dilatant.comm.launch import Worker
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import LANGUAGE, MultimodalModel
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.device import Precision, pick_precision
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.launch import Worker
+from dilatant.runtime.precision import Precision, pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.dependencies import messages

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import Gathering, exchange
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import apply, check
@@ -18,19 +20,17 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Stage
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
-from dilatant.runtime.comm import Comm
-from dilatant.runtime.deferred import WeightGradients, replace_linears, restore_linears
-from dilatant.runtime.device import Precision
-from dilatant.runtime.exchange import Gathering, exchange
 from dilatant.runtime.executor import Executor, LocalStage
+from dilatant.runtime.gradient_sync import GradientSync, make_buckets, squared_norm
 from dilatant.runtime.holders import Holders, holders_of, trainable_layers
+from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
 from dilatant.runtime.stage_runner import Boundary, StepData, boundary_after, runner_for
 from dilatant.runtime.step import stage_tensors
 from dilatant.runtime.step_shares import ShareCounter, StepShares
-from dilatant.runtime.sync import GradientSync, make_buckets, squared_norm
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.graph import build
 from dilatant.schedule.measured import MeasuredAction

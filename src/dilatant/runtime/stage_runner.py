@@ -19,7 +19,7 @@ from dilatant.models.loss import positions_with_targets, shift_labels
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import EncoderStage, LanguageStage, Stage
 from dilatant.models.unit import EncoderUnit, LanguageUnit, Unit
-from dilatant.runtime.device import Precision
+from dilatant.runtime.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dilatant.data.sample import PackedRow
 from dilatant.models.freeze import check
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Stage
-from dilatant.runtime.device import Precision
+from dilatant.runtime.precision import Precision
 from dilatant.runtime.step_shares import StepShares
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilatant.runtime.comm import Comm, Group, Pending
+from dilatant.comm.comm import Comm, Group, Pending
 from dilatant.runtime.routes import Routes
 from dilatant.schedule.dependencies import Edge, Message
 from dilatant.schedule.schedule import Action

@@ -1,0 +1,40 @@
+"""The server that processes of ours come from, forked in a moment. Imports no torch itself, so it can start first.
+
+Processes are never forked from the caller: one that runs torch has threads, and a fork of it may hang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
+
+RANK_PRELOAD = (
+    "dilatant.training.pipeline",
+    "dilatant.training.trainer",
+    "dilatant.schedule.assign_kernels",
+    "dilatant.schedule.kernels",
+)
+"""What a rank needs; its imports are the bulk of its start, and the server does them once."""
+
+
+def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
+    """Start the server; its imports go on beside what the caller does.
+
+    Signals to a whole process group (Ctrl-C in a terminal, SIGTERM from `timeout` or Slurm) are for the caller: the
+    server and its workers hold them back.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()  # at its start it lets both signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def heed_launcher() -> None:
+    """In a worker: SIGTERM is for it again, which its launcher sends when it is asked to stop; Ctrl-C is not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -1,0 +1,71 @@
+"""Small values from everybody to everybody, over the ranks' CPU group.
+
+Ranks swap with those 1, 2, ..., 7 places further, then pass on all they hold with strides of 8, 64, ...: up to eight
+ranks need one hop, a thousand four (Bruck et al., 1997, with radix 8). Gloo's own collectives go around a ring, with
+hops for every rank; `benchmarks/agreement.py` measures both.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilatant.comm.comm import Comm, Pending
+
+RADIX = 8
+
+
+class Gathering:
+    """Equally shaped tensors of all ranks on their way to all. Begins at once, and goes on in `wait`.
+
+    tensor: on the CPU. what: named in errors. radix: this rank and those that are one hop away. All ranks begin their
+    gatherings in the same order.
+    """
+
+    def __init__(self, comm: Comm, tensor: Tensor, what: str, radix: int = RADIX) -> None:
+        self._comm = comm
+        self._radix = radix
+        self._what = what
+        self._held = tensor[None].clone()  # of this rank, the next one, ...
+        self._round = 0
+        self._pending: list[Pending] = []
+        self._arriving: list[Tensor] = []
+        self._begin_round()
+
+    def wait(self) -> Tensor:
+        """[ranks, *shape of tensor], by rank."""
+        while self._pending:
+            for pending in self._pending:
+                pending.wait()
+            self._held = torch.cat([self._held, *self._arriving])
+            self._round += 1
+            self._begin_round()
+        return self._held.roll(self._comm.rank, 0)
+
+    def _begin_round(self) -> None:
+        rank, size, group = self._comm.rank, self._comm.size, self._comm.world
+        held = len(self._held)
+        distances = range(held, min(self._radix * held, size), held)
+        counts = [min(held, size - distance) for distance in distances]
+        self._arriving = [self._held.new_empty(count, *self._held.shape[1:]) for count in counts]
+        self._pending = [
+            group.receive(rows, (rank + distance) % size, self._round, self._what)
+            for distance, rows in zip(distances, self._arriving)
+        ]
+        self._pending += [
+            group.send(self._held[:count], (rank - distance) % size, self._round, self._what)
+            for distance, count in zip(distances, counts)
+        ]
+
+
+def exchange(comm: Comm, value: Any) -> list[Any]:
+    """Every rank's JSON value, by rank; for what happens once in a while."""
+    text = json.dumps(value).encode()
+    lengths = Gathering(comm, torch.tensor([len(text)]), "lengths of values").wait().flatten().tolist()
+    own = torch.zeros(max(lengths), dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = Gathering(comm, own, "values of all ranks").wait()
+    return [json.loads(bytes(row[:length].numpy().tobytes())) for row, length in zip(rows, lengths)]

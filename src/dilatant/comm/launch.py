@@ -1,0 +1,255 @@
+"""Launching: a function on every rank, in workers of our own or as one worker of torchrun, Slurm or Kubernetes.
+
+The launcher holds the store and watches its workers, so it can tell the others when one dies. The error that is
+reported first is that of the worker that failed first for a reason of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dilatant.comm.comm import CommAborted, CommTimeout, announce_failure
+from dilatant.comm.fork_server import heed_launcher, warm_up
+from dilatant.config.environment import place_from
+from dilatant.config.errors import UserError
+
+GRACE_SECONDS = 5.0
+"""What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
+SAVE_SECONDS = 60.0
+"""What they have after one has raised an error: all of them may be saving their parts of the last step."""
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What the launched function is told. `store`: a torch store all ranks share, for `Comm`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: Any
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended the run; the message begins with its own error and rank, `details` are its traceback.
+    killed_by: the signal that ended it, if one did."""
+
+    def __init__(self, message: str, details: str = "", killed_by: int | None = None) -> None:
+        super().__init__(message)
+        self.details = details
+        self.killed_by = killed_by
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    rank: int
+    message: str
+    details: str
+    follows: bool = False
+    is_user_error: bool = False
+    loses_a_rank: bool = False
+    killed_by: int | None = None
+
+
+def launch(
+    function: Callable[..., Any], num_workers: int, *args: Any, started: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """`function(worker, *args)` on every rank; what each rank returned, or only this one's under an outer launcher.
+
+    An outer launcher's variables decide how many ranks there are; without them `num_workers` are started here.
+    Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
+    these: it is for us. started: called when all of them run. Raises UserError or WorkerFailed with the first error.
+    """
+    place = place_from(os.environ)
+    if place is None:
+        return launch_local(function, num_workers, *args, started=started)
+    master = place.hosts_store and place.rank == 0
+    store = dist.TCPStore(
+        place.host, place.port, is_master=master, timeout=_STORE_TIMEOUT, wait_for_workers=False
+    )
+    worker = _worker(
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        dist.PrefixStore(f"attempt{place.attempt}", store),
+    )
+    return [_run_here(function, worker, args)]
+
+
+def launch_local(
+    function: Callable[..., Any], num_workers: int, *args: Any, started: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """As `launch`, always in `num_workers` processes of our own (one: this process)."""
+    if num_workers < 1:
+        raise UserError(f"cannot start {num_workers} workers")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+    if num_workers == 1:
+        return [_run_here(function, _worker(0, 1, 0, 1, store), args)]
+    context = multiprocessing.get_context("forkserver")
+    warm_up()
+    payload = pickle.dumps((function, args))
+    workers: dict[int, tuple[Any, Connection]] = {}
+    try:
+        for rank in range(num_workers):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, num_workers, store.port, payload),
+                name=f"dilatant-{rank}",
+            )
+            process.start()
+            theirs.close()
+            workers[rank] = process, ours
+        started()
+        results = _watch(workers, store)
+        _join([process for process, _ in workers.values()], GRACE_SECONDS)
+        return results
+    finally:
+        for process, connection in workers.values():
+            if process.is_alive():
+                process.kill()
+            connection.close()
+        _join([process for process, _ in workers.values()], GRACE_SECONDS)
+
+
+def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
+    """`function` in this process, with failures as `launch` raises them."""
+    try:
+        return function(worker, *args)
+    except UserError:
+        raise
+    except Exception as error:
+        report = _report(worker.rank, error)
+        if not report.follows:
+            announce_failure(worker.store, report.message)
+        raise WorkerFailed(report.message, report.details) from error
+
+
+def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Any) -> Worker:
+    if torch.cuda.is_available():
+        # Every directed edge has a stream of its own: a receive must not hold up a send that shares its queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {rank} needs GPU {local_rank} of its machine, which has {torch.cuda.device_count()}; "
+                "start fewer workers there"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    return Worker(rank, size, local_rank, device, store)
+
+
+def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Any) -> list[Any]:
+    """Collect what the workers return; after the first failure tell the others, and wait for them a little."""
+    pending = {connection: rank for rank, (_, connection) in workers.items()}
+    results: dict[int, Any] = {}
+    reports: list[_Report] = []
+    deadline: float | None = None
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(pending), timeout=left)
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                outcome = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                outcome = _death(rank, workers[rank][0])
+            if not isinstance(outcome, _Report):
+                results[rank] = outcome[0]
+                continue
+            if not reports or outcome.loses_a_rank:
+                began = announce_failure(store, outcome.message)
+                seconds = SAVE_SECONDS if not outcome.loses_a_rank else GRACE_SECONDS if began else 0.0
+                deadline = min(time.monotonic() + seconds, math.inf if deadline is None else deadline)
+            reports.append(outcome)
+    if not reports:
+        return [results[rank] for rank in sorted(results)]
+    first = next((report for report in reports if not report.follows), reports[0])
+    if first.is_user_error:
+        raise UserError(first.message)
+    raise WorkerFailed(first.message, first.details, first.killed_by)
+
+
+def _death(rank: int, process: Any) -> _Report:
+    process.join(GRACE_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            how += " (often the machine ran out of memory)"
+    else:
+        how = f"ended with exit code {code}"
+    killed_by = -code if code is not None and code < 0 else None
+    return _Report(rank, f"rank {rank} {how}", "", loses_a_rank=True, killed_by=killed_by)
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int, payload: bytes) -> None:
+    threading.Thread(target=_end_with_launcher, name="dilatant-launcher", daemon=True).start()
+    heed_launcher()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+        worker = _worker(rank, size, rank, size, store)
+        function, args = pickle.loads(payload)
+        answer: Any = (function(worker, *args),)
+    except BaseException as error:
+        answer = _report(rank, error)
+    with contextlib.suppress(OSError):  # the launcher is gone
+        connection.send_bytes(pickle.dumps(answer))
+    connection.close()
+
+
+def _end_with_launcher() -> None:
+    """When the launcher is gone, communication ends by itself; this ends a rank that does not notice."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
+
+
+def _report(rank: int, error: BaseException) -> _Report:
+    text = str(error) or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    prefix = "" if isinstance(error, UserError) or text.startswith("rank ") else f"rank {rank}: "
+    follows = isinstance(error, CommAborted)
+    # What an error of ours says about another one is in the message; the other one's trace tells where it arose.
+    return _Report(
+        rank,
+        prefix + text,
+        "" if follows else "".join(traceback.format_exception(error.__cause__ or error, chain=False)),
+        follows=follows,
+        is_user_error=isinstance(error, UserError),
+        loses_a_rank=isinstance(error, CommTimeout),
+    )
+
+
+def _join(processes: list[Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,130 @@
+"""From a config to what a run works with: tokenizer, how media are seen, samples, model.
+
+The parts that need no weights come first, so that `data stats` and `data lint` see samples exactly as training does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from dilatant.config import Config, EncoderConfig, ModelConfig, UserError
+from dilatant.data.blend import Blend, StreamBlend, open_blend
+from dilatant.data.chat import chat_tokenizer
+from dilatant.data.encode import Encoding
+from dilatant.data.sample import MediaUnit
+from dilatant.data.tokenizer import load_tokenizer
+from dilatant.models.build import build_model
+from dilatant.models.geometry import EncoderGeometry, encoder_geometry
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import use_row_attention
+from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
+from dilatant.profiling.media_units import media_unit
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """How samples become tokens, and the samples to train on and to be judged by."""
+
+    tokenizer: Any
+    encoding: Encoding
+    train: Blend | StreamBlend
+    held_out: Blend | StreamBlend | None
+
+
+def assemble_samples(config: Config) -> Samples:
+    """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
+    train = open_blend(config.data.train)
+    held_out = open_blend(config.data.eval) if config.data.eval else None
+    tokenizer = load_model_tokenizer(config.model)
+    encoding = Encoding(
+        chat=chat_tokenizer(tokenizer, config.data.chat_template),
+        units=media_units(config.model, len(tokenizer)),
+        train_on=config.data.train_on,
+        max_length=config.data.max_length,
+    )
+    return Samples(tokenizer, encoding, train, held_out)
+
+
+def assemble_model(
+    config: Config, samples: Samples, hollow: Collection[str] | None = None
+) -> MultimodalModel:
+    """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
+    config says so. hollow: see `build_model`. Raises UserError."""
+    model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=hollow)
+    if config.model.language_model.on_block_tables:
+        use_row_attention(model)
+        if getattr(model.language.model.config.get_text_config(), "attention_dropout", 0.0):
+            raise UserError(
+                "model.language_model: attention_dropout must be 0 on block tables (attn_implementation: dilatant), "
+                "where weights of attention are never held; set it in the model's config"
+            )
+    seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
+    if seen != model.placeholder_ids:
+        raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
+    if config.train.gradient_checkpointing:
+        for unit in model.units.values():
+            unit.gradient_checkpointing()
+    return model
+
+
+def load_model_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer that the config names, or the language model's own. Raises UserError."""
+    source = config.language_model
+    name = source.tokenizer or source.id
+    if name is None:
+        raise UserError(
+            "model.language_model.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
+        )
+    if source.tokenizer is None:  # an id that is wrong is not the tokenizer's mistake
+        load_pretrained_config(name, "model.language_model", source.trust_remote_code)
+    return load_tokenizer(name, source.trust_remote_code)
+
+
+def media_units(config: ModelConfig, tokenizer_size: int) -> tuple[MediaUnit, ...]:
+    """How each encoder sees its media, from configs alone: no weights are read."""
+    vocabulary = _vocabulary(config, tokenizer_size)
+    return tuple(
+        _media_unit(name, entry, vocabulary + position)
+        for position, (name, entry) in enumerate(config.encoders.items())
+    )
+
+
+def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
+    source = config.language_model
+    where = "model.language_model"
+    if source.config is not None:
+        settings = {"vocab_size": tokenizer_size, **source.config}
+        return parse_config(settings, where).get_text_config().vocab_size
+    return (
+        load_pretrained_config(str(source.id), where, source.trust_remote_code).get_text_config().vocab_size
+    )
+
+
+def _geometry(name: str, entry: EncoderConfig) -> EncoderGeometry:
+    where = f"model.encoders.{name}"
+    if entry.config is not None:
+        config = parse_config(entry.config, where)
+    else:
+        config = load_pretrained_config(str(entry.id), where, entry.trust_remote_code)
+    geometry = encoder_geometry(tower_config(config), entry.features)
+    if geometry.kind != entry.kind:
+        raise UserError(f"{where}: kind is {entry.kind!r}, but the encoder reads {geometry.kind}")
+    return geometry
+
+
+def _media_unit(name: str, entry: EncoderConfig, placeholder_id: int) -> MediaUnit:
+    try:
+        return media_unit(
+            name,
+            _geometry(name, entry),
+            # A pretrained encoder brings its own processor.
+            processor=entry.id if entry.processor is None else entry.processor,
+            placeholder_id=placeholder_id,
+            marker=entry.marker,
+            merge=entry.merge,
+        )
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith("model.") else f"model.encoders.{name}.{text}") from None

@@ -1,0 +1,211 @@
+"""What this model's layers cost on the devices to plan for: from a file, measured here, or modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dilatant.config import Config, PlanConfig, UserError, list_problems
+from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.group import group_cost
+from dilatant.cost.layer import ZERO, LayerCost
+from dilatant.cost.model import CostModel, Degree, load_costs
+from dilatant.cost.profile import LayerProbe, profile_layers
+from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType, ModelDescription
+from dilatant.profiling.layer_probes import layer_probe
+from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
+from dilatant.profiling.layer_shards import check_tensor_degrees, is_divided, tensor_shard
+from dilatant.profiling.planned_hardware import Target, is_same_hardware
+from dilatant.runtime.precision import Precision, pick_device
+
+Say = Callable[[str], None]
+_ROWS = (1, 2, 4, 8)
+"""Images or clips at which layers of encoders are measured."""
+
+
+def layer_costs(
+    config: Config, model: ModelDescription, target: Target, say: Say = lambda text: None
+) -> CostModel:
+    """The costs that `plan.costs` names; else measured, if `target` is here; else modelled, and said to be so.
+
+    Raises UserError for a file of other hardware (naming it), of another precision, or of other layers.
+    """
+    if config.plan.costs is not None:
+        return read_costs(Path(config.plan.costs), model, target)
+    if target.is_here:
+        degrees = planned_degrees(config.plan, (1,))
+        return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
+    degrees = planned_degrees(config.plan, tensor_degrees(model, target.cluster.gpus_per_node))
+    check_tensor_degrees(model, config.plan.tensor_parallel or ())
+    return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype)
+
+
+def planned_degrees(plan: PlanConfig, tensor: Sequence[int]) -> list[Degree]:
+    """The (tp, cp) that a config names; `tensor` where it says nothing of tensor parallelism."""
+    return [(tp, cp) for tp in plan.tensor_parallel or tensor for cp in plan.context_parallel]
+
+
+def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
+    """A cost file that must fit the target and the model. Raises UserError."""
+    try:
+        costs = load_costs(path)
+    except OSError as error:
+        raise UserError(f"plan.costs: {str(path)!r} cannot be read: {error.strerror}") from None
+    if not is_same_hardware(costs.hardware, target.asked_for):
+        raise UserError(
+            f"{path} holds costs of {costs.hardware!r}, but the plan is for {target.asked_for!r}; profile there "
+            f"(`dilatant profile`), or plan for that hardware (cluster.hardware)"
+        )
+    if costs.dtype != target.dtype:
+        raise UserError(
+            f"{path} holds costs in {costs.dtype}, but the run is in {target.dtype}; profile again, or set "
+            "train.precision"
+        )
+    problems = _misfits(costs, model)
+    if problems:
+        raise list_problems(f"{path} is of another model; profile this one (`dilatant profile`):", problems)
+    return costs
+
+
+def measure_layers(
+    model: ModelDescription,
+    target: Target,
+    tokens: Sequence[int],
+    repeats: int = 7,
+    say: Say = lambda text: None,
+    degrees: Iterable[Degree] = ((1, 1),),
+) -> CostModel:
+    """Measure every layer type on one device of this machine, at the (tp, cp) of `degrees`.
+
+    Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
+    vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
+    from the link inside a node of the target's hardware; the cost model's note says so.
+    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips. Raises UserError for
+    degrees that do not divide the layers, and for families whose shares are not known.
+    """
+    wanted = sorted(set(degrees))
+    tensor = sorted({tp for tp, _ in wanted})
+    check_tensor_degrees(model, tensor)
+    device, precision = pick_device(), Precision(getattr(torch, target.dtype))
+    shards = {
+        (unit, tp): tensor_shard(unit, tp) for unit in {entry.unit for entry in model.types} for tp in tensor
+    }
+    probes = [
+        replace(_probe(share, device, precision), degree=(tp, 1))
+        for entry in model.types
+        for tp, share in (
+            [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor]
+            if is_divided(entry)
+            else [(tensor[0], entry)]
+        )
+    ]
+    with _threads(target.threads if device.type == "cpu" else torch.get_num_threads()):
+        measured = profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
+    return measured if wanted == [(1, 1)] else _on_groups(measured, model, target, wanted)
+
+
+def _on_groups(
+    measured: CostModel, model: ModelDescription, target: Target, degrees: Sequence[Degree]
+) -> CostModel:
+    """The costs at (tp, cp) from those measured at (tp, 1); what is not divided was measured at the first tp."""
+    layers: dict[str, dict[Degree, LayerCost]] = {}
+    for kind, shape in layer_shapes(model).items():
+        shares = measured.layers[kind]
+        whole = next(iter(shares.values()))
+        layers[kind] = {
+            degree: group_cost(
+                shares.get((degree[0], 1), whole), shape, target.hardware.inside, target.dtype, degree
+            )
+            for degree in degrees
+        }
+    source = target.hardware.source or target.hardware.name
+    note = (
+        f"one tp rank's share measured; cp's part of a row modelled, and collectives, from links of: {source}"
+    )
+    return replace(measured, layers=layers, note=f"{measured.note}; {note}")
+
+
+def measured_tokens(config: Config) -> tuple[int, ...]:
+    """Token counts for the language model: four up to `data.max_length`, each twice the one before."""
+    longest = config.data.max_length
+    return tuple(sorted({max(1, longest // part) for part in (1, 2, 4, 8)}))
+
+
+def costs_in_use(costs: CostModel, model: ModelDescription, targets: float) -> CostModel:
+    """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, and only
+    blocks are recomputed."""
+    heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
+
+    def used(kind: str, cost: LayerCost) -> LayerCost:
+        if kind in heads:
+            cost = _on_targets(cost, targets)
+        if kind not in blocks:
+            cost = replace(cost, recompute=ZERO, checkpoint_bytes=cost.activation_bytes)
+        return cost
+
+    return replace(
+        costs,
+        layers={
+            kind: {degree: used(kind, cost) for degree, cost in degrees.items()}
+            for kind, degrees in costs.layers.items()
+        },
+    )
+
+
+def _on_targets(cost: LayerCost, share: float) -> LayerCost:
+    grows = (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "first_trainable",
+        "activation_bytes",
+        "weight_bytes",
+    )
+    scaled = {}
+    for name in grows:
+        whole = getattr(cost, name)
+        scaled[name] = replace(whole, a=whole.a * share, b=whole.b * share)
+    return replace(cost, **scaled)
+
+
+def _probe(entry: LayerType, device: torch.device, precision: Precision) -> LayerProbe:
+    probe = layer_probe(entry, device, precision)
+    if entry.geometry is None:
+        return probe
+    tokens = tuple(rows * entry.geometry.encoder_tokens for rows in _ROWS)
+    return replace(probe, tokens=tokens, square=False)
+
+
+def _misfits(costs: CostModel, model: ModelDescription) -> list[str]:
+    """Layer types that the costs lack, or know with other weights."""
+    parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
+    problems = []
+    for kind, count in parameters.items():
+        degrees = costs.layers.get(kind)
+        if not degrees:
+            problems.append(f"it has no layer type {kind!r}")
+            continue
+        (tp, _), cost = next(iter(degrees.items()))
+        there = cost.parameters
+        if not count <= there * tp <= count * tp and costs.origin != "synthetic":
+            problems.append(f"{kind!r} has {there:,} parameters there, {count:,} in this model")
+    return problems
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def degrees_of(costs: CostModel) -> Iterable[tuple[int, int]]:
+    """All (tp, cp) that any layer type has costs for."""
+    return sorted({degree for degrees in costs.layers.values() for degree in degrees})

@@ -1,0 +1,130 @@
+"""What the analytic cost model needs to know of this model's layers, read off their configs and weight shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
+from dilatant.models.unit import EncoderUnit
+from dilatant.profiling.describe_model import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    NORM,
+    PROJECTOR,
+    LayerType,
+    ModelDescription,
+)
+
+_WITHOUT_PAIRS = ("linear", "mamba", "recurrent", "conv", "ssm")
+"""Words in a family's layer types for mixers whose work does not grow with the square of the tokens."""
+
+
+def layer_shapes(model: ModelDescription) -> dict[str, LayerShape]:
+    """The shape of every layer type. Mixtures of experts count the experts that a token visits, and all weights."""
+    return {entry.kind: _shape(entry) for entry in model.types}
+
+
+def tensor_degrees(model: ModelDescription, most: int) -> tuple[int, ...]:
+    """The powers of two up to `most` that divide the heads of all attention layers."""
+    heads = [count for entry in model.types if entry.role == BLOCK for count in _heads(entry)[:2]]
+    degrees = [1]
+    while 2 * degrees[-1] <= most and all(count % (2 * degrees[-1]) == 0 for count in heads):
+        degrees.append(2 * degrees[-1])
+    return tuple(degrees)
+
+
+def _shape(entry: LayerType) -> LayerShape:
+    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
+    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    products = sum(size for module in modules for size in _products(module, _experts_visited(entry)))
+    width = _config(entry).hidden_size
+    if entry.role == EMBEDDING and entry.geometry is None:
+        return replace(embedding_shape(width, 1), parameters=parameters)
+    if entry.role == EMBEDDING:
+        return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
+    if entry.role == NORM:
+        return LayerShape(0, 0, parameters, 2 * width, width, 2 * width, width)
+    if entry.role == HEAD:
+        return head_shape(width, cast(Any, entry.unit.model.get_output_embeddings()).weight.shape[0])
+    if entry.role == PROJECTOR:
+        return _projector(entry, parameters)
+    heads, key_value_heads, size = _heads(entry)
+    causal = entry.geometry is None
+    shape = block_shape(
+        width,
+        max((max(p.shape) for module in modules for p in module.parameters()), default=width),
+        heads,
+        key_value_heads,
+        head_size=size,
+        gated=any("gate" in name for module in modules for name, _ in module.named_parameters()),
+        causal=causal,
+    )
+    pairs = not any(word in entry.variant for word in _WITHOUT_PAIRS)
+    return replace(
+        shape,
+        matmul=products,
+        leading=min(shape.leading, products),
+        parameters=parameters,
+        attention_width=shape.attention_width if pairs else 0,
+    )
+
+
+def _projector(entry: LayerType, parameters: int) -> LayerShape:
+    unit = cast(EncoderUnit, entry.unit)
+    assert entry.geometry is not None
+    linears = [module for module in unit.projector.modules() if isinstance(module, nn.Linear)]
+    share = entry.geometry.tokens_per_row / entry.geometry.encoder_tokens
+    if not linears:
+        return LayerShape(0, 0, parameters, 0, 0, 0, entry.geometry.width, output_share=share, launches=0)
+    shape = linear_shape(linears[0].in_features, linears[-1].out_features, share=share, count=len(linears))
+    return replace(shape, parameters=parameters)
+
+
+def _heads(entry: LayerType) -> tuple[int, int, int]:
+    """(query heads, key and value heads, size of a head)."""
+    config = _config(entry)
+    heads = config.num_attention_heads
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def _experts_visited(entry: LayerType) -> float:
+    """The share of its experts that a token visits; 1 without experts."""
+    config = _config(entry)
+    there = next(
+        (
+            getattr(config, name)
+            for name in ("num_local_experts", "num_experts", "n_routed_experts")
+            if getattr(config, name, None)
+        ),
+        0,
+    )
+    return getattr(config, "num_experts_per_tok", 1) / there if there else 1.0
+
+
+def _products(module: nn.Module, visited: float) -> Iterator[int]:
+    """Multiply-adds for a token by weight: matrices and kernels as they are, experts as often as visited."""
+    for path, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding):
+            continue
+        for name, parameter in inner.named_parameters(recurse=False):
+            if parameter.dim() < 2:
+                continue
+            expert = "expert" in f"{path}.{name}" and "shared" not in path
+            yield round(parameter.numel() * (visited if expert else 1.0))
+
+
+def _config(entry: LayerType) -> Any:
+    return entry.unit.model.config if entry.geometry else entry.unit.model.config.get_text_config()
+
+
+def _name(entry: LayerType) -> str:
+    return entry.unit.layers[entry.index]

@@ -1,0 +1,155 @@
+"""One tensor-parallel rank's share of a unit: the same model with fewer heads, a narrower feed-forward and a part of
+the vocabulary. The hidden size, the size of a head, norms and projectors stay whole.
+
+Most families build that from their config. Where the size of a head follows from the number of heads, dividing heads
+would give wider ones, so there the projections of attention are narrowed in the model itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dilatant.attention.hook import use_dilatant_attention
+from dilatant.config import UserError, list_problems
+from dilatant.models.unit import LanguageUnit, Unit
+from dilatant.profiling.describe_model import BLOCK, EMBEDDING, HEAD, LayerType, ModelDescription
+
+_HEADS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key/value heads",
+    "linear_num_key_heads": "key heads of linear attention",
+    "linear_num_value_heads": "value heads of linear attention",
+}
+_SIZES = {
+    "intermediate_size": "intermediate size",
+    "encoder_ffn_dim": "intermediate size",
+    "ffn_dim": "intermediate size",
+    "moe_intermediate_size": "intermediate size of an expert",
+    "shared_expert_intermediate_size": "intermediate size of the shared expert",
+}
+"""What a tensor-parallel rank has a share of: attributes of configs, and how a reader calls them."""
+
+_INTO_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value")
+_OUT_OF_HEADS = ("o_proj", "out_proj", "projection_layer", "dense")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
+"""The projections of an attention module, and where it keeps its number of heads."""
+
+
+def is_divided(entry: LayerType) -> bool:
+    """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
+    return entry.role == BLOCK or (entry.geometry is None and entry.role in (EMBEDDING, HEAD))
+
+
+def check_tensor_degrees(model: ModelDescription, degrees: Iterable[int]) -> None:
+    """Raise UserError, naming the unit and the degrees it takes, unless every degree divides the heads and the
+    feed-forward of every unit."""
+    wanted, problems = sorted(set(degrees)), []
+    for unit in dict.fromkeys(entry.unit for entry in model.types):
+        counts = _counts(unit)
+        common = math.gcd(*counts.values())
+        fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+        for degree in wanted:
+            whole = [f"{count:,} {name}" for name, count in counts.items() if count % degree]
+            if whole:
+                problems.append(
+                    f"{unit.unit} has {' and '.join(whole)}, which {degree} ranks cannot share evenly; "
+                    f"it takes {', '.join(fitting)}"
+                )
+    if problems:
+        raise list_problems("tensor-parallel degrees (plan.tensor_parallel, --tp):", problems)
+
+
+def tensor_shard(unit: Unit, degree: int) -> Unit:
+    """The unit as one of `degree` ranks holds it, on the meta device; itself if `degree` is 1.
+
+    `degree` must divide (see `check_tensor_degrees`); of a vocabulary that it does not divide, the largest share.
+    Raises UserError for a family whose blocks are not known to be divided.
+    """
+    if degree == 1:
+        return unit
+    model = _built(unit, degree, divide_heads=True)
+    if _head_sizes(unit, model) != _head_sizes(unit, unit.model):
+        model = _built(unit, degree, divide_heads=False)
+        _narrow_attention(unit, model, degree)
+    _refuse_whole(unit, model)
+    if isinstance(unit, LanguageUnit) and unit.row_attention is not None:
+        use_dilatant_attention(model)
+    return copy.deepcopy(unit, {id(unit.model): model})  # all but the model is as it was
+
+
+def _built(unit: Unit, degree: int, divide_heads: bool) -> PreTrainedModel:
+    """The unit's model on the meta device, from its config with everything divided that a config can say."""
+    config = copy.deepcopy(unit.model.config)
+    own = _own_config(unit, config)
+    if divide_heads and getattr(own, "head_dim", None) is None:
+        own.head_dim = own.hidden_size // own.num_attention_heads
+    # All read before one is written: some configs know one number by two names.
+    whole = {name: getattr(own, name) for name in _counted(own, _HEADS | _SIZES if divide_heads else _SIZES)}
+    for name, count in whole.items():
+        setattr(own, name, count // degree)
+    if isinstance(unit, LanguageUnit):
+        own.vocab_size = -(-own.vocab_size // degree)
+        if own.pad_token_id is not None:
+            own.pad_token_id = 0  # an embedding refuses one outside its table
+    with torch.device("meta"):
+        model: PreTrainedModel = type(unit.model)(config)
+    return model
+
+
+def _head_sizes(unit: Unit, model: PreTrainedModel) -> dict[str, int]:
+    """By module of the blocks that has heads: the size of a head."""
+    blocks = model.get_submodule(unit.structure.blocks)
+    found = {path: getattr(module, "head_dim", None) for path, module in blocks.named_modules()}
+    return {path: size for path, size in found.items() if isinstance(size, int)}
+
+
+def _narrow_attention(unit: Unit, model: PreTrainedModel, degree: int) -> None:
+    """Give the projections of attention the width of one rank's heads, in place."""
+    for module in model.get_submodule(unit.structure.blocks).modules():
+        linears = {name: part for name, part in module.named_children() if isinstance(part, nn.Linear)}
+        into = [name for name in _INTO_HEADS if name in linears]
+        out_of = [name for name in _OUT_OF_HEADS if name in linears]
+        if len(into) != 3 or len(out_of) != 1:
+            continue
+        for name in into + out_of:
+            whole = linears[name]
+            ins, outs = whole.in_features, whole.out_features
+            ins, outs = (ins, outs // degree) if name in into else (ins // degree, outs)
+            setattr(module, name, nn.Linear(ins, outs, whole.bias is not None, "meta", whole.weight.dtype))
+        for name in _counted(module, _HEAD_COUNTS):
+            setattr(module, name, getattr(module, name) // degree)
+
+
+def _refuse_whole(unit: Unit, model: PreTrainedModel) -> None:
+    """Raise UserError if a matrix that ranks surely share, one as large as the hidden size both ways, is whole."""
+    hidden = _own_config(unit, model.config).hidden_size
+    before = dict(unit.model.get_submodule(unit.structure.blocks).named_parameters())
+    for name, parameter in model.get_submodule(unit.structure.blocks).named_parameters():
+        large = parameter.dim() > 1 and min(parameter.shape[-2:]) >= hidden
+        if large and parameter.shape == before[name].shape:
+            raise UserError(
+                f"{unit.unit}: how tensor-parallel ranks share {name.split('.', 1)[1]!r} of {type(model).__name__} is "
+                "not known, so it can be measured at tp = 1 only"
+            )
+
+
+def _counts(unit: Unit) -> dict[str, int]:
+    """What a degree must divide, in a reader's words."""
+    own = _own_config(unit, unit.model.config)
+    return {(_HEADS | _SIZES)[name]: getattr(own, name) for name in _counted(own, _HEADS | _SIZES)}
+
+
+def _counted(holder: object, names: Iterable[str]) -> list[str]:
+    """Those of the attributes that `holder` has, and that are a number of it."""
+    return [name for name in names if isinstance(getattr(holder, name, None), int)]
+
+
+def _own_config(unit: Unit, config: Any) -> Any:
+    return config.get_text_config() if isinstance(unit, LanguageUnit) else config

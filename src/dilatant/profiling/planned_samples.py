@@ -1,0 +1,127 @@
+"""The samples to plan for: the ones training will take first, as sizes, without decoding media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config import Config, UserError
+from dilatant.data.blend import Blend
+from dilatant.data.sample import Sample
+from dilatant.data.sizes import Progress, SizesIndex, blend_sizes, measure
+from dilatant.models.multimodal import LANGUAGE
+from dilatant.plan.workload import Workload
+from dilatant.profiling.assemble import Samples
+from dilatant.profiling.describe_model import ModelDescription
+
+INDEXED = 200_000
+"""Data sets up to this many samples are indexed whole, which training needs anyway; of larger ones a part is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSamples:
+    """`workload` holds whole global batches in the order of training; the first `available` samples are different ones.
+
+    `targets` is the share of the language model's tokens that carry loss. `left_out` samples could not be measured.
+    """
+
+    workload: Workload
+    targets: float
+    available: int
+    left_out: int
+
+    def first(self, count: int) -> Workload:
+        """The first `count` samples."""
+        return self.workload.part(0, count)
+
+
+def planned_samples(
+    config: Config,
+    samples: Samples,
+    model: ModelDescription,
+    progress: Progress = lambda done, total: None,
+) -> PlannedSamples:
+    """Global batches with `plan.samples` samples in all and at least `plan.steps`, but at most one pass over the data.
+
+    Raises UserError for streamed data, and for samples that cannot be measured unless `data.on_error` is skip.
+    """
+    blend, batch = samples.train, config.train.global_batch_size
+    if not isinstance(blend, Blend):
+        raise UserError(
+            "a plan needs the sizes of samples, which a stream does not tell ahead; do not stream to plan"
+        )
+    order, sizes = _sizes(config, samples, blend, progress)
+    taken = set(order.tolist())
+    bad = [at for at in sizes.problems if at in taken]
+    if bad and config.data.on_error == "error":
+        raise UserError(
+            f"{len(bad):,} of the samples cannot be measured; the first: {sizes.problems[bad[0]]}. List them with "
+            "`dilatant data lint`, or set 'data.on_error: skip'"
+        )
+    order = order[~np.isin(order, bad)]
+    if not len(order):
+        raise UserError("none of the samples can be measured; see `dilatant data lint`")
+    order = np.resize(order, max(len(order) // batch, 1) * batch)
+    tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
+    language = float(tokens[LANGUAGE].sum())
+    return PlannedSamples(
+        workload=Workload(tokens, squares(model, tokens), model.dense),
+        targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
+        available=len(np.unique(order)),
+        left_out=len(bad),
+    )
+
+
+def squares(
+    model: ModelDescription, tokens: Mapping[str, NDArray[np.float64]]
+) -> dict[str, NDArray[np.float64]]:
+    """What stands for tokens² in encoders: images and clips do not attend to each other, so a sample's square is that
+    of one, times their number."""
+    return {
+        entry.unit.unit: tokens[entry.unit.unit] * entry.geometry.encoder_tokens
+        for entry in model.types
+        if entry.geometry is not None
+    }
+
+
+def _sizes(
+    config: Config, samples: Samples, blend: Blend, progress: Progress
+) -> tuple[NDArray[np.int64], SizesIndex]:
+    """Samples in the order of training, as positions in an index."""
+    batch, wanted = config.train.global_batch_size, config.plan.samples
+    # Worker processes take seconds to start, in which this one measures thousands of samples.
+    workers = config.data.workers if min(len(blend), INDEXED) > 20_000 else 0
+    steps = min(max(config.plan.steps, -(-wanted // batch)), max(1, len(blend) // batch))
+    sampler = blend.sampler(config.seed, batch)
+    taken = islice(sampler.batches(sampler.start()), steps)
+    order = np.concatenate([np.asarray(indices, dtype=np.int64) for indices, _ in taken])
+    if len(blend) <= INDEXED:
+        return order, blend_sizes(
+            blend,
+            samples.encoding,
+            cache_dir=config.data.cache_dir,
+            workers=workers,
+            progress=progress,
+        )
+    chosen, positions = np.unique(order, return_inverse=True)
+    part: Any = _Part(blend, chosen)
+    return positions.astype(np.int64), measure(part, samples.encoding, workers=workers, progress=progress)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some samples of a blend, read like a source."""
+
+    blend: Blend
+    chosen: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.blend[int(self.chosen[index])]

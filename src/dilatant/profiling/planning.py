@@ -1,0 +1,325 @@
+"""Planning a run: from its config to the best plan for its model, its data and its devices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config import Config
+from dilatant.cost.model import CostModel
+from dilatant.data.sizes import Progress
+from dilatant.models.multimodal import LANGUAGE
+from dilatant.plan.candidates import Mode, Placement
+from dilatant.plan.errors import BatchError, PlanError
+from dilatant.plan.evaluation import Evaluation
+from dilatant.plan.plan import Plan
+from dilatant.plan.refusals import microbatch_sizes_for
+from dilatant.plan.sample_work import sample_work
+from dilatant.plan.search import RankedPlan, SearchResult, search
+from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.validate import validate
+from dilatant.plan.workload import Workload
+from dilatant.profiling.assemble import Samples
+from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
+from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
+from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.profiling.planned_samples import PlannedSamples, planned_samples, squares
+from dilatant.schedule import FAMILIES, evaluate, predict, trainability_of
+from dilatant.schedule.distribute import assign
+from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.timeline import Timeline
+
+ALIKE = 0.02
+"""Divisions of devices whose slowest units differ by less count as one: which of them a batch asks for is no matter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanningProblem:
+    """All that a search or a simulation needs. `measured` are the costs as measured or modelled, `costs` as this run
+    meets them (see `costs_in_use`)."""
+
+    config: Config
+    target: Target
+    model: ModelDescription
+    measured: CostModel
+    costs: CostModel
+    samples: PlannedSamples
+
+    @property
+    def global_batch(self) -> int:
+        return self.config.train.global_batch_size
+
+    def simulated(self) -> Workload:
+        """The global batches that plans are simulated on."""
+        return self.samples.first(self.config.plan.steps * self.global_batch)
+
+    def forward_seconds(self, samples: int) -> dict[str, tuple[float, float]]:
+        """Forward of a microbatch of mean samples on one device, by layer type: all of it, and what calls cost."""
+        simulated, seconds = self.simulated(), defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        for unit in self.model.spec.units:
+            square, linear, _ = simulated.mean_row(unit.name, samples).tolist()
+            for layer in unit.layers:
+                forward = next(iter(self.costs.layers[layer.kind].values())).forward
+                seconds[layer.kind][0] += forward.a * square + forward.b * linear + forward.c
+                seconds[layer.kind][1] += forward.c
+        return {kind: (whole, fixed) for kind, (whole, fixed) in seconds.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedRun:
+    """The answer: the search's result, and the simulated step of its winner that is nearest to the mean.
+
+    `work` is [samples, units] seconds on one device, of different samples; `stable` says from which global batch on
+    the data ask for the same division of devices, None where there is nothing to divide.
+    """
+
+    problem: PlanningProblem
+    result: SearchResult
+    typical: Timeline
+    work: NDArray[np.float64]
+    stable: StableBatch | None
+
+
+def planning_problem(
+    config: Config,
+    samples: Samples,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> PlanningProblem:
+    """Everything that is to be known before a search. `say` is told what is being measured. Raises UserError."""
+    target = plan_target(config.cluster, config.train.precision)
+    _microbatch_sizes(config)  # before anything is measured
+    model = describe_model(
+        skeleton(config, len(samples.tokenizer)), recompute=config.train.gradient_checkpointing
+    )
+    sampled = planned_samples(config, samples, model, progress)
+    measured = layer_costs(config, model, target, say)
+    costs = costs_in_use(measured, model, sampled.targets)
+    return PlanningProblem(config, target, model, measured, costs, sampled)
+
+
+def plan_run(problem: PlanningProblem) -> PlannedRun:
+    """Search for the plan of a run. Raises PlanError as `plan.search` does."""
+    config, target = problem.config, problem.target
+    result = search(
+        problem.model.spec,
+        problem.costs,
+        target.cluster,
+        problem.simulated(),
+        problem.global_batch,
+        _evaluator(problem),
+        mode=Mode(config.plan.mode),
+        microbatch_sizes=config.plan.microbatch_sizes,
+        rules=target.rules,
+        finalists=config.plan.finalists,
+    )
+    work = _work(problem)
+    return PlannedRun(
+        problem=problem,
+        result=result,
+        typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
+        work=work,
+        stable=_stable_batch(problem, result.winner, work),
+    )
+
+
+def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None) -> PlannedRun:
+    """A plan as it is, timed on the cluster of the problem: a "search" among this plan alone.
+
+    Without `num_microbatches` the fastest that `plan.microbatch_sizes` allow. Raises UserError for a plan that cannot
+    train this model on this cluster, or a batch that does not divide among its pipelines.
+    """
+    validate(plan, problem.model.spec, problem.target.cluster)
+    score = _evaluator(problem)
+    pipelines = max(len(unit.replicas) for unit in plan.units)
+    counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
+    found = {count: score(plan, count) for count in counts}
+
+    def rank(count: int) -> tuple[bool, float]:
+        overflows = max(found[count].peak_bytes, default=0.0) > problem.target.cluster.bytes_per_device
+        return overflows, found[count].seconds
+
+    best = min(found, key=rank)
+    ranked = _as_ranked(problem, plan, pipelines, best, found[best])
+    result = SearchResult(
+        winner=ranked,
+        runners_up=(),
+        rejected=(),
+        candidates=1,
+        mode=Mode.BEST,
+        seconds=ranked.evaluation.seconds,
+        proven=False,
+        lower_bound=0.0,
+    )
+    work = _work(problem)
+    return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
+
+
+def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> evaluate.Step:
+    """Of the simulated steps the one whose time is nearest to their mean."""
+    steps = simulated_steps(problem, plan, num_microbatches)
+    mean = float(np.mean([step.seconds for step in steps]))
+    return min(steps, key=lambda step: abs(step.seconds - mean))
+
+
+def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[evaluate.Step]:
+    """One step for every simulated global batch."""
+    return evaluate.simulated_steps(
+        plan,
+        num_microbatches,
+        problem.model.spec,
+        problem.costs,
+        problem.target.cluster,
+        problem.simulated().steps(problem.global_batch),
+        problem.config.plan.assignment,
+        problem.target.rules,
+        problem.config.seed,
+    )
+
+
+def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
+    """A step that a run measured, as the costs of `problem` predict the very same actions (without gradient sync)."""
+    spec, target = problem.model.spec, problem.target
+    validate(plan, spec, target.cluster)
+    tokens = {unit: np.asarray(counts, dtype=np.float64) for unit, counts in step.tokens.items()}
+    return predict(
+        plan,
+        step.assignment,
+        step.schedule,
+        stage_costs(plan, spec, problem.costs, target.rules),
+        tokens,
+        target.cluster,
+        squares=squares(problem.model, tokens),
+        dense=problem.model.dense,
+    )
+
+
+def compare_schedules(
+    problem: PlanningProblem, plan: Plan, num_microbatches: int
+) -> dict[str, tuple[float, float]]:
+    """Seconds (without gradient sync) and bytes on the fullest rank by schedule family, for the first simulated global
+    batch. A family that cannot run this plan is left out."""
+    spec, target = problem.model.spec, problem.target
+    table = stage_costs(plan, spec, problem.costs, target.rules)
+    samples = problem.samples.first(problem.global_batch)
+    assignment = assign(
+        plan,
+        evaluate.sample_seconds(plan, table, samples),
+        num_microbatches,
+        problem.config.plan.assignment,
+        problem.config.seed,
+        anchor=LANGUAGE,
+    )
+    trainability = trainability_of(plan, spec.trainable)
+    found = {}
+    for name, family in FAMILIES.items():
+        try:
+            schedule = family(plan, assignment, trainability)
+        except ValueError:
+            continue
+        timeline = predict(
+            plan,
+            assignment,
+            schedule,
+            table,
+            samples.tokens,
+            target.cluster,
+            squares=samples.squares,
+            dense=samples.dense,
+        )
+        peak = timeline.peak_bytes
+        found[name] = timeline.seconds, float(peak.max()) if peak is not None else 0.0
+    return found
+
+
+def _work(problem: PlanningProblem) -> NDArray[np.float64]:
+    return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
+
+
+def _evaluator(problem: PlanningProblem) -> Callable[[Plan, int], Evaluation]:
+    return evaluate.evaluator(
+        problem.model.spec,
+        problem.costs,
+        problem.target.cluster,
+        problem.simulated(),
+        problem.global_batch,
+        problem.config.plan.assignment,
+        problem.target.rules,
+        problem.config.seed,
+    )
+
+
+def _stable_batch(
+    problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]
+) -> StableBatch | None:
+    """How large a batch must be to ask for the same devices per unit: those of one pipeline; where the winner does not
+    keep units apart, of the longest pipelines that could."""
+    devices = problem.target.cluster.num_devices
+    budget = devices // winner.replicas if winner.placement is not Placement.IN_LANGUAGE else devices
+    if work.shape[1] == 1 or not work.any():
+        return None
+    for share in range(budget, 0, -1):
+        allocations = _allocations(problem, share) if budget % share == 0 else ()
+        if len(allocations) > 1:
+            return minimum_stable_batch(work, allocations, tolerance=ALIKE)
+    return None
+
+
+def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The ways to divide exactly these devices among the units, of one replica each."""
+    sizes = [
+        {
+            tp * cp * stages
+            for tp, cp in degrees_of(problem.costs)
+            for stages in range(1, min(len(unit.layers), devices // (tp * cp)) + 1)
+        }
+        for unit in problem.model.spec.units
+    ]
+    try:
+        return feasible_allocations([sorted(own) for own in sizes], devices) if all(sizes) else ()
+    except PlanError:
+        return ()
+
+
+def _as_ranked(
+    problem: PlanningProblem, plan: Plan, pipelines: int, num_microbatches: int, evaluation: Evaluation
+) -> RankedPlan:
+    table = stage_costs(plan, problem.model.spec, problem.costs, problem.target.rules)
+    seconds: dict[str, tuple[float, ...]] = {}
+    size = problem.global_batch / (pipelines * num_microbatches)
+    samples = problem.simulated()
+    for unit in plan.units:
+        row = samples.mean_row(unit.name, size * pipelines / len(unit.replicas))
+        first = [one.index for one in plan.stages() if one.unit == unit.name and one.replica == 0]
+        seconds[unit.name] = tuple(((table.seconds[first, 0] + table.seconds[first, 1]) @ row).tolist())
+    return RankedPlan(
+        plan=plan,
+        placement=Placement.PARALLEL,
+        replicas=pipelines,
+        microbatch_size=max(1, round(size)),
+        num_microbatches=num_microbatches,
+        stage_seconds=seconds,
+        idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
+        estimate=evaluation.seconds,
+        bound=0.0,
+        evaluation=evaluation,
+    )
+
+
+def _microbatch_counts(problem: PlanningProblem, pipelines: int) -> list[int]:
+    sizes = _microbatch_sizes(problem.config, pipelines)
+    return sorted(problem.global_batch // (pipelines * size) for size in sizes)
+
+
+def _microbatch_sizes(config: Config, pipelines: int = 1) -> list[int]:
+    """The samples per microbatch that the config allows. Raises BatchError, naming the keys."""
+    try:
+        return microbatch_sizes_for(config.train.global_batch_size, config.plan.microbatch_sizes, pipelines)
+    except BatchError as error:
+        where = "train.global_batch_size and plan.microbatch_sizes"
+        raise BatchError(f"{where}: {error}", error.nearest) from None

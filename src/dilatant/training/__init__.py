@@ -1,0 +1,1 @@
+"""The run: trainer, optimizer, checkpoint, evaluation, export, metrics."""

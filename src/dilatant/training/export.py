@@ -1,0 +1,112 @@
+"""The trained model as others load it: every unit in the Hugging Face layout, and how to talk to it.
+
+`MultimodalModel.save_pretrained` writes the units. Beside them lie each encoder's `preprocessor_config.json` and
+`conversation.json`: the chat template and the markers of media. `dilatant generate` needs nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from dilatant.config import UserError
+from dilatant.data.audio_unit import AudioUnit
+from dilatant.data.chat import chat_tokenizer
+from dilatant.data.encode import Encoding
+from dilatant.data.image_unit import ImageUnit
+from dilatant.data.processor_settings import processor_settings
+from dilatant.models.geometry import encoder_geometry
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import use_row_attention
+from dilatant.profiling.media_units import media_unit
+
+CONVERSATION = "conversation.json"
+_TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model that was exported, ready to answer."""
+
+    model: MultimodalModel
+    tokenizer: Any
+    encoding: Encoding
+
+
+def export_model(model: MultimodalModel, encoding: Encoding, folder: Path) -> None:
+    """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
+
+    Raises UserError when the disk does not take it.
+    """
+    writing = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(writing, ignore_errors=True)
+        with _without_progress_bars():
+            model.save_pretrained(writing)
+        for unit in encoding.units:
+            assert isinstance(unit, ImageUnit | AudioUnit)
+            settings = processor_settings(unit.processor)
+            _write_json(writing / unit.name / "preprocessor_config.json", settings)
+        _write_json(
+            writing / CONVERSATION,
+            {"encoders": {unit.name: {"kind": unit.kind, "marker": unit.marker} for unit in encoding.units}},
+        )
+        (writing / _TEMPLATE).write_text(encoding.chat.template, encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        writing.rename(folder)
+    except OSError as error:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
+
+
+def load_exported(folder: Path) -> Exported:
+    """Read what `export_model` wrote. Raises UserError."""
+    try:
+        conversation = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; "
+            "make one with `dilatant export RUN`"
+        ) from None
+    with _without_progress_bars():
+        model = MultimodalModel.from_pretrained(folder)
+    if model.media_attention != "causal":
+        use_row_attention(model)
+    units = []
+    for name, entry in conversation["encoders"].items():
+        spec = model.encoders[name]
+        units.append(
+            media_unit(
+                name,
+                encoder_geometry(model[name].model.config, spec.features),
+                processor=str(folder / name),
+                placeholder_id=model.placeholder_ids[name],
+                marker=entry["marker"],
+                merge=spec.merge,
+            )
+        )
+    chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
+    return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units)))
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """What is said here is said by us; transformers' bars would break the lines around it."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

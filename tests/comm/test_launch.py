@@ -1,0 +1,144 @@
+"""Launching workers: results in order, the first error first, outer launchers understood."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dilatant.comm import launch
+from dilatant.comm.comm import Comm
+from dilatant.comm.launch import Worker, WorkerFailed, launch_local
+from dilatant.config.environment import Place, first_host, place_from
+from dilatant.config.errors import UserError
+
+
+def _sum_of_ranks(worker: Worker, offset: int) -> int:
+    import torch
+
+    comm = Comm(worker.store, worker.rank, worker.size)
+    total = torch.tensor([worker.rank + offset])
+    comm.world.sum_(total).wait()
+    comm.close()
+    return int(total)
+
+
+def test_every_rank_runs_the_function_and_results_come_by_rank() -> None:
+    assert launch_local(_sum_of_ranks, 3, 10) == [33, 33, 33]
+    assert launch_local(_sum_of_ranks, 1, 10) == [10]
+
+
+def _one_ends_while_others_wait(worker: Worker, how: str) -> None:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=300)
+    comm.world.barrier()
+    if worker.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(3)
+        if how == "user":
+            raise UserError("sample 'cat.png' cannot be read")
+        raise ValueError("stage 2, F of microbatch 4: out of paper")
+    comm.world.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raise", WorkerFailed, "^rank 1: stage 2, F of microbatch 4: out of paper$"),
+        ("killed", WorkerFailed, "^rank 1 was killed by SIGKILL"),
+        ("exit", WorkerFailed, "^rank 1 ended with exit code 3$"),
+        ("user", UserError, "^sample 'cat.png' cannot be read$"),
+    ],
+)
+def test_the_first_error_ends_the_run_and_is_the_one_reported(how, error, message) -> None:
+    began = time.monotonic()
+    with pytest.raises(error, match=message):
+        launch_local(_one_ends_while_others_wait, 3, how)
+    assert time.monotonic() - began < 120  # the others wait for 300 s when nobody tells them
+
+
+def _one_dies_before_the_others_begin(worker: Worker) -> None:
+    if worker.rank == 1:
+        os._exit(3)
+    time.sleep(1000)
+
+
+def test_nobody_is_waited_for_who_has_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1000.0)
+    with pytest.raises(WorkerFailed, match=r"^rank 1 ended with exit code 3$"):
+        launch_local(_one_dies_before_the_others_begin, 3)
+
+
+def _tell_and_sleep(worker: Worker, told: str) -> None:
+    Path(told, str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def _launch_and_tell(told: str) -> None:
+    launch_local(_tell_and_sleep, 2, told)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = multiprocessing.get_context("forkserver").Process(
+        target=_launch_and_tell, args=(str(tmp_path),)
+    )
+    launcher.start()
+    deadline = time.monotonic() + 100
+    while len(workers := [*tmp_path.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.join()
+    while left := [worker.name for worker in workers if Path("/proc", worker.name).exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "12345",
+}
+
+
+def test_the_variables_of_outer_launchers_are_understood() -> None:
+    assert place_from(TORCHRUN) == Place("torchrun", 5, 8, 1, 4, "node0", 1234, False, "2")
+    assert place_from(SLURM) == Place("Slurm", 3, 4, 1, 2, "gpu07", 32345, True, "0")
+    kubernetes = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.train"}
+    assert place_from(kubernetes) == Place("Kubernetes", 1, 2, 0, 1, "job-0.train", 29500, True, "0")
+    assert place_from({}) is None
+    assert place_from({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    # A batch script on its first node, before srun, is no worker.
+    assert place_from({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}) is None
+
+
+def test_incomplete_variables_say_what_is_missing() -> None:
+    with pytest.raises(UserError, match="started by Kubernetes, but WORLD_SIZE and MASTER_ADDR is not set"):
+        place_from({"JOB_COMPLETION_INDEX": "1"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("gpu[03-05,9],cpu1", "gpu03"), ("a1,b2", "a1"), ("solo", "solo"), ("", None)]
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str | None) -> None:
+    assert first_host(nodes) == host

@@ -1,0 +1,399 @@
+"""Random models, data, plans, assignments and schedules, as hypothesis draws them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from dilatant.data.sample import EncodedSample
+from dilatant.models.freeze import freeze
+from dilatant.models.multimodal import Encoder, MultimodalModel
+from dilatant.models.row_attention import use_row_attention
+from dilatant.models.sources import parse_config
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.holders import trainable_layers
+from dilatant.schedule.families import eager, gpipe, interleaved, one_f_one_b
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
+from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2
+
+VOCABULARY = 30
+HIDDEN = 16
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 256, "attention_dropout": 0.0,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+LANGUAGE = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "olmo2": {},
+}
+SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
+ENCODERS = {
+    "siglip_vision_model": {**SMALL, "image_size": 8, "patch_size": 4, "vision_use_head": False},
+    "clip_vision_model": {**SMALL, "image_size": 8, "patch_size": 4},
+    "dinov2": {"hidden_size": 12, "mlp_ratio": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+    "whisper": {"d_model": 12, "encoder_attention_heads": 2, "encoder_ffn_dim": 20, "num_mel_bins": 4,
+                "max_source_positions": 3, "decoder_layers": 1, "decoder_ffn_dim": 8, "decoder_attention_heads": 2,
+                "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+                "decoder_start_token_id": 1, "dropout": 0.0},
+}  # fmt: skip
+DEPTH_KEY = {"whisper": "encoder_layers"}
+ITEM = {"whisper": ("input_features", (4, 6), 3)}
+"""Encoder type → input name, shape of one item, tokens of one item (without leading tokens)."""
+NAMES = ("vision", "audio", "depth")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn step; everything is plain, so it is sent to workers and printed when it fails."""
+
+    language: str
+    language_layers: int
+    tied: bool
+    encoders: tuple[tuple[str, str, int, str, str], ...]
+    """(name, model type, layers, projector, features)"""
+    frozen: tuple[str, ...]
+    checkpointing: bool
+    attention: str | None
+    """How media attend on block tables, or None for transformers' own attention."""
+    texts: tuple[tuple[int, tuple[int, ...]], ...]
+    """For each sample: text tokens, items of each encoder."""
+    plan: Plan
+    assignment: Assignment
+    schedule: Schedule
+    bucket_bytes: int
+    look_ahead: int
+    check: bool
+    seed: int
+
+
+def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
+    """The model of a case; on "meta" nothing is materialised. plain: with transformers' own attention."""
+    language = parse_config(
+        {
+            "model_type": case.language,
+            **TEXT,
+            **LANGUAGE[case.language],
+            "num_hidden_layers": case.language_layers,
+            "tie_word_embeddings": case.tied,
+        },
+        "language",
+    )
+    encoders = {
+        name: Encoder(
+            parse_config(
+                {"model_type": kind, **ENCODERS[kind], DEPTH_KEY.get(kind, "num_hidden_layers"): layers}, name
+            ),
+            projector=projector,
+            features=features,
+        )
+        for name, kind, layers, projector, features in case.encoders
+    }  # fmt: skip
+    model = MultimodalModel(
+        encoders, language, seed=case.seed, device=device, media_attention=case.attention or "causal"
+    )
+    if case.attention is not None and not plain:
+        use_row_attention(model)
+    if case.frozen:
+        freeze(model.units, case.frozen)
+    if case.checkpointing:
+        for unit in model.units.values():
+            unit.gradient_checkpointing()
+    model.train()
+    return model
+
+
+def build_samples(case: Case) -> list[EncodedSample]:
+    """The global batch of a case, from its seed."""
+    samples = []
+    for index, (text, items) in enumerate(case.texts):
+        random = np.random.default_rng((case.seed, index))
+        ids = random.integers(3, VOCABULARY, text).tolist()
+        labels = [token if random.random() < 0.7 else -100 for token in ids]
+        media: dict[str, dict[str, Any]] = {}
+        sizes: dict[str, int] = {}
+        for position, ((name, kind, _, _, features), count) in enumerate(zip(case.encoders, items)):
+            if not count:
+                continue
+            input_name, shape, tokens = ITEM.get(kind, ("pixel_values", (3, 8, 8), 4))
+            leading, merged = _leading_tokens(kind), _merged_tokens(kind, features)
+            media[name] = {input_name: random.standard_normal((count, *shape)).astype(np.float32)}
+            sizes[name] = count * (tokens + leading)
+            for _ in range(count):
+                place = int(random.integers(0, len(ids) + 1))
+                ids[place:place] = [VOCABULARY + position] * merged
+                labels[place:place] = [-100] * merged
+        # Every sample has a target: a weight that only target-less samples pass has a zero gradient here, and none
+        # where each sample is differentiated alone; AdamW decays one and not the other.
+        last = max(place for place, token in enumerate(ids) if token < VOCABULARY)
+        labels[last] = ids[last]
+        labels[0] = -100
+        sizes["language"] = len(ids)
+        samples.append(
+            EncodedSample(f"sample-{index}", np.array(ids), np.array(labels), media=media, sizes=sizes)
+        )
+    return samples
+
+
+@st.composite
+def cases(draw: Any, most_ranks: int = 8) -> Case:
+    """Any valid step of up to `most_ranks` ranks."""
+    encoders = tuple(
+        (
+            NAMES[index],
+            draw(st.sampled_from(sorted(ENCODERS))),
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from(["linear", "mlp"])),
+            draw(st.sampled_from(["all", "patch"])),
+        )
+        for index in range(draw(st.integers(1, 3)))
+    )
+    language_layers = draw(st.integers(1, 4))
+    case = Case(
+        language=draw(st.sampled_from(sorted(LANGUAGE))),
+        language_layers=language_layers,
+        tied=draw(st.booleans()),
+        encoders=encoders,
+        frozen=_draw_frozen(draw, encoders, language_layers),
+        checkpointing=draw(st.sampled_from([False, False, True])),
+        attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
+        texts=tuple(
+            (draw(st.integers(2, 20)), tuple(draw(st.sampled_from([0, 0, 1, 1, 2, 3])) for _ in encoders))
+            for _ in range(draw(st.integers(2, 8)))
+        ),
+        plan=Plan(()),
+        assignment=Assignment({}),
+        schedule=Schedule({}),
+        bucket_bytes=draw(st.sampled_from([1, 3000, 1 << 20])),
+        look_ahead=draw(st.integers(1, 3)),
+        check=draw(st.booleans()),
+        seed=draw(st.integers(0, 10**6)),
+    )
+    # Layers of a unit as the model names them; counted on a model without memory.
+    model = build_model(case, "meta")
+    layers = {name: len(unit.layers) for name, unit in model.units.items()}
+    plan = _draw_plan(draw, layers, most_ranks)
+    assignment = _draw_assignment(draw, plan, build_samples(case))
+    trainability = trainability_of(plan, trainable_layers(model.units))
+    families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
+    if all(_repeats(replica) for unit in plan.units for replica in unit.replicas):
+        families.append(interleaved)
+    family = draw(st.sampled_from(families))
+    schedule = family(plan, assignment, trainability)
+    if draw(st.integers(0, 2)) == 0:
+        schedule = _draw_split(draw, schedule)
+    return replace(
+        case,
+        plan=plan,
+        assignment=assignment,
+        schedule=Schedule({rank: tuple(actions) for rank, actions in schedule.actions.items()}),
+    )
+
+
+def _draw_frozen(draw: Any, encoders: tuple, language_layers: int) -> tuple[str, ...]:
+    patterns = ["language", "language.layers.0", "language.layers.*.mlp*", "language.*norm*"]
+    for name, *_ in encoders:
+        patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector", f"{name}.layers.0"]
+    chosen = draw(st.lists(st.sampled_from(patterns), max_size=4, unique=True))
+    wholes = {"language", *(name for name, *_ in encoders)}
+    if wholes <= set(chosen):
+        chosen.remove("language")
+    return tuple(chosen)
+
+
+def _draw_plan(draw: Any, layers: dict[str, int], most_ranks: int) -> Plan:
+    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones."""
+    budget = draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks]))
+    taken: list[int] = []
+    units: dict[str, UnitPlan] = {}
+    # The language model chooses first, so that encoders can be put on its ranks.
+    for name in reversed(layers):
+        replicas = []
+        shares = draw(st.booleans()) if taken and name != "language" else False
+        used_by_unit: set[int] = set()
+        for number in range(draw(st.integers(1, 3))):
+            pool = [r for r in (taken if shares else range(budget)) if r not in used_by_unit]
+            if not shares:
+                pool = [rank for rank in pool if rank not in taken]
+            if not pool:
+                if number:
+                    break
+                pool = [r for r in taken if r not in used_by_unit]
+            count = draw(st.integers(1, min(4, layers[name], len(pool))))
+            ranks = draw(st.permutations(pool))[:count]
+            if 2 * count <= layers[name] and draw(st.integers(0, 4)) == 0:
+                ranks, count = [*ranks, *ranks], 2 * count  # interleaved: two stages a rank
+            cuts = sorted(
+                draw(
+                    st.lists(
+                        st.integers(1, layers[name] - 1), min_size=count - 1, max_size=count - 1, unique=True
+                    )
+                )
+            )
+            bounds = [0, *cuts, layers[name]]
+            replicas.append(
+                Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in zip(bounds, bounds[1:], ranks)))
+            )
+            used_by_unit.update(ranks)
+        taken += [rank for rank in sorted(used_by_unit) if rank not in taken]
+        units[name] = UnitPlan(name, tuple(replicas), () if name == "language" else ("language",))
+    # Ranks that nobody took are closed up: a plan uses ranks 0 to n - 1.
+    number = {rank: index for index, rank in enumerate(sorted(taken))}
+    return Plan(
+        tuple(
+            UnitPlan(
+                name,
+                tuple(
+                    Replica(
+                        tuple(
+                            replace(stage, ranks=tuple(number[rank] for rank in stage.ranks))
+                            for stage in replica.stages
+                        )
+                    )
+                    for replica in units[name].replicas
+                ),
+                units[name].feeds,
+            )
+            for name in layers
+        )
+    )
+
+
+def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Assignment:
+    """Every unit draws its own borders; samples without rows are mostly, not always, absent from an encoder."""
+    microbatches = {}
+    for unit in plan.units:
+        having = [
+            index
+            for index, sample in enumerate(samples)
+            if sample.sizes.get(unit.name) or draw(st.integers(0, 9)) == 0
+        ]
+        order = draw(st.permutations(having)) if draw(st.booleans()) else having
+        replicas: list[list[list[int]]] = [[] for _ in unit.replicas]
+        for sample in order:
+            replica = replicas[draw(st.integers(0, len(replicas) - 1))]
+            if not replica or draw(st.booleans()):
+                replica.append([])
+            replica[-1].append(sample)
+        microbatches[unit.name] = tuple(tuple(tuple(batch) for batch in replica) for replica in replicas)
+    return Assignment(microbatches)
+
+
+def _repeats(replica: Replica) -> bool:
+    """Whether the ranks of a replica come round with one period."""
+    ranks = [stage.ranks for stage in replica.stages]
+    return ranks == (ranks[: len(set(ranks))] * len(ranks))[: len(ranks)]
+
+
+def _draw_split(draw: Any, schedule: Schedule) -> Schedule:
+    """Some more backwards in two halves, the second one anywhere later on the same rank."""
+    ranks = {}
+    for rank, actions in schedule.actions.items():
+        halves: list[Action] = []
+        owed: list[Action] = []
+        for action in actions:
+            if action.kind == ActionKind.B and draw(st.booleans()):
+                halves.append(replace(action, kind=ActionKind.I))
+                owed.append(replace(action, kind=ActionKind.W))
+            else:
+                halves.append(action)
+            while owed and draw(st.booleans()):
+                halves.append(owed.pop(draw(st.integers(0, len(owed) - 1))))
+        ranks[rank] = tuple(halves + owed)
+    return Schedule(ranks)
+
+
+def expected(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses of three steps, gradients of the first, and parameters after them, of one process (the oracle)."""
+    from oracles.one_process import loss_of_batch
+
+    model = build_model(case, plain=True)
+    samples = build_samples(case)
+    units = model.units
+    encoders = {
+        name: (units[name].model, units[name].projector, units[name].skip_tokens)
+        for name, *_ in case.encoders
+    }
+    parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
+    optimizer = build_optimizer(parameters)
+    losses, gradients = [], {}
+    for step in range(3):
+        seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
+        loss = loss_of_batch(units["language"].model, encoders, model.placeholder_ids, samples, seen_in)
+        if loss.requires_grad:
+            loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients, {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
+    """Which token of a sample sees which under the case's media attention. Items may lie inside one another: each takes
+    the next so many placeholders of its unit."""
+    from oracles.dense_mask import Token, bidirectional_instances, embedded, matrix
+
+    tokens = []
+    for place, token in enumerate(sample.input_ids.tolist()):
+        if token < VOCABULARY:
+            tokens.append(Token(0, "text", None, place, place))
+        else:
+            name, kind, _, _, features = case.encoders[token - VOCABULARY]
+            before = sum(earlier.modality == name for earlier in tokens)
+            tokens.append(Token(0, name, before // _merged_tokens(kind, features), place, place))
+    rule = bidirectional_instances(True) if case.attention == "bidirectional" else embedded(False)
+    return matrix(tokens, rule)
+
+
+def _merged_tokens(kind: str, features: str) -> int:
+    _, _, tokens = ITEM.get(kind, ("pixel_values", (3, 8, 8), 4))
+    return tokens + (_leading_tokens(kind) if features == "all" else 0)
+
+
+def _leading_tokens(kind: str) -> int:
+    return 1 if kind in ("clip_vision_model", "dinov2") else 0
+
+
+def build_optimizer(parameters: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW whose eps is large beside rounding noise: an exactly cancelling gradient must not decide a sign.
+
+    lr / eps is how much a gradient's error moves a parameter at most: a tenth, so that what is allowed of gradients
+    stays within what is allowed of parameters.
+    """
+    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    return torch.optim.AdamW(trainable or [torch.nn.Parameter(torch.zeros(1))], lr=1e-2, eps=1e-1)
+
+
+PLAN = Plan(
+    (
+        UnitPlan("vision", (Replica((Stage(0, 3, (0,)), Stage(3, 5, (1,)))),), ("language",)),
+        UnitPlan("language", (Replica((Stage(0, 4, (2,)),)),)),
+    )
+)
+BATCHES = ((0, 1), (2, 3), (4, 5))
+CASE = Case(
+    language="llama",
+    language_layers=2,
+    tied=False,
+    encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
+    frozen=("vision.encoder",),
+    checkpointing=False,
+    attention=None,
+    texts=((6, (1,)),) * 6,
+    plan=PLAN,
+    assignment=Assignment({"vision": (BATCHES,), "language": (BATCHES,)}),
+    schedule=Schedule({}),
+    bucket_bytes=1 << 20,
+    look_ahead=1,
+    check=True,
+    seed=5,
+)

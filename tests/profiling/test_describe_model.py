@@ -1,0 +1,182 @@
+"""Models as planners see them: the real model's layers and weights, and layers that can be measured and modelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dilatant.config import Config, parse_config
+from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.hardware import load_hardware
+from dilatant.models.build import build_model
+from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
+from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
+from dilatant.profiling.layer_probes import layer_probe
+from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
+from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
+from dilatant.runtime.precision import Precision
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+SIGLIP = {
+    "model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+WHISPER = {
+    "model_type": "whisper", "d_model": 16, "encoder_ffn_dim": 32, "encoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 32,
+    "num_mel_bins": 8, "max_source_positions": 12,
+}  # fmt: skip
+
+
+def config(
+    tmp_path: Any, language: dict[str, Any] = LLAMA, freeze: tuple[str, ...] = (), **encoders: Any
+) -> Config:
+    encoders = encoders or {
+        "vision": {"kind": "image", "config": SIGLIP, "projector": "mlp"},
+        "audio": {"kind": "audio", "config": WHISPER, "projector": "linear"},
+    }
+    return parse_config(
+        {
+            "model": {
+                "language_model": {"config": language, "tokenizer": "bytes"},
+                "encoders": encoders,
+                "freeze": freeze,
+            },
+            "data": {"train": [{"path": "none.jsonl"}]},
+        },
+        tmp_path,
+    )
+
+
+def described(given: Config) -> ModelDescription:
+    return describe_model(skeleton(given, 64))
+
+
+def test_the_description_without_weights_is_that_of_the_real_model(tmp_path):
+    given = config(tmp_path, freeze=("vision.encoder", "language.layers.0.*"))
+    model = build_model(given.model, vocab_size=64)
+    assert describe_model(model).spec == described(given).spec
+    sizes = {name: sum(p.numel() for p in unit.parameters()) for name, unit in model.units.items()}
+    assert {name: whole for name, (whole, _) in described(given).parameters.items()} == sizes
+
+
+def test_units_feed_the_language_model_and_freezing_is_by_layer(tmp_path):
+    spec = described(config(tmp_path, freeze=("vision.encoder", "language.layers.0.*"))).spec
+    assert [(unit.name, unit.feeds) for unit in spec.units] == [
+        ("vision", ("language",)), ("audio", ("language",)), ("language", ()),
+    ]  # fmt: skip
+    assert spec.unit("vision").trainable == (False, False, False, False, True)
+    assert spec.unit("language").trainable == (True, False, True, True, True)
+    assert spec.upstream_trainable("language")
+
+
+def test_equal_layers_share_a_type_and_unequal_ones_do_not(tmp_path):
+    gemma = {
+        "model_type": "gemma3_text", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    kinds = [layer.kind for layer in described(config(tmp_path, gemma)).spec.unit("language").layers]
+    assert kinds[1] == kinds[3] != kinds[2]
+    assert "sliding_attention" in kinds[1]
+    twins = {
+        name: {"kind": "image", "config": {**SIGLIP, "intermediate_size": width}}
+        for name, width in (("left", 32), ("right", 48), ("same", 32))
+    }
+    spec = described(config(tmp_path, **twins)).spec
+    left, right, same = (spec.unit(name).layers[1].kind for name in twins)
+    assert left == same != right
+
+
+def test_a_tied_weight_counts_wherever_it_is_needed_and_once_for_a_reader(tmp_path):
+    found = described(config(tmp_path))
+    layers = found.spec.unit("language").layers
+    table = 64 * 32
+    assert layers[0].parameters == table
+    assert layers[-1].parameters == table + 32  # the final norm
+    assert sum(layer.parameters for layer in layers) - found.parameters["language"][0] == table
+
+
+def test_every_layer_type_can_be_run_alone_with_gradients_to_input_and_weights(tmp_path):
+    found = described(config(tmp_path))
+    parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
+    for entry in found.types:
+        probe = layer_probe(entry, torch.device("cpu"), Precision(torch.float32))
+        layer = probe.build()
+        assert sum(p.numel() for p in layer.parameters()) == parameters[entry.kind], entry.kind
+        args, kwargs = probe.inputs(24)
+        value = args[0]
+        if value.is_floating_point():
+            value.requires_grad_()
+        layer(value, **kwargs).sum().backward()
+        assert value.grad is None or value.grad.abs().sum() > 0, entry.kind
+        trained = [name for name, p in layer.named_parameters() if p.grad is not None]
+        assert trained or not parameters[entry.kind], entry.kind
+
+
+def test_layers_are_measured_at_their_own_tokens_and_modelled_for_other_hardware(tmp_path):
+    given = config(tmp_path)
+    found = described(given)
+    measured = measure_layers(found, plan_target(given.cluster), (8, 16), repeats=1)
+    modelled = analytic_costs(layer_shapes(found), load_hardware("H100"))
+    assert measured.layers.keys() == modelled.layers.keys() == {entry.kind for entry in found.types}
+    parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
+    for costs in (measured, modelled):
+        assert {kind: degrees[1, 1].parameters for kind, degrees in costs.layers.items()} == parameters
+    for entry in found.types:
+        cost = measured.layers[entry.kind][1, 1]
+        assert cost.forward(16) > 0
+        if entry.geometry is not None:
+            assert cost.forward.a == 0  # images and clips do not attend to each other
+        assert bool(modelled.layers[entry.kind][1, 1].forward.a) == (entry.role == BLOCK)
+
+
+def test_modelled_products_are_the_weights_that_a_token_meets(tmp_path):
+    mixture = {
+        "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    shapes = layer_shapes(described(config(tmp_path, mixture)))
+    block = shapes["mixtral block 32"]
+    attention = 32 * 32 * 2 + 32 * 16 * 2
+    assert block.matmul == attention + 32 * 8 + 2 * 3 * 32 * 64  # two of eight experts, and the router
+    assert block.parameters == attention + 32 * 8 + 8 * 3 * 32 * 64 + 2 * 32
+    dense = layer_shapes(described(config(tmp_path)))["llama block 32"]
+    assert dense.matmul == attention + 3 * 32 * 96
+    assert dense.attended_share == 0.5
+    assert layer_shapes(described(config(tmp_path)))["siglip_vision_model block 16 @16"].attended_share == 1.0
+
+
+def test_tensor_degrees_divide_all_heads(tmp_path):
+    found = described(config(tmp_path))
+    assert tensor_degrees(found, 8) == (1, 2)
+    assert tensor_degrees(found, 1) == (1,)
+
+
+def test_the_head_costs_what_its_targets_cost(tmp_path):
+    found = described(config(tmp_path))
+    whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
+    used = costs_in_use(whole, found, targets=0.25)
+    (head,) = found.kinds(HEAD)
+    assert used.layer(head).forward.b == pytest.approx(0.25 * whole.layer(head).forward.b)
+    assert used.layer(head).forward.c == whole.layer(head).forward.c
+    assert used.layer(head).recompute(100) == 0.0
+    (block,) = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
+    assert used.layer(block) == whole.layer(block)
+
+
+def test_token_counts_reach_the_longest_sample(tmp_path):
+    assert measured_tokens(config(tmp_path)) == (256, 512, 1024, 2048)
+
+
+def test_names_of_hardware():
+    assert is_same_hardware("NVIDIA H100 80GB HBM3", "H100")
+    assert is_same_hardware("CPU AMD EPYC, 1 thread", "CPU")
+    assert not is_same_hardware("CPU AMD EPYC, 1 thread", "CPU AMD EPYC, 2 threads")
+    assert not is_same_hardware("NVIDIA A100-SXM4-80GB", "A10")

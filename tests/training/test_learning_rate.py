@@ -1,0 +1,31 @@
+"""The learning rate rises, falls and ends where the config says."""
+
+from __future__ import annotations
+
+import pytest
+
+from dilatant.config import RateSchedule
+from dilatant.training.learning_rate import rate_factor
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_warm_up_rises_to_the_peak_and_no_step_is_wasted(kind: str) -> None:
+    schedule = RateSchedule(kind=kind, warmup_steps=4)
+    factors = [rate_factor(schedule, step, 20) for step in range(20)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(factor > 0 for factor in factors)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_the_fall_ends_at_the_final_ratio(kind: str) -> None:
+    schedule = RateSchedule(kind=kind, warmup_steps=0, final_ratio=0.1)
+    factors = [rate_factor(schedule, step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(1.0)
+    assert factors[50] == pytest.approx(0.55)
+    assert factors[100] == pytest.approx(0.1)
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_warm_up_longer_than_the_run_is_harmless() -> None:
+    schedule = RateSchedule(kind="cosine", warmup_steps=50)
+    assert rate_factor(schedule, 9, 10) == pytest.approx(10 / 51)
