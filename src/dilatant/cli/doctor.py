@@ -60,7 +60,7 @@ def examine() -> dict[str, dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         gpus[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    place = place_from(os.environ)
+    place = place_from()
     launcher = (
         "none: one machine" if place is None else f"{place.launcher}: rank {place.rank} of {place.size}"
     )

@@ -77,7 +77,7 @@ def launch(
     Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
     these: it is for us. started: called when all of them run. Raises UserError or WorkerFailed with the first error.
     """
-    place = place_from(os.environ)
+    place = place_from()
     if place is None:
         return launch_local(function, num_workers, *args, started=started)
     master = place.hosts_store and place.rank == 0

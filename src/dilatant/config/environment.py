@@ -1,7 +1,8 @@
-"""Where an outer launcher put this process: the variables of torchrun, Slurm and Kubernetes. Imports no torch."""
+"""Environment variables: where an outer launcher put this process (torchrun, Slurm, Kubernetes). Imports no torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ class Place:
     attempt: str = "0"
 
 
-def place_from(environment: Mapping[str, str]) -> Place | None:
+def hide_gpus() -> None:
+    """Let this process, if it has not begun to use them, and those that it starts see no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Where the variables of torchrun (or anything that sets the same), Slurm or a Kubernetes indexed Job put this
     process; None when there are none, or when they describe a single process. Raises UserError when they are
     incomplete."""
