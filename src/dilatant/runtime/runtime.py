@@ -116,7 +116,7 @@ class Runtime:
         }
         self.holders: Holders = holders_of(plan, model.units)
         self._sync = self._build_sync(modules, bucket_bytes)
-        self._sync.require_equal_weights()
+        self._sync.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(
@@ -234,6 +234,14 @@ class Runtime:
         for module in self.modules.values():
             held |= stage_tensors(module)
         return held
+
+    def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
+        ranks. moments: logical name → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+        self._sync.require_equal()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            own = {name: tensors[kind] for name, tensors in moments.items() if kind in tensors}
+            self._sync.require_equal(own, f"moments ({kind})")
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dilatant.comm import fork_server
+from dilatant.comm.comm import Comm
 from dilatant.comm.gather import exchange
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
@@ -154,7 +155,7 @@ def train_rank(
     folder = RunFolder(config.output_dir)
     trainer = Trainer(config, samples, prepared.model, plan, worker, folder.checkpoints)
     try:
-        checkpoint = _agreed_checkpoint(trainer, checkpoint)
+        checkpoint = _agreed_checkpoint(trainer.comm, checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         first = worker.rank == 0
@@ -198,13 +199,13 @@ def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: St
     return trainer.run(observer.stepped, lambda: stop.received, after_step)
 
 
-def _agreed_checkpoint(trainer: Trainer, own: Path | None) -> Path | None:
+def _agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
     """The checkpoint that rank 0 found, on all ranks. Raises UserError where a rank does not see it."""
-    chosen = exchange(trainer.comm, None if own is None else str(own))[0]
+    chosen = exchange(comm, None if own is None else str(own))[0]
     if chosen is None:
         return None
     problem = damage(Path(chosen))
-    problems = exchange(trainer.comm, problem)
+    problems = exchange(comm, problem)
     blind = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
     if blind:
         raise UserError(

@@ -122,6 +122,7 @@ class Trainer:
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, held & moments)
         values = load(checkpoint, self._tensors(), known=self._known)
+        self.runtime.require_equal(optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
 
@@ -181,7 +182,11 @@ class Trainer:
     ) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began = time.perf_counter()
-        batch = next(batches)
+        batch = next(batches, None)
+        if batch is None:
+            raise UserError(
+                f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
+            )
         rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step, self.rank)
