@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 from contextlib import nullcontext
@@ -77,9 +76,9 @@ def run_pipeline(config: Config, plan: Plan, checkpoint: Path | None, quiet: boo
 
 
 def _starts_workers(plan: Plan) -> bool:
-    from dilatant.config.environment import place_from
+    from dilatant.config.environment import current_place
 
-    return place_from(os.environ) is None and len(plan.ranks) > 1
+    return current_place() is None and len(plan.ranks) > 1
 
 
 def _terminate_workers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,9 +50,9 @@ def train(
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, evaluate on held-out data, export. Returns the exit code; raises UserError."""
     from dilatant.comm.fork_server import warm_up
-    from dilatant.config.environment import place_from
+    from dilatant.config.environment import current_place
 
-    place = place_from(os.environ)
+    place = current_place()
     if config.parallel is None and place is not None:
         raise UserError(
             f"{place.launcher} started {place.size} processes, but the config has no 'parallel' section, so each would "
@@ -159,7 +158,7 @@ def _in_a_pipeline(
     config: Config, samples: Samples, folder: RunFolder, start: _Start, console: Console, as_json: bool
 ) -> _Ended:
     from dilatant.cli.pipeline_run import run_pipeline
-    from dilatant.config.environment import place_from
+    from dilatant.config.environment import current_place
     from dilatant.profiling.assemble import assemble_model
     from dilatant.runtime.step import model_tensors
     from dilatant.training.checkpoint import load, newest_valid
@@ -170,7 +169,7 @@ def _in_a_pipeline(
         units = {*config.model.encoders, "language"}
         skeleton = assemble_model(config, samples, hollow=units)
     plan = plan_from_config(config.parallel, skeleton)
-    place = place_from(os.environ)
+    place = current_place()
     if place is not None and place.size != len(plan.ranks):
         raise UserError(
             f"the layout has {len(plan.ranks)} ranks, but {place.launcher} started {place.size} processes; start "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering, exchange
+from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import apply, check
@@ -188,7 +188,7 @@ class Runtime:
 
     def measured(self) -> tuple[MeasuredAction, ...]:
         """When every action of the last step ran, on all ranks; called by all of them."""
-        rows = exchange(self.comm, [action.to_row() for action in self._recorder.rows()])
+        rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
 
     def train(self, mode: bool = True) -> None:
@@ -225,7 +225,7 @@ class Runtime:
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
         said = torch.tensor(own, dtype=torch.float64)
-        of_all = Gathering(self.comm, said, "the agreement that all gradients are there").wait()
+        of_all = AsyncAllGather(self.comm, said, "the agreement that all gradients are there").wait()
         loss, squares, wishes, *times = of_all.sum(0).tolist()
         shares = self._shares.shares(times)
         return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0, shares)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import exchange
+from dilatant.comm.gather import all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.data.encode import Encoding, encode_prompt, encode_sample
 from dilatant.data.loader import Samples
@@ -61,7 +61,7 @@ def evaluate_pipeline(
         own = predict([question.sample for question in batch])
         written = {
             int(number): text
-            for of_rank in exchange(
+            for of_rank in all_gather_object(
                 comm, {n: _written(batch[n], tokens, tokenizer, max_new_tokens) for n, tokens in own.items()}
             )
             for number, text in of_rank.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, ParallelConfig, UserError, list_problems
-from dilatant.config.environment import place_from
+from dilatant.config.environment import current_place
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.models.multimodal import LANGUAGE, MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
@@ -166,7 +165,7 @@ def plan_from_config(config: ParallelConfig, model: MultimodalModel) -> Plan:
     everywhere = Cluster(1, max(plan.ranks, default=0) + 1, float("inf"), link, link)
     problems = plan_problems(plan, spec, everywhere, split_layers=False)
     devices = torch.cuda.device_count()
-    if devices and len(plan.ranks) > devices and place_from(os.environ) is None:
+    if devices and len(plan.ranks) > devices and current_place() is None:
         problems.append(
             f"the plan needs {len(plan.ranks)} devices, and this machine has {devices} GPUs; start it on more machines "
             "with torchrun or Slurm, or let it run on the CPU (train.device: cpu)"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import exchange
+from dilatant.comm.gather import all_gather_object
 
 State = dict[str, dict[str, Tensor]]
 """Kind of state ("weight", "exp_avg", ...) → logical name → tensor."""
@@ -49,7 +49,7 @@ def move_state(comm: Comm, have: Mapping[str, Mapping[str, Tensor]], need: Colle
         kind: {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()}
         for kind, tensors in have.items()
     }
-    answers = exchange(comm, {"have": own, "need": sorted(need)})
+    answers = all_gather_object(comm, {"have": own, "need": sorted(need)})
     copies = plan_copies(answers)
     received = dict(_carry_out(comm, have, copies))
     wanted = set(need)
