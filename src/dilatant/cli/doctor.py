@@ -50,7 +50,7 @@ def examine() -> dict[str, dict[str, Any]]:
     import torch
 
     from dilatant.attention.explain import explain_here
-    from dilatant.config.environment import current_place, hub_is_offline
+    from dilatant.config.environment import hub_is_offline, place_from
     from dilatant.runtime.precision import pick_device, pick_precision
 
     device = pick_device()
@@ -60,7 +60,7 @@ def examine() -> dict[str, dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         gpus[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    place = current_place()
+    place = place_from()
     launcher = (
         "none: one machine" if place is None else f"{place.launcher}: rank {place.rank} of {place.size}"
     )

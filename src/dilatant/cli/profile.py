@@ -64,7 +64,7 @@ def profile(
     """
     from rich.console import Console
 
-    from dilatant.config.environment import current_place
+    from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs
     from dilatant.profiling.assemble import load_model_tokenizer
@@ -83,7 +83,7 @@ def profile(
             "context_parallel": _counts(cp, "--cp", "1,2,4") or resolved.plan.context_parallel,
         }
     )
-    place = current_place()
+    place = place_from()
     found = _measure_links(target, console) if links is not None else None
     if place is not None and place.rank > 0:
         return  # layers are measured once, where nothing else runs
@@ -127,14 +127,14 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
     import torch
 
     from dilatant.comm.launch import launch
-    from dilatant.config.environment import current_place
+    from dilatant.config.environment import place_from
     from dilatant.profiling.link_probe import measure_links
 
     if not target.is_here:
         raise UserError(
             f"--links: {target.asked_for} is not here, so its links cannot be measured; run `dilatant profile` there"
         )
-    if torch.cuda.device_count() == 1 and current_place() is None:
+    if torch.cuda.device_count() == 1 and place_from() is None:
         raise UserError(
             "--links: one GPU has no links; start `dilatant profile` on several, by torchrun or Slurm"
         )

@@ -32,7 +32,7 @@ from dilatant.comm.rendezvous import announce_failure
 from dilatant.comm.store import Store, connect
 from dilatant.comm.store_server import StoreServer
 from dilatant.comm.token import fresh_token
-from dilatant.config.environment import chooses_threads, current_place, prepare_cuda
+from dilatant.config.environment import chooses_threads, place_from, prepare_cuda
 from dilatant.config.errors import UserError
 
 GRACE_SECONDS = 5.0
@@ -99,7 +99,7 @@ def launch(
     Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
     these: it is for us. started: called when all of them run. Raises UserError or WorkerFailed with the first error.
     """
-    place = current_place()
+    place = place_from()
     if place is None:
         return launch_local(function, num_workers, *args, started=started)
     prepare_cuda()

@@ -34,12 +34,12 @@ class Place:
     one_machine: bool = False
 
 
-def current_place() -> Place | None:
-    """As `place_from`, of this process."""
-    return place_from(os.environ)
+def hide_gpus() -> None:
+    """Let this process, if it has not begun to use them, and those that it starts see no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def place_from(environment: Mapping[str, str]) -> Place | None:
+def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Where the variables of torchrun (or anything that sets the same), Slurm or a Kubernetes indexed Job put this
     process; None when there are none, or when they describe a single process. Raises UserError when they are
     incomplete."""
@@ -162,11 +162,6 @@ def prepare_nccl(one_machine: bool) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if one_machine:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-def hide_gpus() -> None:
-    """Before CUDA starts, for this process and those that it starts."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def chooses_threads() -> bool:

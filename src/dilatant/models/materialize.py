@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.models.stage import stage_tensors
+
 if TYPE_CHECKING:
+    from dilatant.models.multimodal import MultimodalModel
     from dilatant.models.unit import Unit
 
 
@@ -45,9 +48,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     else:
         shared = []
     held_here = dict(unit.model.named_parameters(remove_duplicate=False))
-    skipped = [
-        held_here[w.key] for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here
-    ]
+    named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
+    skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
     for parameter in skipped:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws nothing for it
     for layer, path, piece in fresh:
@@ -61,6 +63,15 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
             unit.model._init_weights(module)
     for parameter in skipped:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def allocate(model: MultimodalModel) -> dict[str, Tensor]:
+    """Give every layer of a model memory, for weights that the caller sets: logical name → tensor, tied ones once."""
+    tensors: dict[str, Tensor] = {}
+    for unit in model.units.values():
+        materialize(unit, 0, len(unit.layers), 0, {weight.name for weight in unit.weights})
+        tensors |= stage_tensors(unit)
+    return tensors
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import apply, check
 from dilatant.models.materialize import materialize
-from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Stage
+from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.stage import Stage, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.executor import Executor, LocalStage
@@ -27,14 +27,14 @@ from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
 from dilatant.runtime.stage_runner import Boundary, StepData, boundary_after, runner_for
-from dilatant.runtime.step import stage_tensors
+from dilatant.runtime.step_planner import Microbatching, PlannedStep, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
-from dilatant.schedule.dependencies import Message
+from dilatant.schedule.dependencies import Message, messages
 from dilatant.schedule.graph import build
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.measured import MeasuredAction, MeasuredStep
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 BUCKET_BYTES = 25 << 20
@@ -44,14 +44,14 @@ BUCKET_BYTES = 25 << 20
 class StepResult:
     """The same on every rank. Reduced gradients are in the parameters of every holder.
 
-    loss: of the global batch. grad_norm: of all gradients, every logical weight counted once. wish: whether any rank
-    had one (see `execute`). shares: where the step's time went, up to the last gradient.
+    loss: of the global batch. grad_norm: of all gradients, every logical weight counted once. should_stop: whether any
+    rank was asked to stop (see `execute`). shares: where the step's time went, up to the last gradient.
     """
 
     loss: float
     target_tokens: int
     grad_norm: float
-    wish: bool
+    should_stop: bool
     shares: StepShares
 
 
@@ -72,7 +72,11 @@ class Runtime:
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan. Raises UserError where replicas would begin with unlike weights.
-    check_transport: prove with a header that both ends of every message mean the same.
+    microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
+    of every message mean the same. owns_comm: `close` ends communication, too.
+
+    parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
+    every other holder does.
     """
 
     def __init__(
@@ -81,17 +85,20 @@ class Runtime:
         plan: Plan,
         comm: Comm,
         *,
+        microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
         precision: Precision | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         look_ahead: int = 2,
         check_transport: bool = False,
+        owns_comm: bool = False,
     ) -> None:
         _refuse_tensor_parallel(plan)
         self.model = model
         self.plan = plan
         self.comm = comm
+        self._owns_comm = owns_comm
         self._plan_digest = digest(plan.to_json())
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._with_backward = {
@@ -124,6 +131,8 @@ class Runtime:
             self._recorder,
             comm.device,
         )
+        self._planner = StepPlanner(plan, self._trainability, LANGUAGE, microbatching)
+        self._last: PlannedStep | None = None
         self._step = 0
         self._prepared: _Prepared | None = None
 
@@ -132,28 +141,40 @@ class Runtime:
         """The stages held here, by stage number."""
         return {index: stage.runner.module for index, stage in self._stages.items()}
 
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters for an optimizer; a rank of frozen layers has none."""
+        return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+
     def execute(
         self,
         samples: Sequence[EncodedSample],
-        assignment: Assignment,
-        schedule: Schedule,
-        wish: Callable[[], bool] = lambda: False,
+        assignment: Assignment | None = None,
+        schedule: Schedule | None = None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, on all ranks together.
 
         samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
-        the sample. Gradients that are already there are added to. Returns when every rank holds its reduced
-        gradients: whoever applies them now applies what all apply. wish: asked at the end; what any rank wishes (to
-        stop, say), all learn with the result.
+        the sample. assignment and schedule: instead of those that the runtime's microbatching gives. Gradients that are
+        already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
+        applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
         """
         with self._telling_others():
-            return self._execute(StepData.of(samples), assignment, schedule, wish)
+            if assignment is None or schedule is None:
+                self._last = self._planner.plan_step(samples)
+                assignment, schedule = self._last.assignment, self._last.schedule
+            return self._execute(StepData.of(samples), assignment, schedule, should_stop)
 
     def predict(
-        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule
+        self,
+        samples: Sequence[EncodedSample],
+        assignment: Assignment | None = None,
+        schedule: Schedule | None = None,
     ) -> dict[int, list[int]]:
         """Sample number → the likeliest token in the place of each of its targets, given all that comes before it;
         of the samples whose language model ends on this rank. Called by all ranks together.
@@ -161,6 +182,9 @@ class Runtime:
         schedule: forwards only. Raises as `execute` does.
         """
         with self._telling_others():
+            if assignment is None or schedule is None:
+                step = self._planner.plan_forwards(samples)
+                assignment, schedule = step.assignment, step.schedule
             data = StepData.of(samples, predicts=True)
             predicted = {}
             for tokens, numbers in self._run(data, assignment, schedule):
@@ -191,6 +215,26 @@ class Runtime:
         rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
 
+    def measured_step(self) -> MeasuredStep | None:
+        """The last step that the runtime planned itself, as all ranks ran it; None before the first; called by all."""
+        if self._last is None:
+            return None
+        return MeasuredStep(self._last.assignment, self._last.schedule, self._last.tokens, self.measured())
+
+    def arrows(self) -> list[tuple[Action, Action]]:
+        """Which action of that step made rows for which other one, for `write_timeline`."""
+        if self._last is None:
+            return []
+        edges = messages(self.plan, self._last.assignment, self._last.schedule).values()
+        return [(message.producer, message.consumer) for edge in edges for message in edge]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight and persistent buffer held here by logical name, tied ones once; not copies."""
+        held: dict[str, Tensor] = {}
+        for module in self.modules.values():
+            held |= stage_tensors(module)
+        return held
+
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""
         for module in self.modules.values():
@@ -201,6 +245,8 @@ class Runtime:
         self._sync.close()
         restore_linears(self._replaced)
         self._replaced = []
+        if self._owns_comm:
+            self.comm.close()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -213,22 +259,22 @@ class Runtime:
             raise
 
     def _execute(
-        self, data: StepData, assignment: Assignment, schedule: Schedule, wish: Callable[[], bool]
+        self, data: StepData, assignment: Assignment, schedule: Schedule, should_stop: Callable[[], bool]
     ) -> StepResult:
         losses = self._run(data, assignment, schedule)
         self._sync.finish()
         own = (
             _finite_sum(losses, data),
             squared_norm(self.parameters, self.holders, self.comm.rank),
-            float(wish()),
+            float(should_stop()),
             *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
-        said = torch.tensor(own, dtype=torch.float64)
-        of_all = AsyncAllGather(self.comm, said, "the agreement that all gradients are there").wait()
-        loss, squares, wishes, *times = of_all.sum(0).tolist()
+        values = torch.tensor(own, dtype=torch.float64)
+        gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
+        loss, squares, stops, *times = gathered.sum(0).tolist()
         shares = self._shares.shares(times)
-        return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0, shares)
+        return StepResult(loss, data.target_tokens, math.sqrt(squares), stops > 0, shares)
 
     def _run(
         self, data: StepData, assignment: Assignment, schedule: Schedule

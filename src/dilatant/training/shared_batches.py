@@ -175,4 +175,4 @@ def batch_from_bytes(told: bytes) -> GlobalBatch | None:
         )
     )
     position = SamplerState.from_json(header["position"])
-    return GlobalBatch(samples, (), position, header["epoch"], tuple(header["problems"]))
+    return GlobalBatch(samples, position, header["epoch"], tuple(header["problems"]))
