@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dilatant.comm.comm import Comm, Pending
+from dilatant.comm.comm import Comm
+from dilatant.comm.group import Pending
 from dilatant.config.errors import UserError
 from dilatant.runtime.holders import Holders
 

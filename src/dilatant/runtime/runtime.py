@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering, exchange
+from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import apply, check
@@ -212,7 +212,7 @@ class Runtime:
 
     def measured(self) -> tuple[MeasuredAction, ...]:
         """When every action of the last step ran, on all ranks; called by all of them."""
-        rows = exchange(self.comm, [action.to_row() for action in self._recorder.rows()])
+        rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
 
     def measured_step(self) -> MeasuredStep | None:
@@ -279,7 +279,7 @@ class Runtime:
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
         values = torch.tensor(own, dtype=torch.float64)
-        gathered = Gathering(self.comm, values, "the agreement that all gradients are there").wait()
+        gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
         loss, squares, stops, *times = gathered.sum(0).tolist()
         shares = self._shares.shares(times)
         return StepResult(loss, data.target_tokens, math.sqrt(squares), stops > 0, shares)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dilatant.comm import fork_server
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import exchange
+from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import hide_gpus, place_from
@@ -201,11 +201,11 @@ def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: St
 
 def _agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
     """The checkpoint that rank 0 found, on all ranks. Raises UserError where a rank does not see it."""
-    chosen = exchange(comm, None if own is None else str(own))[0]
+    chosen = all_gather_object(comm, None if own is None else str(own))[0]
     if chosen is None:
         return None
     problem = damage(Path(chosen))
-    problems = exchange(comm, problem)
+    problems = all_gather_object(comm, problem)
     blind = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
     if blind:
         raise UserError(
