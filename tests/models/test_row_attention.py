@@ -58,7 +58,7 @@ def gradients(model: MultimodalModel) -> dict[str, Tensor]:
 def packed_loss(model: MultimodalModel, samples: list[EncodedSample]) -> Tensor:
     row = collate(samples)
     attention = model.language.attention_of(row.split(row.input_ids))
-    loss = model(**model_inputs(row, torch.device("cpu")), **attention, return_logits=False).loss
+    loss = model(**model_inputs(row, torch.device("cpu")), attention_kwargs=attention, return_logits=False).loss
     assert loss is not None
     return loss
 
@@ -180,7 +180,7 @@ def test_a_row_without_a_plan_gets_one_from_its_positions() -> None:
     use_row_attention(model)
     row = collate(make_samples(model, "siglip"))
     inputs = model_inputs(row, torch.device("cpu"))
-    expected = model(**inputs, **model.language.attention_of(row.split(row.input_ids))).logits
+    expected = model(**inputs, attention_kwargs=model.language.attention_of(row.split(row.input_ids))).logits
     assert torch.equal(model(**inputs).logits, expected)
 
 

@@ -107,15 +107,14 @@ def _train_rank(
     from dilatant.training.trainer import Trainer
 
     plan = Plan.from_json(plan_json)
-    if config.data.workers and units_decoded_on(plan, worker.rank):
-        warm_up()
     samples = assemble_samples(config)
+    model = assemble_model(config, samples, hollow={unit.name for unit in plan.units})
+    decoded = units_decoded_on(model, plan, worker.rank)
+    if config.data.workers and decoded:
+        warm_up()
     if config.data.on_error == "error":
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
-        samples = replace(
-            samples, encoding=replace(samples.encoding, decode=units_decoded_on(plan, worker.rank))
-        )
-    model = assemble_model(config, samples, hollow={unit.name for unit in plan.units})
+        samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
     precision = pick_precision(config.train.precision, worker.device)
     engine = Pipeline(model, plan, config, worker, precision)
     folder = RunFolder(config.output_dir)

@@ -167,8 +167,7 @@ def _in_a_pipeline(
 
     assert config.parallel is not None
     with console.status("building the model"):
-        units = {*config.model.encoders, "language"}
-        skeleton = assemble_model(config, samples, hollow=units)
+        skeleton = assemble_model(config, samples, hollow=config.model.units)
     plan = plan_from_config(config.parallel, skeleton)
     place = place_from(os.environ)
     if place is not None and place.size != len(plan.ranks):

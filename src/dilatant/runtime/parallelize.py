@@ -12,7 +12,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
-from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.runtime.holders import trainable_layers
@@ -80,7 +80,7 @@ class Parallel:
 
     def predict(self, samples: Sequence[EncodedSample]) -> dict[int, list[int]]:
         """The likeliest token in the place of each target (see `Runtime.predict`), in the mode that the model is in."""
-        assignment, _ = self._assign(samples)
+        assignment, _ = self._assign(samples, self.runtime.model.graph.behind_anchor)
         nothing = (False,) * len(self.runtime.plan.stages())
         schedule = gpipe(self.runtime.plan, assignment, Trainability(nothing, nothing, nothing))
         return self.runtime.predict(samples, assignment, schedule)
@@ -104,11 +104,17 @@ class Parallel:
         """As torch.nn.utils.clip_grad_norm_, over the whole model; norm: see `Runtime.clip_grad_norm_`."""
         return self.runtime.clip_grad_norm_(max_norm, norm)
 
-    def _assign(self, samples: Sequence[EncodedSample]) -> tuple[Assignment, dict[str, list[int]]]:
-        """The microbatches of a batch; and the tokens of its samples by unit."""
+    def _assign(
+        self, samples: Sequence[EncodedSample], idle: Sequence[str] = ()
+    ) -> tuple[Assignment, dict[str, list[int]]]:
+        """The microbatches of a batch, without any of the `idle` units; and the tokens of its samples by unit."""
         plan = self.runtime.plan
-        tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
-        return assign(plan, tokens, self.num_microbatches, self._policy, self._seed), tokens
+        tokens = {
+            unit.name: [0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples]
+            for unit in plan.units
+        }
+        anchor = self.runtime.model.graph.anchor
+        return assign(plan, tokens, self.num_microbatches, self._policy, self._seed, anchor=anchor), tokens
 
     def close(self) -> None:
         self.runtime.close()
@@ -137,7 +143,7 @@ def parallelize(
     plan = plan_from_specs(
         {name: len(unit.layers) for name, unit in model.units.items()},
         specs,
-        {name: (LANGUAGE,) for name in model.units if name != LANGUAGE},
+        model.graph.feeds,
         colocated,
     )
     if len(plan.ranks) != worker.size:

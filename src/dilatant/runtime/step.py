@@ -108,7 +108,7 @@ class OneProcess:
             with self._precision.autocast(self.device):
                 loss = self._model(
                     **model_inputs(row, self.device),
-                    **attention,
+                    attention_kwargs=attention,
                     loss_denominator=max(1, targets),
                     return_logits=False,
                 ).loss

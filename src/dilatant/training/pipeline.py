@@ -16,7 +16,7 @@ from dilatant.comm.launch import Worker
 from dilatant.config import Config, ParallelConfig, UserError, list_problems
 from dilatant.config.environment import place_from
 from dilatant.data.loader import GlobalBatch, Loader
-from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -74,9 +74,7 @@ class Pipeline:
         self.parameters = self._runtime.parameters
         self._saved_by = _lowest_holder(model, plan)
         self._grad_norm = math.nan
-        self._batches = SharedBatches(
-            self._comm, bool(units_decoded_on(plan, worker.rank) & {*model.encoders})
-        )
+        self._batches = SharedBatches(self._comm, bool(units_decoded_on(model, plan, worker.rank)))
 
     def batches(self, open_loader: Callable[[bool], Loader]) -> AbstractContextManager[Iterator[GlobalBatch]]:
         return self._batches.open(lambda: open_loader(False))
@@ -140,7 +138,7 @@ def plan_from_config(config: ParallelConfig, model: MultimodalModel) -> Plan:
     Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    feeds = {name: (LANGUAGE,) for name in layers if name != LANGUAGE}
+    feeds = model.graph.feeds
     if config.plan is None:
         specs = {name: ParallelSpec(**dict(unit)) for name, unit in (config.units or {}).items()}
         plan = plan_from_specs(layers, specs, feeds, config.colocated)
@@ -157,7 +155,7 @@ def plan_from_config(config: ParallelConfig, model: MultimodalModel) -> Plan:
             UnitSpec(
                 name,
                 tuple(LayerSpec(layer, name, 0, flag) for layer, flag in zip(unit.layers, trains[name])),
-                feeds.get(name, ()),
+                feeds[name],
             )
             for name, unit in model.units.items()
         )
@@ -182,14 +180,19 @@ def prove_schedule(config: ParallelConfig, plan: Plan, model: MultimodalModel) -
     It also compiles what every rank needs to order its messages, once and for all of them.
     """
     count = config.microbatches * max(len(unit.replicas) for unit in plan.units)
-    assignment = assign(plan, {unit.name: [1] * count for unit in plan.units}, config.microbatches)
+    ones = {unit.name: [1] * count for unit in plan.units}
+    assignment = assign(plan, ones, config.microbatches, anchor=model.graph.anchor)
     trainability = trainability_of(plan, trainable_layers(model.units))
     validate(plan, assignment, FAMILIES[config.schedule](plan, assignment, trainability), trainability)
 
 
-def units_decoded_on(plan: Plan, rank: int) -> frozenset[str]:
-    """The units whose media `rank` feeds: those of which it holds a first stage."""
-    return frozenset(p.unit for p in plan.stages() if p.is_first and rank in p.stage.ranks)
+def units_decoded_on(model: MultimodalModel, plan: Plan, rank: int) -> frozenset[str]:
+    """The units whose media `rank` reads: it holds a stage of theirs that does."""
+    return frozenset(
+        p.unit
+        for p in plan.stages()
+        if rank in p.stage.ranks and model.units[p.unit].reads_media(p.stage.first, p.stage.end)
+    )
 
 
 def _held(model: MultimodalModel, plan: Plan, rank: int) -> set[str]:
