@@ -144,11 +144,11 @@ def train_rank(
 ) -> RunResult:
     """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
     plan = Plan.from_json(plan_json)
-    decoded = units_decoded_on(plan, worker.rank)
-    if config.data.workers and decoded:
-        warm_up()
     prepared = prepared or prepare(config, plan)
     samples = prepared.samples
+    decoded = units_decoded_on(prepared.model, plan, worker.rank)
+    if config.data.workers and decoded:
+        warm_up()
     if config.data.on_error == "error":
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
         samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
@@ -288,7 +288,7 @@ def _export(config: Config, prepared: Prepared, folder: RunFolder) -> None:
         newest, _ = newest_valid(folder.checkpoints)
         if newest is None:
             raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
-        load(newest.path, {"model": allocate(model)})
+        load(newest.path, {"model": allocate(model.units)})
     export_model(model, prepared.samples.encoding, folder.export)
 
 

@@ -105,9 +105,7 @@ class Trainer:
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
         self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching)
-        self._batches = SharedBatches(
-            self.comm, bool(units_decoded_on(plan, worker.rank) & {*model.encoders})
-        )
+        self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
         self._saved_by = lowest_holders(plan, model.units)
@@ -227,7 +225,7 @@ class Trainer:
             skipped_samples=batch.skipped,
             target_tokens=result.target_tokens,
             tokens=tokens,
-            tokens_per_second=tokens.get("language", 0) / seconds,
+            tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,
