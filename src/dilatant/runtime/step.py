@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -35,11 +36,12 @@ class StepOutput:
 class Engine(Protocol):
     """What executes global batches: one process, or this rank of a pipeline.
 
-    parameters: logical name → parameter held here.
+    parameters: logical name → parameter held here. session: the same on all ranks of this start, and on no other.
     """
 
     rank: int
     size: int
+    session: str
     device: torch.device
     parameters: dict[str, nn.Parameter]
 
@@ -86,6 +88,7 @@ class OneProcess:
 
     def __init__(self, model: MultimodalModel, device: torch.device, precision: Precision) -> None:
         self.device = device
+        self.session = secrets.token_hex(8)
         self._model = model.to(device)
         self._precision = precision
         self.parameters: dict[str, nn.Parameter] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.gather import exchange
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, ParallelConfig, UserError, list_problems
 from dilatant.config.environment import place_from
@@ -53,6 +55,7 @@ class Pipeline:
             device=worker.device,
             timeout_seconds=config.parallel.timeout_seconds,
         )
+        self.session = exchange(self._comm, secrets.token_hex(8))[0]
         self._runtime = Runtime(
             model,
             plan,

@@ -24,7 +24,8 @@ from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples
 from dilatant.runtime.step import Engine
-from dilatant.training.checkpoint import CheckpointWriter, Tensors, load, stored_shapes
+from dilatant.training.checkpoint import Tensors, load, stored_shapes
+from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.metrics import StepMetrics
 from dilatant.training.optimizer import (
@@ -68,6 +69,7 @@ class Trainer:
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
         self._half_updated = False
+        self._unpublished = False
         self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
 
         def matching(pattern: str) -> frozenset[str]:
@@ -82,31 +84,20 @@ class Trainer:
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
         self._optimizer = build_optimizer(engine.parameters, config.train.optimizer, matching)
         self._writer = CheckpointWriter(
-            checkpoint_folder, config.train.keep_checkpoints, engine.rank, engine.size
+            checkpoint_folder, config.train.keep_checkpoints, engine.session, engine.rank, engine.size
         )
-        seed_everything(config.seed)
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from `checkpoint`: weights, moments, random state and data position. Raises UserError.
-
-        A checkpoint of another layout loads by name; only the random state of ranks is then drawn anew.
-        """
+        """Go on from `checkpoint`: weights, moments and data position, by name, under any layout. Raises UserError."""
         held = {name for name, p in self.engine.parameters.items() if p.requires_grad}
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, held & moments)
-        tensors = self._tensors()
-        tensors["random"] = self._random_states()
-        key = f"rank{self.engine.rank}"
-        if not any(name.startswith(key + ".") for name in stored_shapes(checkpoint, "random")):
-            del tensors["random"]
-        values = load(checkpoint, tensors, known=self._known)
-        if "random" in tensors:
-            states = tensors["random"][key]
-            torch.set_rng_state(states["cpu"])
-            if "cuda" in states:
-                torch.cuda.set_rng_state(states["cuda"].cpu(), self.engine.device)
+        values = load(checkpoint, self._tensors(), known=self._known)
         self.step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
+        self.engine.agree(False)  # all have read it: its name may change now
+        if self.engine.rank == 0:
+            self._writer.continue_from(checkpoint)
 
     def run(
         self,
@@ -133,18 +124,22 @@ class Trainer:
                     if config.save_steps and self.step % config.save_steps == 0:
                         self._save()
                         saved = self.step
+                    elif self._unpublished and not self.engine.agree(not self._writer.ready()):
+                        self._publish()
                     after_step(self.step)
         except BaseException as error:
             self.engine.fail(error)
             with contextlib.suppress(UserError):  # the first error counts
                 if saved != self.step and not self._half_updated:
                     self._save()
+                if self._unpublished:
+                    self._publish(patience_seconds=20.0)
                 self._writer.wait()
             raise
         if saved != self.step:
             self._save()
-        self._writer.wait()
-        self.engine.agree(False)  # the others have written their parts, too
+        self._complete()
+        self.engine.agree(False)  # rank 0 has published
         seconds = time.perf_counter() - began
         return TrainResult(self.step, self.total_steps, seconds, self.step >= self.total_steps)
 
@@ -161,6 +156,7 @@ class Trainer:
         """One optimizer step; whether any rank was asked to stop."""
         began = time.perf_counter()
         batch = next(loader)
+        seed_everything(self._config.seed, self.step)
         factor = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, factor)
         output = self.engine.execute(batch, should_stop)
@@ -209,19 +205,29 @@ class Trainer:
     def _tensors(self) -> Tensors:
         return {"model": self.engine.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
 
-    def _random_states(self) -> Tensors:
-        states = {"cpu": torch.get_rng_state()}
-        if self.engine.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.engine.device)
-        return {f"rank{self.engine.rank}": states}
-
     def _save(self) -> None:
+        self._complete()
         tensors = {
             kind: {name: tensor for name, tensor in held.items() if self.engine.saves(name)}
             for kind, held in self._tensors().items()
         }
-        tensors["random"] = self._random_states()
-        self._writer.save(self.step, tensors, {"step": self.step, "position": self._position.to_json()})
+        frozen = [name for name, p in self.engine.parameters.items() if not p.requires_grad]
+        values = {"step": self.step, "position": self._position.to_json()}
+        self._writer.save(self.step, tensors, values, frozen)
+        self._unpublished = True
+
+    def _complete(self) -> None:
+        """Publish the last save, on whose parts all ranks wait."""
+        self._writer.wait()
+        if self._unpublished:
+            self.engine.agree(False)
+            self._publish()
+            self._writer.wait()
+
+    def _publish(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._unpublished = False
+        if self.engine.rank == 0:
+            self._writer.publish(patience_seconds)
 
 
 def count_steps(config: Config, samples: Samples) -> int:
@@ -235,8 +241,9 @@ def count_steps(config: Config, samples: Samples) -> int:
     return max(1, math.ceil(passes * len(samples.train) / config.train.global_batch_size))
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the generators that model code may draw from (dropout)."""
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # model code draws from the global generator, if any
-    torch.manual_seed(seed)
+def seed_everything(seed: int, step: int) -> None:
+    """Seed the generators that model code may draw from (dropout), as a function of the step: no state to save."""
+    (key,) = np.random.SeedSequence([seed, step]).generate_state(1).tolist()
+    random.seed(key)
+    np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
+    torch.manual_seed(key)
