@@ -1,0 +1,69 @@
+"""`export` and `generate`: nothing of the user's is lost, and nothing of a stranger's is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_project import Dilatant
+
+COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture
+def run(project: Path, dilatant: Dilatant) -> Path:
+    dilatant("train", project / "config.yaml", "--set", "train.steps=1")
+    return project / "run"
+
+
+def test_export_refuses_what_it_would_destroy_and_replaces_its_own(
+    run: Path, dilatant: Dilatant, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path_factory.mktemp("mine")
+    (mine / "precious.txt").write_text("precious")
+    monkeypatch.chdir(mine)
+    for target in (mine, run, run.parent, ".", run / "checkpoints", mine / "precious.txt"):
+        before = tree(run.parent), tree(mine)
+        code, _, err = dilatant("export", run, "--to", target)
+        assert code == 2
+        assert "the export cannot go to" in err
+        assert (tree(run.parent), tree(mine)) == before
+    for _ in range(2):
+        code, out, _ = dilatant("export", run, "--to", mine / "[b]new", "--json")
+        assert code == 0
+        assert json.loads(out) == {"export": str(mine / "[b]new"), "step": 1}
+    assert tree(mine / "[b]new") == tree(run / "export")
+
+
+def test_code_of_an_export_is_neither_run_nor_asked_for(run: Path, dilatant: Dilatant) -> None:
+    settings = run / "export" / "language" / "tokenizer_config.json"
+    changed = {
+        **json.loads(settings.read_text()),
+        "tokenizer_class": "Mine",
+        "auto_map": {"AutoTokenizer": ["mine.Mine", None]},
+    }
+    settings.write_text(json.dumps(changed))
+    (settings.parent / "mine.py").write_text("open('ran', 'w')\nclass Mine: pass\n")
+    # In a process of its own, with a terminal's answer ready: a question would be answered with yes.
+    ended = subprocess.run(
+        [*COMMAND, "generate", str(run / "export"), "--prompt", "Side?"],
+        input="y\n",
+        capture_output=True,
+        text=True,
+        cwd=run,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert not (run / "ran").exists()
+    assert "[y/N]" not in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode in (0, 2)
