@@ -23,9 +23,11 @@ def observing(
 ) -> Iterator[tuple[Callable[[StepMetrics], None], list[Tracker]]]:
     """Gives the observer of steps, and the trackers for other figures; both end with the block."""
     from dilatant.report.progress import ProgressLine
+    from dilatant.report.say import warn
     from dilatant.report.trackers import open_trackers
 
-    folder.begin_metrics(trainer.step)
+    if (warning := folder.begin_metrics(trainer.step)) is not None:
+        warn(console, warning)
     trackers = open_trackers(
         config.train.report_to, folder.path, config.model_dump(mode="json"), first_step=trainer.step
     )
