@@ -71,19 +71,15 @@ def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: 
 
 def load_exported(folder: Path) -> Exported:
     """Read what `export_model` wrote. Raises UserError."""
-    try:
-        conversation = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(
-            f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; "
-            "make one with `dilatant export RUN`"
-        ) from None
+    markers = _read_markers(folder)
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
+    if markers.keys() != model.encoders.keys():
+        raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other encoders")
     if model.media_attention != "causal":
         use_row_attention(model)
     units = []
-    for name, entry in conversation["encoders"].items():
+    for name, marker in markers.items():
         spec = model.encoders[name]
         units.append(
             media_unit(
@@ -91,12 +87,26 @@ def load_exported(folder: Path) -> Exported:
                 encoder_geometry(model[name].model.config, spec.features),
                 processor=str(folder / name),
                 placeholder_id=model.placeholder_ids[name],
-                marker=entry["marker"],
+                marker=marker,
                 merge=spec.merge,
             )
         )
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
     return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units)))
+
+
+def _read_markers(folder: Path) -> dict[str, str]:
+    """Encoder → the text that stands for its media in a prompt."""
+    try:
+        entries = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))["encoders"]
+        markers = {name: entry["marker"] for name, entry in entries.items()}
+        if all(isinstance(marker, str) for marker in markers.values()):
+            return markers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UserError(
+        f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; make one with `dilatant export RUN`"
+    )
 
 
 @contextmanager
