@@ -115,7 +115,6 @@ def test_going_back_in_a_run_goes_on_from_there_only(project: Path, dilatant: Di
     assert (project / "again" / "language" / "model.safetensors").read_bytes() == before
     code, out, _ = dilatant("resume", run, "--set", "train.steps=6")
     assert "going on after step 4" in " ".join(out.split())
-    assert {record["learning_rates"]["vision"] for record in records(run)[2:]} != set()
     assert max(record["learning_rates"]["vision"] for record in records(run)[2:]) <= 0.001
 
 
