@@ -19,7 +19,7 @@ from dilatant.models.row_attention import RowAttention, use_row_attention
 from dilatant.models.selfcheck import find_problems
 from dilatant.runtime.step import model_inputs
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
-from oracles.one_process import loss_of_batch
+from oracles.one_process import losses_of_batch
 
 AUDIO = "whisper"
 
@@ -58,7 +58,9 @@ def gradients(model: MultimodalModel) -> dict[str, Tensor]:
 def packed_loss(model: MultimodalModel, samples: list[EncodedSample]) -> Tensor:
     row = collate(samples)
     attention = model.language.attention_of(row.split(row.input_ids))
-    loss = model(**model_inputs(row, torch.device("cpu")), attention_kwargs=attention, return_logits=False).loss
+    loss = model(
+        **model_inputs(row, torch.device("cpu")), attention_kwargs=attention, return_logits=False
+    ).loss
     assert loss is not None
     return loss
 
@@ -72,13 +74,13 @@ def check(language: str, encoder: str, media: str, seen_in: Callable[[Any], Any]
     plain.train()
     samples = make_samples(model, encoder)
     unit = plain["vision"]
-    expected = loss_of_batch(
+    expected = losses_of_batch(
         plain.language.model,
         {"vision": (unit.model, unit.projector, unit.skip_tokens)},
         plain.placeholder_ids,
         samples,
         seen_in,
-    )
+    )["language"]
     expected.backward()
     loss = packed_loss(model, samples)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)  # one float32 sum in another order
@@ -156,7 +158,8 @@ def test_what_is_generated_is_what_the_training_mask_predicts(language: str, med
         row = collate([answered])
         with torch.no_grad():
             logits = model(
-                **model_inputs(row, torch.device("cpu")), **model.language.attention_of([answered.input_ids])
+                **model_inputs(row, torch.device("cpu")),
+                attention_kwargs=model.language.attention_of([answered.input_ids]),
             ).logits
         assert logits[0, -5:-1].argmax(-1).tolist() == answer
 

@@ -17,7 +17,7 @@ from dilatant.training.optimizer import build_optimizer
 from dilatant.training.replan import held_state, rebuild, restore_moments
 from dilatant.training.transfer import MissingState, move_state, plan_copies
 from drawn_steps import Case, build_model, build_samples
-from oracles.one_process import loss_of_batch
+from oracles.one_process import losses_of_batch
 from worker_pool import Worker, WorkerPool
 
 STEPS = 30
@@ -126,12 +126,12 @@ def _undisturbed() -> list[float]:
     vision = units["vision"]
     losses = []
     for step in range(STEPS):
-        loss = loss_of_batch(
+        loss = losses_of_batch(
             units["language"].model,
             {"vision": (vision.model, vision.projector, 0)},
             model.placeholder_ids,
             build_samples(_case(step)),
-        )
+        )["language"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.grad is not None], 0.5)
         optimizer.step()
