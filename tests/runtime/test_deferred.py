@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears, accumulate
+from dilatant.runtime.weight_gradients import WeightGradients, accumulate, replace_linears, restore_linears
 
 
 class Block(nn.Module):

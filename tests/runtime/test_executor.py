@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.comm.comm import Comm, CommAborted
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.report.perfetto import summarize
 from dilatant.runtime.agreement import Diverged

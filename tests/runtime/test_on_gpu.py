@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.comm.comm import Comm, CommAborted
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
 from dilatant.comm.launch import Worker, launch_local
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed

@@ -20,8 +20,8 @@ def export(
     """Write the newest valid checkpoint of a run in the Hugging Face layout."""
     from rich.console import Console
 
+    from dilatant.models.materialize import allocate
     from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.runtime.step import model_tensors
     from dilatant.training.checkpoint import load, newest_valid
     from dilatant.training.export import export_model
 
@@ -36,8 +36,8 @@ def export(
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
     config = read_config(saved)
     samples = assemble_samples(config)
-    model = assemble_model(config, samples)
-    load(checkpoint.path, {"model": model_tensors(model)})
+    model = assemble_model(config, samples, hollow=True)
+    load(checkpoint.path, {"model": allocate(model.units.values())})
     target = to or folder / "export"
     export_model(model, samples.encoding, target)
     if as_json:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
+from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit
 
 
@@ -46,9 +47,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     else:
         shared = []
     held_here = dict(model.named_parameters(remove_duplicate=False))
-    skipped = [
-        held_here[w.key] for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here
-    ]
+    named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
+    skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
     for parameter in skipped:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws nothing for it
     for layer, path, piece in fresh:
@@ -62,6 +62,15 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
             model._init_weights(module)
     for parameter in skipped:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def allocate(units: Iterable[Unit]) -> dict[str, Tensor]:
+    """Give every layer of units memory, for weights that the caller sets: logical name → tensor, tied ones once."""
+    tensors: dict[str, Tensor] = {}
+    for unit in units:
+        materialize(unit, 0, len(unit.layers), 0, {weight.name for weight in unit.weights})
+        tensors |= stage_tensors(unit)
+    return tensors
 
 
 @contextmanager

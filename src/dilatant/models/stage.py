@@ -181,3 +181,13 @@ def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
     """A floating tensor in the dtype of the module's first weight; other tensors unchanged."""
     weight = next(module.parameters(), None)
     return tensor.to(weight.dtype) if weight is not None and tensor.is_floating_point() else tensor
+
+
+def stage_tensors(stage: Stage) -> dict[str, Tensor]:
+    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves."""
+    parts = {weight.part for weight in stage.weights}
+    held = {part: getattr(stage, part).state_dict() for part in parts}
+    tensors: dict[str, Tensor] = {}
+    for weight in stage.weights:
+        tensors.setdefault(weight.canonical, held[weight.part][weight.key])
+    return tensors

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dilatant.comm.comm import CommAborted, CommTimeout
+from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage

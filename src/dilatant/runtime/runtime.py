@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering, exchange
+from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import check
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Boundary, Stage, StepData
+from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
@@ -26,14 +26,14 @@ from dilatant.runtime.holders import Holders, holders_of, trainable_layers
 from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
-from dilatant.runtime.step import stage_tensors
+from dilatant.runtime.step_planner import Microbatching, PlannedStep, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
-from dilatant.schedule.dependencies import Message
+from dilatant.schedule.dependencies import Message, messages
 from dilatant.schedule.graph import build
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.measured import MeasuredAction, MeasuredStep
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 BUCKET_BYTES = 25 << 20
@@ -44,15 +44,15 @@ class StepResult:
     """The same on every rank. Reduced gradients are in the parameters of every holder.
 
     loss: of the global batch, the weighted sum of `losses`, which are by unit. target_tokens: of the language model.
-    grad_norm: of all gradients, every logical weight counted once. wish: whether any rank had one (see `execute`).
-    shares: where the step's time went, up to the last gradient.
+    grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
+    `execute`). shares: where the step's time went, up to the last gradient.
     """
 
     loss: float
     losses: Mapping[str, float]
     target_tokens: int
     grad_norm: float
-    wish: bool
+    should_stop: bool
     shares: StepShares
 
 
@@ -73,7 +73,11 @@ class Runtime:
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan. Raises UserError where replicas would begin with unlike weights.
-    check_transport: prove with a header that both ends of every message mean the same.
+    microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
+    of every message mean the same. owns_comm: `close` ends communication, too.
+
+    parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
+    every other holder does.
     """
 
     def __init__(
@@ -82,17 +86,20 @@ class Runtime:
         plan: Plan,
         comm: Comm,
         *,
+        microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
         precision: Precision | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         look_ahead: int = 2,
         check_transport: bool = False,
+        owns_comm: bool = False,
     ) -> None:
         _refuse_tensor_parallel(plan)
         self.model = model
         self.plan = plan
         self.comm = comm
+        self._owns_comm = owns_comm
         self._plan_digest = digest(plan.to_json())
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._with_backward = {
@@ -110,7 +117,7 @@ class Runtime:
         }
         self.holders: Holders = holders_of(plan, model.units)
         self._sync = self._build_sync(modules, bucket_bytes)
-        self._sync.require_equal_weights()
+        self._sync.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(
@@ -126,6 +133,8 @@ class Runtime:
             comm.device,
             precision or Precision(torch.float32),
         )
+        self._planner = StepPlanner(plan, self._trainability, model.graph.anchor, microbatching)
+        self._last: PlannedStep | None = None
         self._step = 0
         self._prepared: _Prepared | None = None
 
@@ -134,28 +143,40 @@ class Runtime:
         """The stages held here, by stage number."""
         return {index: stage.module for index, stage in self._stages.items()}
 
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters for an optimizer; a rank of frozen layers has none."""
+        return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+
     def execute(
         self,
         samples: Sequence[EncodedSample],
-        assignment: Assignment,
-        schedule: Schedule,
-        wish: Callable[[], bool] = lambda: False,
+        assignment: Assignment | None = None,
+        schedule: Schedule | None = None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, on all ranks together.
 
         samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
-        the sample. Gradients that are already there are added to. Returns when every rank holds its reduced
-        gradients: whoever applies them now applies what all apply. wish: asked at the end; what any rank wishes (to
-        stop, say), all learn with the result.
+        the sample. assignment and schedule: instead of those that the runtime's microbatching gives. Gradients that are
+        already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
+        applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
         """
         with self._telling_others():
-            return self._execute(self._step_data(samples), assignment, schedule, wish)
+            if assignment is None or schedule is None:
+                self._last = self._planner.plan_step(samples)
+                assignment, schedule = self._last.assignment, self._last.schedule
+            return self._execute(self._step_data(samples), assignment, schedule, should_stop)
 
     def predict(
-        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule
+        self,
+        samples: Sequence[EncodedSample],
+        assignment: Assignment | None = None,
+        schedule: Schedule | None = None,
     ) -> dict[int, list[int]]:
         """Sample number → the likeliest token in the place of each of its targets, given all that comes before it;
         of the samples whose language model ends on this rank. Called by all ranks together.
@@ -163,6 +184,9 @@ class Runtime:
         schedule: forwards only. Raises as `execute` does.
         """
         with self._telling_others():
+            if assignment is None or schedule is None:
+                step = self._planner.plan_forwards(samples, idle=self.model.graph.behind_anchor)
+                assignment, schedule = step.assignment, step.schedule
             data = self._step_data(samples, predicts=True)
             predicted = {}
             for made in self._run(data, assignment, schedule):
@@ -190,8 +214,36 @@ class Runtime:
 
     def measured(self) -> tuple[MeasuredAction, ...]:
         """When every action of the last step ran, on all ranks; called by all of them."""
-        rows = exchange(self.comm, [action.to_row() for action in self._recorder.rows()])
+        rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
+
+    def measured_step(self) -> MeasuredStep | None:
+        """The last step that the runtime planned itself, as all ranks ran it; None before the first; called by all."""
+        if self._last is None:
+            return None
+        return MeasuredStep(self._last.assignment, self._last.schedule, self._last.tokens, self.measured())
+
+    def arrows(self) -> list[tuple[Action, Action]]:
+        """Which action of that step made rows for which other one, for `write_timeline`."""
+        if self._last is None:
+            return []
+        edges = messages(self.plan, self._last.assignment, self._last.schedule).values()
+        return [(message.producer, message.consumer) for edge in edges for message in edge]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight and persistent buffer held here by logical name, tied ones once; not copies."""
+        held: dict[str, Tensor] = {}
+        for module in self.modules.values():
+            held |= stage_tensors(module)
+        return held
+
+    def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
+        ranks. moments: logical name → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+        self._sync.require_equal()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            own = {name: tensors[kind] for name, tensors in moments.items() if kind in tensors}
+            self._sync.require_equal(own, f"moments ({kind})")
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""
@@ -203,6 +255,8 @@ class Runtime:
         self._sync.close()
         restore_linears(self._replaced)
         self._replaced = []
+        if self._owns_comm:
+            self.comm.close()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -215,7 +269,7 @@ class Runtime:
             raise
 
     def _execute(
-        self, data: StepData, assignment: Assignment, schedule: Schedule, wish: Callable[[], bool]
+        self, data: StepData, assignment: Assignment, schedule: Schedule, should_stop: Callable[[], bool]
     ) -> StepResult:
         own_losses = _finite_sums(self._run(data, assignment, schedule), data)
         self._sync.finish()
@@ -223,19 +277,19 @@ class Runtime:
         own = (
             *(own_losses.get(unit, 0.0) for unit in weights),
             squared_norm(self.parameters, self.holders, self.comm.rank),
-            float(wish()),
+            float(should_stop()),
             *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
-        said = torch.tensor(own, dtype=torch.float64)
-        of_all = Gathering(self.comm, said, "the agreement that all gradients are there").wait()
-        sums = of_all.sum(0).tolist()
+        values = torch.tensor(own, dtype=torch.float64)
+        gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
+        sums = gathered.sum(0).tolist()
         losses = dict(zip(weights, sums))
-        squares, wishes, *times = sums[len(losses) :]
+        squares, stops, *times = sums[len(losses) :]
         shares = self._shares.shares(times)
         loss = sum(weights[unit] * value for unit, value in losses.items())
         targets = int(data.counts[self.model.graph.anchor])
-        return StepResult(loss, losses, targets, math.sqrt(squares), wishes > 0, shares)
+        return StepResult(loss, losses, targets, math.sqrt(squares), stops > 0, shares)
 
     def _run(self, data: StepData, assignment: Assignment, schedule: Schedule) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
