@@ -43,6 +43,7 @@ ENCODERS = {
                 "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
                 "decoder_start_token_id": 1, "dropout": 0.0},
 }  # fmt: skip
+OWN = "own module"
 DEPTH_KEY = {"whisper": "encoder_layers"}
 ITEM = {"whisper": ("input_features", (4, 6), 3)}
 """Encoder type → input name, shape of one item, tokens of one item (without leading tokens)."""
@@ -52,6 +53,18 @@ PLACES = 2
 """Tokens of the text that a generator takes for one item."""
 TARGETS = 3
 """Numbers that it is to say about an item."""
+
+
+class OwnEncoder(torch.nn.Module):
+    """An encoder that transformers does not know: the four quarters of a picture, mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(3 * 16, 12)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        quarters = pixel_values.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5)
+        return torch.tanh(self.inner(quarters.reshape(len(pixel_values), 4, -1)))
 
 
 class Regression(torch.nn.Module):
@@ -109,7 +122,9 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         "language",
     )
     encoders = {
-        name: Encoder(
+        name: _own_encoder(projector)
+        if kind == OWN
+        else Encoder(
             parse_config(
                 {"model_type": kind, **ENCODERS[kind], DEPTH_KEY.get(kind, "num_hidden_layers"): layers}, name
             ),
@@ -142,6 +157,12 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
             unit.gradient_checkpointing()
     model.train()
     return model
+
+
+def _own_encoder(projector: str) -> Encoder:
+    with torch.device("meta"):
+        module = OwnEncoder()
+    return Encoder(module, projector, kind="image", row_shape=(3, 8, 8), width=12, tokens_per_row=4)
 
 
 def token_id(case: Case, generator: str) -> int:
@@ -197,10 +218,10 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
     encoders = tuple(
         (
             NAMES[index],
-            draw(st.sampled_from(sorted(ENCODERS))),
+            kind := draw(st.sampled_from([*sorted(ENCODERS), OWN])),
             draw(st.integers(1, 3)),
             draw(st.sampled_from(["linear", "mlp"])),
-            draw(st.sampled_from(["all", "patch"])),
+            "all" if kind == OWN else draw(st.sampled_from(["all", "patch"])),
         )
         for index in range(draw(st.sampled_from([1, 2, 3, 0])))
     )
@@ -265,8 +286,9 @@ def _inside(ids: list[int], at: int) -> bool:
 
 def _draw_frozen(draw: Any, encoders: tuple, generators: tuple) -> tuple[str, ...]:
     patterns = ["language", "language.layers.0", "language.layers.*.mlp*", "language.*norm*"]
-    for name, *_ in encoders:
-        patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector", f"{name}.layers.0"]
+    for name, kind, *_ in encoders:
+        patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector"]
+        patterns += [] if kind == OWN else [f"{name}.layers.0"]
     for name, _, connector, _ in generators:
         patterns += [name, f"{name}.generator", f"{name}.generator.inner"]
         patterns += [f"{name}.connector"] if connector != "identity" else []

@@ -11,11 +11,11 @@ import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 
+from cut_and_packed import find_problems
 from dilatant.config import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import RowAttention, use_row_attention
-from dilatant.models.selfcheck import find_problems
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import losses_of_batch
 from packed_row import packed_inputs

@@ -42,7 +42,9 @@ def losses_of_batch(
         for name, (encoder, projector, skip) in encoders.items():
             inputs = {key: torch.as_tensor(array) for key, array in sample.media.get(name, {}).items()}
             if inputs:
-                projected = projector(encoder(**inputs).last_hidden_state[:, skip:])
+                encoded = encoder(**inputs)
+                encoded = encoded if isinstance(encoded, Tensor) else encoded.last_hidden_state
+                projected = projector(encoded[:, skip:])
                 rows[name] = iter(projected.reshape(-1, projected.shape[-1]))
         tokens = []
         for token in ids.tolist():
