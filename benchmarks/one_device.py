@@ -270,12 +270,14 @@ def compare(name: str, folder: Path, settings: argparse.Namespace) -> dict[str, 
     assert (ours.samples, ours.tokens) == (padded.samples, padded.tokens), "not the same samples"
     difference = max(abs(a - b) / abs(b) for a, b in list(zip(ours.losses, padded.losses, strict=True))[:3])
     print(
-        f"{name:15} median {statistics.median(ratios):.2f}x, worst {min(ratios):.2f}x; bar {BARS[name]}x; losses of the "
-        f"first steps differ by {difference:.1e}",
+        f"{name:15} median {statistics.median(ratios):.2f}x, worst {min(ratios):.2f}x; bar {BARS[name]}x; "
+        f"losses of the first steps differ by {difference:.1e}",
         flush=True,
     )
     if difference > AGREEMENT:
-        raise SystemExit(f"{name}: the losses differ, so the ratio means nothing: {ours.losses} {padded.losses}")
+        raise SystemExit(
+            f"{name}: the losses differ, so the ratio means nothing: {ours.losses} {padded.losses}"
+        )
     return {
         "samples_per_second": [[ours.samples / ours.seconds, it.samples / it.seconds] for ours, it in pairs],
         "tokens_per_second": [[ours.tokens / ours.seconds, it.tokens / it.seconds] for ours, it in pairs],
@@ -294,7 +296,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="that are timed, after --warm-up")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
-    parser.add_argument("--padded-batch", type=int, default=8, help="samples that the plain loop runs at once")
+    parser.add_argument(
+        "--padded-batch", type=int, default=8, help="samples that the plain loop runs at once"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()

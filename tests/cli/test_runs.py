@@ -251,5 +251,5 @@ def test_doctor_tells_what_would_be_used(dilatant: Dilatant) -> None:
     attention = found["Attention over block tables (attn_implementation: dilatant)"]
     for row in ("packed text", "sliding window", "text and images"):
         chosen = attention[row].split()[0]
-        for other in {"triton", "flex", "blockwise", "sdpa"} - {chosen}:
+        for other in {"triton", "blockwise", "sdpa"} - {chosen}:
             assert f"not {other}: " in attention[row]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.models.freeze import quiet_frozen
 from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
 from dilatant.models.merge import merge_rows, without_placeholders
@@ -187,7 +188,8 @@ class LanguageStage(Stage):
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
-        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage.
+        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
+        among these says what the mask says.
 
         Returns hidden states, and on the last stage loss and logits. logits_at: int64 [positions], the only ones for
         which logits are wanted, without labels. Raises UserError where rows do not fit.
@@ -205,7 +207,7 @@ class LanguageStage(Stage):
         run: dict[str, Any] = {
             "inputs_embeds": hidden,
             "position_ids": position_ids,
-            "attention_mask": attention_mask,
+            "attention_mask": None if PLAN_KEYWORD in attention_kwargs else attention_mask,
             "use_cache": False,
             **attention_kwargs,
         }

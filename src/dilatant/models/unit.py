@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,6 +18,9 @@ from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Callbacks, EncoderStage, Inputs, LanguageStage, Stage
 from dilatant.models.structure import Structure, find_structure
 from dilatant.models.weights import Part, Weight, name_weights
+
+if TYPE_CHECKING:
+    from dilatant.models.row_attention import RowAttention
 
 
 class Unit(Stage):
@@ -174,7 +177,7 @@ class LanguageUnit(Unit, LanguageStage):
 
     parts = ("model",)
     model: PreTrainedModel
-    row_attention: Callable[..., Mapping[str, Any]] | None
+    row_attention: RowAttention | None
     """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
     positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
     generating_attention: str | None

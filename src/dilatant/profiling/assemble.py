@@ -18,7 +18,7 @@ from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import use_row_attention
+from dilatant.models.row_attention import attend_as_configured
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
 from dilatant.profiling.media_units import media_unit
 
@@ -53,13 +53,7 @@ def assemble_model(
     """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
     config says so. hollow: see `build_model`. Raises UserError."""
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=hollow)
-    if config.model.language_model.on_block_tables:
-        use_row_attention(model)
-        if getattr(model.language.model.config.get_text_config(), "attention_dropout", 0.0):
-            raise UserError(
-                "model.language_model: attention_dropout must be 0 on block tables (attn_implementation: dilatant), "
-                "where weights of attention are never held; set it in the model's config"
-            )
+    attend_as_configured(model, config.model.language_model)
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")

@@ -12,7 +12,7 @@ from dilatant.config import Config
 from dilatant.models.freeze import audit, freeze
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
-from dilatant.models.row_attention import use_row_attention
+from dilatant.models.row_attention import attend_as_configured
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -84,14 +84,13 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
         load_language_model(
             llm,
             where,
-            attn_implementation=None if language.on_block_tables else language.attn_implementation,
+            attn_implementation=None if language.needs_plans else language.attn_implementation,
             trust_remote_code=language.trust_remote_code,
         ),
         device="meta",
         media_attention=language.media_attention,
     )
-    if language.on_block_tables:
-        use_row_attention(model)
+    attend_as_configured(model, language)
     freeze(model.units, config.model.freeze)
     return model
 
