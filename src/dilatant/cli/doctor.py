@@ -81,7 +81,7 @@ def examine() -> dict[str, dict[str, Any]]:
             if os.environ.get("HF_HUB_OFFLINE") == "1"
             else "online if reachable",
         },
-        "Attention over block tables (attn_implementation: dilatant)": explain_here(device, precision),
+        "Attention over packed rows": explain_here(device, precision),
     }
 
 

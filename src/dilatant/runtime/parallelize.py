@@ -13,6 +13,7 @@ from dilatant.comm.launch import Worker
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.row_attention import prefer_row_attention
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.runtime.holders import trainable_layers
@@ -144,6 +145,8 @@ def parallelize(
         raise UserError(f"the specs need {len(plan.ranks)} workers, but {worker.size} were started")
     if num_microbatches < 1:
         raise UserError(f"num_microbatches is {num_microbatches}; it must be at least 1")
+    if model.language.model.config._attn_implementation == "sdpa":  # what transformers takes if nobody chose
+        prefer_row_attention(model)
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
     precision = precision or pick_precision("fp32", torch.device(worker.device))
     runtime = Runtime(model, plan, comm, seed=seed, precision=precision, **options)
