@@ -150,5 +150,11 @@ def _upload(work: WorkList, device: torch.device) -> DeviceWork:
 
 def upload(array: NDArray, device: torch.device) -> torch.Tensor:
     """A copy on `device`; the host does not wait for it to arrive."""
-    tensor = torch.tensor(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return to_device(torch.tensor(array), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`; the host does not wait for it to arrive."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.models.freeze import quiet_frozen
 from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
@@ -185,6 +186,7 @@ class LanguageStage(Stage):
         logits_at: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
+        places: Mapping[str, Tensor] | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
@@ -192,7 +194,9 @@ class LanguageStage(Stage):
         among these says what the mask says.
 
         Returns hidden states, and on the last stage loss and logits. logits_at: int64 [positions], the only ones for
-        which logits are wanted, without labels. Raises UserError where rows do not fit.
+        which logits are wanted, without labels. places: see `merge_rows`. labels may lie on the host, if `lengths` of a
+        packed row are given: then nothing waits for the device to find the targets. Raises UserError where rows do not
+        fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -203,6 +207,7 @@ class LanguageStage(Stage):
                 attention_mask=attention_mask,
                 lengths=lengths,
                 sample_ids=sample_ids,
+                places=places,
             )
         run: dict[str, Any] = {
             "inputs_embeds": hidden,
@@ -215,10 +220,14 @@ class LanguageStage(Stage):
             return self.model.base_model(**run).last_hidden_state
         if labels is None:
             return MultimodalOutput(None, self._logits(run, logits_at))
-        targets = shift_labels(labels, position_ids, attention_mask)
+        assert hidden is not None
+        packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
+        targets = shift_labels(labels, position_ids, attention_mask, packed)
         if not return_logits:
             logits_at = positions_with_targets(targets)
             targets = targets[:, logits_at]
+            logits_at = to_device(logits_at, hidden.device)
+        targets = to_device(targets, hidden.device)
         logits = self._logits(run, logits_at)
         loss = summed_cross_entropy(logits, targets, loss_denominator)
         return MultimodalOutput(loss, logits if return_logits else None)
@@ -241,6 +250,7 @@ class LanguageStage(Stage):
         rows: Mapping[str, Tensor],
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
+        places: Mapping[str, Tensor] | None = None,
         **inputs: Tensor | None,
     ) -> Tensor:
         """Token embeddings with encoder rows merged in: [batch, tokens, hidden]."""
@@ -249,10 +259,11 @@ class LanguageStage(Stage):
             given = self.before_language_model(dict(rows), given)
             if given.get("inputs_embeds") is not None:
                 return given["inputs_embeds"]
-            input_ids = given["input_ids"]
+            if given["input_ids"] is not input_ids:
+                input_ids, places = given["input_ids"], None
         look_up = self.model.get_input_embeddings()
         embeddings = look_up(without_placeholders(input_ids, self.placeholder_ids))
-        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids)
+        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids, places)
 
 
 def _as_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:

@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dilatant.attention.attention_plan import to_device
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.loss import positions_with_targets, shift_labels
+from dilatant.models.merge import find_places
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import EncoderStage, LanguageStage, Stage
 from dilatant.models.unit import EncoderUnit, LanguageUnit, Unit
@@ -199,10 +202,14 @@ class LanguageRunner:
         hidden = inbound[unit][None] if not module.is_first else None
         rows = {name: tensor for name, tensor in inbound.items() if name != unit and tensor.shape[0]}
         position_ids = torch.cat([torch.arange(n, device=self._device) for n in lengths])[None]
-        labels = self._row([sample.labels for sample in packed]) if module.is_last else None
-        wanted = None
+        # Labels and placeholders are looked through on the host, which would wait for the device to tell it.
+        labels = torch.as_tensor(np.concatenate([s.labels for s in packed]))[None] if module.is_last else None
+        wanted = places = None
         if labels is not None and data.predicts:
-            wanted, labels = positions_with_targets(shift_labels(labels, position_ids, None)), None
+            wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths))
+            wanted, labels = to_device(wanted, self._device), None
+        if module.is_first:
+            places = find_places([s.input_ids for s in packed], module.placeholder_ids, self._device)
         with self._precision.autocast(self._device):
             output = module(
                 self._row([sample.input_ids for sample in packed]) if module.is_first else None,
@@ -214,6 +221,7 @@ class LanguageRunner:
                 return_logits=False,
                 lengths=lengths,
                 sample_ids=[sample.id for sample in packed],
+                places=places,
                 **self._unit.attention_of([sample.input_ids for sample in packed]),
                 logits_at=wanted,
             )
@@ -224,8 +232,7 @@ class LanguageRunner:
         return StageOutput(None, output.loss)
 
     def _row(self, parts: list) -> Tensor:
-        row = torch.cat([torch.as_tensor(part) for part in parts])
-        return row[None].to(self._device, non_blocking=True)
+        return to_device(torch.as_tensor(np.concatenate(parts))[None], self._device)
 
 
 def _geometry(unit: EncoderUnit) -> EncoderGeometry:
