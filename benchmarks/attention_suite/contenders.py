@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilatant.attention import attention, flex
+from attention_suite import flex
+from dilatant.attention import attention
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.mask import AttentionMask
 from dilatant.attention.visibility import visible_pairs
@@ -140,7 +141,10 @@ def one_line(error: BaseException) -> str:
 
 
 def _ours(problem: Problem) -> Attend:
-    return lambda q, k, v: attention(q, k, v, problem.plan)
+    kernel = (
+        "triton" if problem.device.type == "cuda" else "blockwise"
+    )  # the automatic choice may be PyTorch's
+    return lambda q, k, v: attention(q, k, v, problem.plan, backend=kernel)
 
 
 def _why_not_flex(problem: Problem) -> str | None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from attention_cases import Case, assert_close_to_dense, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +17,10 @@ from mask_strategies import MODALITIES, masks, ragged_masks
 
 from dilatant.attention import attention, packing
 from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.mask import AttentionMask
 from dilatant.attention.packing import RowLayout
+from dilatant.attention.placement import Placement
 from dilatant.attention.scores import Gradients, Scores
 from dilatant.attention.triton_kernel import kernel
 from dilatant.attention.triton_tuning import Tile, Tuning
@@ -161,6 +165,35 @@ def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
     for tuning in (SQUARE, DESCRIPTORS):
         expanded = replace(case, grad_output=torch.ones(()).expand_as(case.query))
         check(expanded, tuning, 2e-5)
+
+
+@pytest.mark.parametrize("heads_per_gather", [1, 2, None])
+@pytest.mark.parametrize("kind", ["document_causal", "embedded"])
+def test_groups_of_heads_that_are_gathered_in_turn_give_the_gradients_of_dense_attention(
+    kind: str, heads_per_gather: int | None
+) -> None:
+    """Each group's output is a view of some heads of all; one rank is enough to take them in turn."""
+    mask = packing.build_mask(LONG_ROW, kind)
+    case = make_case(mask, query_heads=8, kv_heads=4, sinks=True)
+    inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value, case.sinks)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        blocks = np.zeros(-(-mask.num_tokens // 16), dtype=np.int64)
+        share = ContextParallelRow(mask, Placement(blocks, np.zeros(1), 0.0), dist.group.WORLD, block=16)
+        output = context_parallel_attention(
+            *inputs[:3],
+            share,
+            sinks=inputs[3],
+            scale=case.scale,
+            backend="triton",
+            heads_per_gather=heads_per_gather,
+        )
+        output.backward(case.grad_output)
+    finally:
+        dist.destroy_process_group()
+    (expected, _), gradients = case.dense()
+    for found, wanted in zip([output, *(x.grad for x in inputs)], [expected, *gradients], strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_the_interpreter_can_be_asked_for_by_name() -> None:

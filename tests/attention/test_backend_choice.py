@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from attention_cases import make_case
 from hypothesis import given, settings
-from mask_strategies import masks, ragged_masks
+from hypothesis import strategies as st
 
-from dilatant.attention import attention, flex, packing
+from dilatant.attention import attention, packing, sdpa
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.backends import Installed, Request, choose_backend, explain_backend
 from dilatant.attention.explain import explain_here
@@ -37,20 +39,23 @@ def request(**changes) -> Request:
     ("asked", "machine", "chosen"),
     [
         (request(), HOPPER, "triton"),
-        (request(head_dim=320, value_dim=320), HOPPER, "flex"),
-        (request(value_dim=64), HOPPER, "flex"),
-        (request(head_dim=320, query_tokens=1 << 20), HOPPER, "blockwise"),
+        (request(not_plain=None), HOPPER, "sdpa"),
+        (request(not_plain=None, softcap=True), HOPPER, "triton"),
+        (request(not_plain=None, sinks=True), HOPPER, "triton"),
+        (request(head_dim=320, value_dim=320), HOPPER, "blockwise"),
+        (request(value_dim=64), HOPPER, "blockwise"),
         (request(dtype=torch.float64), HOPPER, "blockwise"),
         (request(), Installed(triton=False, capability=(9, 0)), "blockwise"),
-        (request(), Installed(triton=True, capability=(7, 0)), "flex"),
+        (request(), Installed(triton=True, capability=(7, 0)), "blockwise"),
         (request(device="cpu"), CPU, "blockwise"),
-        (request(device="cpu", not_plain=None), CPU, "blockwise"),
+        (request(device="cpu", not_plain=None), CPU, "sdpa"),
+        (request(device="cpu", not_plain=None, logsumexp=True), CPU, "blockwise"),
     ],
 )
 def test_the_automatic_choice(asked: Request, machine: Installed, chosen: str) -> None:
     choice = choose_backend(asked, machine)
     assert choice.name == chosen
-    assert set(choice.others) == {"triton", "flex", "blockwise", "sdpa"} - {chosen}
+    assert set(choice.others) == {"triton", "blockwise", "sdpa"} - {chosen}
     assert all(choice.others.values())
 
 
@@ -67,8 +72,6 @@ def test_the_automatic_choice(asked: Request, machine: Installed, chosen: str) -
             Installed(triton=True, interpreter=True),
             "interpreter multiplies bfloat16 matrices wrongly",
         ),
-        ("flex", request(device="cpu"), CPU, "no gradients on cpu"),
-        ("flex", request(query_tokens=1 << 19), HOPPER, "dense"),
         ("sdpa", request(), HOPPER, "attend in more than one way"),
         ("sdpa", request(not_plain=None, softcap=True), HOPPER, "cannot cap"),
         ("sdpa", request(not_plain=None, sinks=True), HOPPER, "sinks"),
@@ -130,47 +133,54 @@ def test_rows_that_are_not_plain_say_why(mask: AttentionMask, reason: str) -> No
         attention(case.query, case.key, case.value, mask, backend="sdpa")
 
 
-@given(mask=masks() | ragged_masks())
-@settings(max_examples=30, deadline=None, print_blob=True)
-def test_the_rule_given_to_flex_attention_is_ours(mask: AttentionMask) -> None:
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=8),
+    padding=st.integers(0, 3),
+    kind=st.sampled_from(["full", "document_causal"]),
+    free_pairs=st.sampled_from([0, 32**2, 1 << 20]),
+    heads=st.sampled_from([(2, 1), (4, 2), (2, 2)]),
+    seed=st.integers(0, 1 << 16),
+)
+@settings(max_examples=25, deadline=None, print_blob=True)
+def test_drawn_plain_rows_on_sdpa_equal_dense_attention(
+    lengths: list[int], padding: int, kind: str, free_pairs: int, heads: tuple[int, int], seed: int
+) -> None:
+    samples = [[("text", length), ("padding", padding)] for length in lengths]
+    mask = packing.build_mask(RowLayout.of_samples(samples), kind)
     if not mask.num_tokens:
         return
-    case = make_case(mask, head_dim=2)
-    rule = flex.mask_mod(AttentionPlan(mask), torch.device("cpu"))
-    places = torch.arange(mask.num_tokens)
-    assert torch.equal(rule(None, None, places[:, None], places[None, :]), case.seen)
+    case = make_case(mask, query_heads=heads[0], kv_heads=heads[1], seed=seed)
+    inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value)]
+    with patch.dict(sdpa.FREE_PAIRS, cpu=free_pairs):
+        output = attention(*inputs, case.mask, scale=case.scale, backend="sdpa")
+        output.backward(case.grad_output)
+    (expected, _), gradients = case.dense()
+    # Float32 sums of up to ninety terms of order one.
+    for found, wanted in zip([output, *(x.grad for x in inputs)], [expected, *gradients], strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_flex_attention_over_our_tables_equals_dense_attention() -> None:
-    """Forward alone: FlexAttention has no gradients on CPUs."""
-    from torch.nn.attention.flex_attention import flex_attention
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+@settings(deadline=None, print_blob=True)
+def test_padding_of_similar_samples_costs_little_more_than_the_sum_of_their_squares(
+    lengths: list[int],
+) -> None:
+    groups = sdpa.group_samples(packing.document_causal(RowLayout.of_lengths(lengths)).runs, 1024)
+    assert sorted(length for _, members in groups for _, length in members) == sorted(lengths)
+    paid = sum(batch.samples * batch.length**2 for batch, _ in groups)
+    assert paid <= sum(length**2 for length in lengths) * 8 / 7 + 1024 * len(lengths)
 
-    samples = [[("text", 40), ("image", 110), ("text", 20)], [("text", 10), ("padding", 15)]]
-    case = make_case(
-        packing.build_mask(RowLayout.of_samples(samples), "embedded"), query_heads=2, kv_heads=1, softcap=2.0
-    )
-    block_mask = flex.block_mask(AttentionPlan(case.mask), torch.device("cpu"))
-    whole_blocks = torch.zeros(256, 256, dtype=torch.bool)
-    whole_blocks[:195, :195] = case.seen
-    assert torch.equal(
-        block_mask.to_dense()[0, 0].bool(),
-        whole_blocks.view(2, 128, 2, 128).transpose(1, 2).flatten(2).any(2),
-    )
-    output = flex_attention(
-        *(x.transpose(0, 1)[None] for x in (case.query, case.key, case.value)),
-        block_mask=block_mask,
-        score_mod=flex.capped(2.0),
-        scale=case.scale,
-        enable_gqa=True,
-    )
-    expected = case.dense()[0][0]
-    torch.testing.assert_close(output[0].transpose(0, 1).double(), expected, rtol=2e-5, atol=2e-5)
+
+def test_samples_that_see_all_of_themselves_never_see_padding() -> None:
+    groups = sdpa.group_samples(packing.full(RowLayout.of_lengths([9, 8, 9])).runs, 1024)
+    assert [(batch.samples, batch.length) for batch, _ in groups] == [(2, 9), (1, 8)]
 
 
 def test_doctor_explains_every_backend_for_every_kind_of_row() -> None:
     lines = explain_here(torch.device("cpu"), torch.float32)
-    assert set(lines) == {"packed text", "sliding window", "text and images"}
-    for line in lines.values():
-        assert line.startswith("blockwise (")
-        for other in ("triton", "flex", "sdpa"):
+    expected = {"packed text": "sdpa", "sliding window": "blockwise", "text and images": "blockwise"}
+    assert set(lines) == set(expected)
+    for row, line in lines.items():
+        assert line.startswith(f"{expected[row]} (")
+        for other in {"triton", "blockwise", "sdpa"} - {expected[row]}:
             assert f"not {other}: " in line

@@ -245,6 +245,18 @@ def test_document_affinity_spares_most_keys_and_stays_even():
     assert np.ptp(affine.counts) <= 1
 
 
+def test_chunks_of_documents_go_to_the_least_loaded_rank_also_without_swaps():
+    """List scheduling (Graham): no rank is above the mean by more than one chunk."""
+    rng = np.random.default_rng(3)
+    documents = np.repeat(np.arange(30), rng.integers(1, 12, 30))
+    work = rng.integers(1, 100, documents.size)
+    for num_ranks in (2, 5, 8):
+        placed = place_blocks(work, num_ranks, "document_affine", documents=documents, equal_counts=False)
+        largest_chunk = max(work.sum() / num_ranks, work.max())
+        assert placed.loads.max() <= work.sum() / num_ranks + largest_chunk * (1 - 1 / num_ranks)
+        assert placed.loads.min() > 0
+
+
 @checked
 @given(mask=masks(), block=st.integers(1, 9))
 def test_a_block_belongs_to_the_sample_of_its_first_token(mask, block):

@@ -134,6 +134,19 @@ def test_autocast_does_not_lower_the_precision_of_sums() -> None:
     assert_close_to_dense(*found, case, 2e-5)  # as without: float32 sums of tens of terms
 
 
+def test_a_long_sample_is_visited_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tokens = 3 * blockwise.CHUNK_TOKENS
+    blocks = blockwise._blocks(
+        AttentionPlan(document_causal(RowLayout.of_lengths([tokens]))), torch.device("cpu")
+    )
+    sizes = [
+        sum(part.stop - part.start for part in chunk.slices) for block in blocks for chunk in block.chunks
+    ]
+    assert max(sizes) == blockwise.CHUNK_TOKENS
+    assert sum(sizes) >= tokens
+
+
 def test_no_tensor_grows_faster_than_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 64k tokens nothing is larger than a chunk of scores or a few numbers a token, tables included."""
     monkeypatch.undo()

@@ -186,6 +186,11 @@ def test_bfloat16_gradients_are_summed_in_float32_unless_told_otherwise(
     check(pool, 4, call, tolerance=2**-5 if reduce_dtype is None else 2**-6)  # roundings of sums to 8 bits
 
 
+def test_float64_gradients_are_not_summed_in_less(pool: RankPool) -> None:
+    call = make_call(build_mask(ROW, "embedded"), 4, dtype=torch.float64)
+    check(pool, 4, call, tolerance=1e-12)  # float64 sums in another order; float32 would leave 1e-7
+
+
 def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
     """Ranks are laid side by side in whole blocks, so gathering splits no block of the row in two."""
 

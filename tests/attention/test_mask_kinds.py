@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from mask_strategies import MODALITIES, prepended_rows, ragged_masks, rows
 
 from dilatant.attention import packing
-from dilatant.attention.bitset import from_bitset
 from dilatant.attention.mask import MAX_INSTANCES, MAX_SAMPLES, AttentionMask, MaskError, pack_fields, visible
 from dilatant.attention.packing import RowLayout, Segment
 from oracles import dense_mask as oracle
@@ -143,30 +142,6 @@ def test_a_row_is_the_same_from_segments_and_from_tokens(samples):
 def test_visible_reads_the_documented_bits(mask):
     expected = oracle.word_matrix(mask.fields, mask.fields, mask.positions, mask.positions, mask.window)
     np.testing.assert_array_equal(seen(mask), expected)
-
-
-@checked
-@given(data=st.data())
-def test_the_papers_word_is_read_as_its_kernel_reads_it(data):
-    bits = data.draw(st.lists(st.integers(0, 61), min_size=1, max_size=4, unique=True))
-    text = [
-        1 | sum(1 << bit for bit in chosen)
-        for chosen in data.draw(st.lists(st.sets(st.sampled_from(bits)), max_size=3))
-    ]
-    groups = [1 << bit for bit in bits if bit] + [0, 2 | 8]
-    control = data.draw(st.sampled_from([0, 1 << 62]))  # never read
-    runs = data.draw(st.lists(st.tuples(st.sampled_from(text + groups), st.integers(1, 4)), max_size=8))
-    words = [word | control for word, length in runs for _ in range(length)]
-    mask = from_bitset(np.array(words, dtype=np.int64))
-    np.testing.assert_array_equal(seen(mask), oracle.bitset_matrix(words))
-
-
-def test_all_groups_of_the_papers_word_fit():
-    words = np.array([1 << bit for bit in range(1, 62)] + [(1 << 62) - 1], dtype=np.int64)
-    np.testing.assert_array_equal(seen(from_bitset(words)), oracle.bitset_matrix(words.tolist()))
-    telling_apart = [1 << bit for bit in range(1, 14)] + [1 | 1 << bit for bit in range(1, 13)]
-    with pytest.raises(MaskError, match="tell 13 classes of modalities apart; besides text a word holds 11"):
-        from_bitset(telling_apart)
 
 
 def test_one_image_in_several_segments_is_one_instance():

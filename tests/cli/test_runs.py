@@ -270,8 +270,8 @@ def test_doctor_tells_what_would_be_used(dilatant: Dilatant) -> None:
     assert code == 0
     found = json.loads(out)
     assert found["A run here uses"]["device"] in ("cpu", "cuda")
-    attention = found["Attention over block tables (attn_implementation: dilatant)"]
+    attention = found["Attention over packed rows"]
     for row in ("packed text", "sliding window", "text and images"):
         chosen = attention[row].split()[0]
-        for other in {"triton", "flex", "blockwise", "sdpa"} - {chosen}:
+        for other in {"triton", "blockwise", "sdpa"} - {chosen}:
             assert f"not {other}: " in attention[row]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_models import LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
 
+from dilatant.models.loss import positions_with_targets, shift_labels
+
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
 def test_loss_of_a_batch_is_that_of_transformers(family: str) -> None:
@@ -47,6 +49,18 @@ def test_the_head_runs_only_where_there_are_targets() -> None:
     labels[0, [5, 6, 11]] = 3
     mllm(tokens(1, 12), labels=labels, return_logits=False)
     assert seen == [3]
+
+
+def test_a_position_counts_where_any_row_of_the_batch_has_a_target() -> None:
+    targets = torch.tensor([[3, -100, -100, -100], [-100, -100, 5, -100]])
+    assert positions_with_targets(targets).tolist() == [0, 2]
+
+
+def test_lengths_say_what_positions_say_of_where_samples_begin() -> None:
+    labels, lengths = tokens(1, 21), (7, 3, 11)
+    expected = shift_labels(labels, positions(*lengths), None)
+    assert torch.equal(shift_labels(labels, positions(*lengths), None, lengths), expected)
+    assert (expected == -100).nonzero()[:, 1].tolist() == [6, 9, 20]
 
 
 def test_losses_of_rows_over_a_common_denominator_add_up() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, positions, tokens, vision_language
 
 from dilatant.config import UserError
-from dilatant.models.merge import merge_rows
+from dilatant.models.merge import find_places, merge_rows
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 
@@ -21,6 +21,8 @@ def test_every_placeholder_takes_the_next_token_of_its_encoder(row: list[int], b
     names = {"vision": 64, "audio": 65}
     rows = {name: torch.randn(int((ids == id_).sum()), 3) for name, id_ in names.items()}
     merged = merge_rows(embeddings, ids, names, rows)
+    places = find_places(list(ids.numpy()), names, ids.device)
+    assert torch.equal(merge_rows(embeddings, ids, names, rows, places=places), merged)
     used = dict.fromkeys(names, 0)
     for line, token in torch.cartesian_prod(torch.arange(batch), torch.arange(len(row))).tolist():
         expected = embeddings[line, token]

@@ -10,12 +10,14 @@ import pytest
 import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
+from transformers import masking_utils
 
 from cut_and_packed import find_problems
 from dilatant.config import UserError
+from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import RowAttention, use_row_attention
+from dilatant.models.row_attention import RowAttention, attend_as_configured, use_row_attention
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import losses_of_batch
 from packed_row import packed_inputs
@@ -181,6 +183,52 @@ def test_a_row_without_a_plan_gets_one_from_its_positions() -> None:
     attention = model.language.attention_of([sample.input_ids for sample in samples])
     expected = model(**inputs, attention_kwargs=attention).logits
     assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_by_default_no_mask_is_made_of_a_packed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the device asked whether positions restart, which transformers does before it makes any mask."""
+    model = vision_language("llama", "siglip")
+    attend_as_configured(model, LanguageModelConfig(id="any"))
+    samples = make_samples(model, "siglip")
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("transformers looked for packed samples")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", refuse)
+    attention = model.language.attention_of([sample.input_ids for sample in samples])
+    assert model(**packed_inputs(samples), attention_kwargs=attention).loss.isfinite()
+
+
+def test_a_named_implementation_stays_and_a_family_that_cannot_says_so(recwarn: Any) -> None:
+    named = vision_language("llama", "siglip")
+    attend_as_configured(named, LanguageModelConfig(id="any", attn_implementation="eager"))
+    assert named.language.row_attention is None
+    assert not recwarn
+    dropping = vision_language("llama", "siglip")
+    dropping.language.model.config.attention_dropout = 0.1
+    with pytest.warns(UserWarning, match=r"square of the row.*attention_dropout is 0\.1"):
+        attend_as_configured(dropping, LanguageModelConfig(id="any"))
+    assert dropping.language.row_attention is None
+    with pytest.raises(UserError, match=r"attention_dropout is 0\.1"):
+        attend_as_configured(dropping, LanguageModelConfig(id="any", attn_implementation="dilatant"))
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("language", ["llama", "gemma3_text"])
+def test_a_padded_batch_has_the_loss_of_transformers_attention(language: str, side: str | None) -> None:
+    ours, plain = vision_language(language, "siglip"), vision_language(language, "siglip")
+    use_row_attention(ours)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (3, 9), generator=random)
+    mask = None
+    if side is not None:
+        mask = torch.ones_like(ids)
+        mask[1, slice(0, 4) if side == "left" else slice(5, None)] = 0
+    found = ours(ids, attention_mask=mask, labels=ids)
+    expected = plain(ids, attention_mask=mask, labels=ids)
+    is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    torch.testing.assert_close(found.logits[is_token], expected.logits[is_token], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
 def test_the_self_check_of_a_family_holds_on_block_tables_too() -> None:

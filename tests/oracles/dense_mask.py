@@ -157,14 +157,3 @@ def block_kinds(dense: np.ndarray, block: int, key_block: int) -> np.ndarray:
             part = dense[r * block : (r + 1) * block, c * key_block : (c + 1) * key_block]
             kinds[r, c] = 2 if part.all() else 1 if part.any() else 0
     return kinds
-
-
-def bitset_matrix(words: Sequence[int]) -> np.ndarray:
-    """`[tokens, tokens]` booleans from the papers' one-hot words: text is causal, others see their equals."""
-    sees = np.zeros((len(words), len(words)), dtype=bool)
-    for i, q in enumerate(words):
-        for j, k in enumerate(words):
-            q_set = {bit for bit in range(62) if q >> bit & 1}
-            k_set = {bit for bit in range(62) if k >> bit & 1}
-            sees[i, j] = (j <= i and bool(q_set & k_set)) if 0 in q_set else (bool(q_set) and q_set == k_set)
-    return sees

@@ -136,16 +136,25 @@ def as_plan(mask: AttentionMask | AttentionPlan) -> AttentionPlan:
 
 
 def _words(mask: AttentionMask, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return _on(mask.fields, device), _on(mask.positions, device)
+    return upload(mask.fields, device), upload(mask.positions, device)
 
 
 def _upload(work: WorkList, device: torch.device) -> DeviceWork:
     return DeviceWork(
-        _on(work.units, device), _on(work.intervals, device), _on(work.splits, device), work.num_slots
+        upload(work.units, device),
+        upload(work.intervals, device),
+        upload(work.splits, device),
+        work.num_slots,
     )
 
 
-def _on(array: NDArray, device: torch.device) -> torch.Tensor:
+def upload(array: NDArray, device: torch.device) -> torch.Tensor:
     """A copy on `device`; the host does not wait for it to arrive."""
-    tensor = torch.tensor(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return to_device(torch.tensor(array), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`; the host does not wait for it to arrive."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

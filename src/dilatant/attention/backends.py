@@ -2,10 +2,9 @@
 
 | backend   | devices           | what it is                                                       |
 |-----------|-------------------|------------------------------------------------------------------|
+| sdpa      | any               | PyTorch's scaled_dot_product_attention: plain rows alone         |
 | triton    | NVIDIA GPUs       | our kernels: every mask, deterministic gradients                 |
 | blockwise | any               | the same tables in plain PyTorch: CPUs, float64, a reference     |
-| flex      | GPUs              | PyTorch's FlexAttention over our tables                          |
-| sdpa      | any               | PyTorch's scaled_dot_product_attention, sample by sample         |
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ from dilatant.attention.sdpa import why_not_plain
 from dilatant.attention.triton_tuning import MAX_HEAD_DIM
 from dilatant.config.environment import interprets_triton
 
-PREFERENCE = ("triton", "flex", "blockwise", "sdpa")
-"""Order of the automatic choice. Blockwise comes before SDPA because it takes every mask, so that a row does not change
-hands with what it holds; ask for SDPA by name where all rows are plain."""
+PREFERENCE = ("sdpa", "triton", "blockwise")
+"""Order of the automatic choice: PyTorch's own kernels where a row is plain, which most are; ours for every other."""
 
 KERNELS = ("triton", "blockwise")
-
-MAX_FLEX_TOKENS = 1 << 18
-"""FlexAttention holds four dense blocks x blocks tables of int32; at this length they take 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,19 +239,6 @@ def _blockwise(request: Request, installed: Installed) -> str | None:
     return None
 
 
-def _flex(request: Request, installed: Installed) -> str | None:
-    if request.device != "cuda":
-        return f"FlexAttention has no gradients on {request.device} devices"
-    if not installed.triton:
-        return "FlexAttention needs Triton, which is not installed"
-    if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"FlexAttention takes bfloat16, float16 and float32, not {request.dtype}"
-    tokens = max(request.query_tokens, request.key_tokens)
-    if tokens > MAX_FLEX_TOKENS:
-        return f"FlexAttention's tables are dense: {tokens} tokens are above {MAX_FLEX_TOKENS}"
-    return None
-
-
 def _sdpa(request: Request, installed: Installed) -> str | None:
     if request.not_plain is not None:
         return f"SDPA knows only whole and causal samples, and {request.not_plain}"
@@ -270,14 +252,12 @@ def _sdpa(request: Request, installed: Installed) -> str | None:
 
 
 _OBSTACLES: dict[str, Callable[[Request, Installed], str | None]] = {
-    "triton": _triton,
-    "flex": _flex,
-    "blockwise": _blockwise,
     "sdpa": _sdpa,
+    "triton": _triton,
+    "blockwise": _blockwise,
 }
 _REASONS = {
+    "sdpa": "samples are plainly full or causal, which PyTorch's own kernels do at the cost of their squares",
     "triton": "our kernels take every mask and give the same gradients every time",
-    "flex": "the fastest that runs here",
     "blockwise": "our block tables in plain PyTorch, the only one that takes every mask here",
-    "sdpa": "the only one that can",
 }

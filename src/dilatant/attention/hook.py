@@ -8,6 +8,9 @@ The mask of a packed microbatch travels as the keyword `attention_plan` of the m
 The plan covers the batch's rows laid end to end, so a batch of images of one size is a row too. Windows and soft caps
 of families that have them, layer by layer, come from the model; sinks too. A `ContextParallelRow` in place of the plan
 runs each layer over its ranks.
+
+No mask function is registered beside the attention function: transformers then makes no mask, and does not ask the
+device whether positions restart.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilatant.attention.attention_plan import AttentionPlan
@@ -28,6 +30,7 @@ from dilatant.attention.scores import AttentionError
 NAME = "dilatant"
 PLAN_KEYWORD = "attention_plan"
 
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _UNSUPPORTED = {
     "position_bias": "adds a bias to its scores",
     "attention_bias": "adds a bias to its scores",
@@ -38,7 +41,33 @@ _UNSUPPORTED = {
 def register() -> None:
     """Make `attn_implementation="dilatant"` known to transformers; calling it again changes nothing."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why attention over plans would not be that of `model`, a causal language model; None if it is.
+
+    Said from what a family declares: an objection that shows in a forward alone is an AttentionError there.
+    """
+    if not model._can_set_attn_implementation() or not getattr(model, "_supports_attention_backend", False):
+        return (
+            f"{type(model).__name__} computes attention in its own way, not as transformers' interface asks"
+        )
+    config = model.config.get_text_config()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        return f"{type(model).__name__} has layers of {' and '.join(others)}"
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        return f"{type(model).__name__} has attention that is not causal"
+    return dropout_of(model)
+
+
+def dropout_of(model: PreTrainedModel) -> str | None:
+    """What drops weights of attention in `model`, which attention over plans never holds; None if nothing does."""
+    config = model.config.get_text_config()
+    for name in _DROPOUTS:
+        if rate := getattr(config, name, None):
+            return f"{name} is {rate}, and attention over plans never holds the weights that it would drop"
+    return None
 
 
 def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -48,8 +77,14 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
     there a forward pre-hook passes the plan as the layer's `attention_mask`, which every family hands on.
 
     Raises:
-        AttentionError: if the family computes attention in its own way, which transformers cannot replace.
+        AttentionError: if the family computes attention in its own way, which transformers cannot replace, or has
+            layers whose mask a plan cannot follow.
     """
+    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise AttentionError(
+            f"{type(model).__name__} has chunked attention layers, which attn_implementation={NAME!r} does not do; "
+            "set another attn_implementation"
+        )
     register()
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
@@ -57,6 +92,7 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} computes attention in its own way, not through transformers' attention interface: "
             f"attn_implementation={NAME!r} cannot be used; leave it out"
         )
+    getattr(model, "base_model", model).register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.register_forward_pre_hook(_plan_as_mask, with_kwargs=True)
@@ -118,23 +154,15 @@ def attend(
     return output.unflatten(0, (batch, tokens)), None
 
 
-def no_mask(
-    *args: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **kwargs: Any
-) -> None:
-    """What transformers calls to make a mask: none is made, the plan says everything.
-
-    Raises:
-        AttentionError: if the caller gave a mask of padding, or the family has layers whose mask a plan cannot follow.
-    """
-    if attention_mask is not None and not bool(attention_mask.all()):
+def _refuse_padding(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """transformers makes no mask for us, so one that the caller gave would be forgotten."""
+    mask = kwargs.get("attention_mask")
+    if module.config._attn_implementation != NAME or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return
+    if not bool(mask.all()):
         raise AttentionError(
-            "an attention_mask with padding was given to a model with attn_implementation='dilatant': "
+            f"an attention_mask with padding was given to a model with attn_implementation={NAME!r}: "
             f"leave it out, and mark padding in the mask of {PLAN_KEYWORD}"
-        )
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise AttentionError(
-            f"{type(config).__name__} has chunked attention layers, which attn_implementation='dilatant' does not do; "
-            "set another attn_implementation"
         )
 
 

@@ -72,10 +72,6 @@ def _attend(
     request = request_of(query, key, value, plan, softcap=softcap, sinks=sinks, logsumexp=want_logsumexp)
     name = choose_backend(request, installed(query.device), backend).name
     scores = Scores(query.shape[2] ** -0.5 if scale is None else scale, softcap)
-    if name == "flex":
-        from dilatant.attention import flex
-
-        return flex.attend(query, key, value, sinks, plan, scores)
     if name == "sdpa":
         from dilatant.attention import sdpa
 

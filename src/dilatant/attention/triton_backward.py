@@ -28,20 +28,25 @@ def delta_kernel(
     grad_output,
     delta,
     query_tokens,
+    output_stride_token,
+    output_stride_head,
     grad_stride_token,
     grad_stride_head,
-    QUERY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`delta` `[QUERY_HEADS, query_tokens]`: output times its gradient, summed over channels. Grid: blocks, heads."""
+    """`delta` `[heads, query_tokens]`: output times its gradient, summed over channels. Grid: blocks, heads."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_DIM)
     exist = rows < query_tokens
     loaded = exist[:, None] & (dims < HEAD_DIM)[None, :]
-    at = (rows.to(tl.int64)[:, None] * QUERY_HEADS + head) * HEAD_DIM + dims[None, :]
+    at = (
+        rows.to(tl.int64)[:, None] * output_stride_token
+        + tl.cast(head, tl.int64) * output_stride_head
+        + dims[None, :]
+    )
     grad_at = (
         rows.to(tl.int64)[:, None] * grad_stride_token
         + tl.cast(head, tl.int64) * grad_stride_head

@@ -156,16 +156,15 @@ def backward(
     if not tokens or not key.shape[0]:
         grad_sinks = None if sinks is None else torch.zeros_like(sinks)
         return Gradients(grad_query.zero_(), grad_key.zero_(), grad_value.zero_(), grad_sinks)
-    if grad_output.stride(2) != 1:
-        grad_output = grad_output.contiguous()
+    output, grad_output = (x if x.stride(2) == 1 else x.contiguous() for x in (output, grad_output))
     delta = torch.empty_like(logsumexp)
     delta_kernel[(triton.cdiv(tokens, JOIN_TOKENS), heads)](
         output,
         grad_output,
         delta,
         tokens,
+        *output.stride()[:2],
         *grad_output.stride()[:2],
-        QUERY_HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_DIM=padded_head_dim(head_dim),
         BLOCK_M=JOIN_TOKENS,

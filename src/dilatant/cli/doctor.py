@@ -79,7 +79,7 @@ def examine() -> dict[str, dict[str, Any]]:
             "launcher": launcher,
             "hub": "offline (HF_HUB_OFFLINE is set)" if hub_is_offline() else "online if reachable",
         },
-        "Attention over block tables (attn_implementation: dilatant)": explain_here(device, precision),
+        "Attention over packed rows": explain_here(device, precision),
     }
 
 

@@ -35,12 +35,13 @@ class LanguageModelConfig(Source):
     tokenizer: str | None = None
     """A tokenizer id or folder; `bytes` for the built-in byte tokenizer. Default: the model's own `id`."""
     attn_implementation: str | None = None
-    """What computes attention: `dilatant` for block tables (packed rows without a mask of tokens by tokens), or a name
-    that transformers knows, such as `sdpa` or `eager`. Default: transformers' choice for the family."""
+    """What computes attention: `dilatant`, where a packed row costs the sum of its samples' squares, or a name that
+    transformers knows, such as `sdpa` or `eager`, under a mask of tokens by tokens. Default: `dilatant` where the
+    family allows it, else transformers' choice."""
     media_attention: Literal["causal", "bidirectional", "embedded"] = "causal"
     """Whom the tokens of an image or clip see inside the text: what is before them; also the whole of their own item
     (`bidirectional`, as in Gemma 3); or their own item alone (`embedded`). Text sees everything before it. The last two
-    mean `attn_implementation: dilatant`."""
+    need `dilatant`."""
 
     @model_validator(mode="after")
     def _media_need_block_tables(self) -> Self:
@@ -52,8 +53,8 @@ class LanguageModelConfig(Source):
         return self
 
     @property
-    def on_block_tables(self) -> bool:
-        """Whether packed rows attend over block tables."""
+    def needs_plans(self) -> bool:
+        """Whether packed rows must attend over plans; unless a name is set, they do so where the family allows it."""
         return self.attn_implementation == "dilatant" or self.media_attention != "causal"
 
 

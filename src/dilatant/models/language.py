@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from dilatant.attention.attention_plan import to_device
+from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.sample import EncodedSample
 from dilatant.models.loss import IGNORED, positions_with_targets, shift_labels, summed_cross_entropy
-from dilatant.models.merge import merge_rows, without_placeholders
+from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
@@ -25,7 +27,18 @@ from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight, name_weights
 
 BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
-RowAttention = Callable[..., Mapping[str, Any]]
+
+
+class PlansAttention(Protocol):
+    """What makes keywords for the attention of every stage (see `row_attention.RowAttention`)."""
+
+    def __call__(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
+        """Of a packed row of samples with these `input_ids`, each after so many tokens of padding."""
+        ...
+
+    def padded(self, input_ids: Any, attention_mask: Any | None) -> Mapping[str, Any]:
+        """Of a batch with padding, [batch, tokens] both."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,7 @@ class LanguageStage(Stage):
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
 
-    row_attention: RowAttention | None
+    row_attention: PlansAttention | None
     """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
     positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
 
@@ -62,7 +75,7 @@ class LanguageStage(Stage):
         outputs: Mapping[str, int],
         container: str,
         before_language_model: BeforeLanguageModel | None = None,
-        row_attention: RowAttention | None = None,
+        row_attention: PlansAttention | None = None,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
@@ -88,14 +101,16 @@ class LanguageStage(Stage):
         ids = np.concatenate([sample.input_ids for sample in packed])
 
         def row(values: Any) -> Tensor:
-            return torch.as_tensor(values)[None].to(data.device, non_blocking=True)
+            return to_device(torch.as_tensor(values)[None], data.device)
 
         position_ids = row(np.concatenate([np.arange(length) for length in lengths]))
         labels = wanted = None
         if self.is_last:
-            labels = row(np.concatenate([sample.labels for sample in packed]))
+            # Labels, as placeholders, are looked through on the host, which would wait for the device to tell it.
+            labels = torch.as_tensor(np.concatenate([sample.labels for sample in packed]))[None]
             if data.predicts:
-                wanted, labels = positions_with_targets(shift_labels(labels, position_ids, None)), None
+                wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths))
+                wanted, labels = to_device(wanted, data.device), None
         output = self(
             row(ids) if self.is_first else None,
             {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]},
@@ -107,6 +122,9 @@ class LanguageStage(Stage):
             return_hidden=bool(self.outputs) and not data.predicts,
             lengths=lengths,
             sample_ids=[sample.id for sample in packed],
+            places=find_places([sample.input_ids for sample in packed], self.placeholder_ids, data.device)
+            if self.is_first
+            else None,
             **self.attention_of([sample.input_ids for sample in packed]),
             logits_at=wanted,
         )
@@ -143,14 +161,17 @@ class LanguageStage(Stage):
         logits_at: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
+        places: Mapping[str, Tensor] | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
-        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage.
+        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
+        among these says what the mask says.
 
         Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. logits_at:
-        int64 [positions], the only ones for which logits are wanted, without labels. Raises UserError where rows do
-        not fit.
+        int64 [positions], the only ones for which logits are wanted, without labels. places: see `merge_rows`. labels
+        may lie on the host, if `lengths` of a packed row are given: then nothing waits for the device to find the
+        targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -161,11 +182,12 @@ class LanguageStage(Stage):
                 attention_mask=attention_mask,
                 lengths=lengths,
                 sample_ids=sample_ids,
+                places=places,
             )
         run: dict[str, Any] = {
             "inputs_embeds": hidden,
             "position_ids": position_ids,
-            "attention_mask": attention_mask,
+            "attention_mask": None if PLAN_KEYWORD in attention_kwargs else attention_mask,
             "use_cache": False,
             **attention_kwargs,
         }
@@ -174,7 +196,11 @@ class LanguageStage(Stage):
         heard: list[Tensor] = []
         listener = self._listen(heard) if return_hidden else None
         try:
-            output = self._predict(run, position_ids, labels, loss_denominator, return_logits, logits_at)
+            targets = None
+            if labels is not None:
+                packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
+                targets = shift_labels(labels, position_ids, attention_mask, packed)
+            output = self._predict(run, targets, loss_denominator, return_logits, logits_at)
         finally:
             if listener is not None:
                 listener.remove()
@@ -191,18 +217,20 @@ class LanguageStage(Stage):
     def _predict(
         self,
         run: dict[str, Any],
-        position_ids: Tensor | None,
-        labels: Tensor | None,
+        targets: Tensor | None,
         loss_denominator: float | Tensor | None,
         return_logits: bool,
         logits_at: Tensor | None,
     ) -> MultimodalOutput:
-        if labels is None:
+        """targets: as `shift_labels` gives them, on any device."""
+        if targets is None:
             return MultimodalOutput(None, self._logits(run, logits_at))
-        targets = shift_labels(labels, position_ids, run["attention_mask"])
+        device = run["inputs_embeds"].device
         if not return_logits:
             logits_at = positions_with_targets(targets)
             targets = targets[:, logits_at]
+            logits_at = to_device(logits_at, device)
+        targets = to_device(targets, device)
         logits = self._logits(run, logits_at)
         loss = summed_cross_entropy(logits, targets, loss_denominator)
         return MultimodalOutput(loss, logits if return_logits else None)
@@ -225,6 +253,7 @@ class LanguageStage(Stage):
         rows: Mapping[str, Tensor],
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
+        places: Mapping[str, Tensor] | None = None,
         **inputs: Tensor | None,
     ) -> Tensor:
         """Token embeddings with encoder rows merged in: [batch, tokens, hidden]."""
@@ -233,10 +262,11 @@ class LanguageStage(Stage):
             given = self.before_language_model(dict(rows), given)
             if given.get("inputs_embeds") is not None:
                 return given["inputs_embeds"]
-            input_ids = given["input_ids"]
+            if given["input_ids"] is not input_ids:
+                input_ids, places = given["input_ids"], None
         look_up = self.model.get_input_embeddings()
         embeddings = look_up(without_placeholders(input_ids, self.placeholder_ids))
-        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids)
+        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids, places)
 
 
 class LanguageUnit(Unit, LanguageStage):

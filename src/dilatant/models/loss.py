@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,13 +12,22 @@ from torch.nn import functional
 IGNORED = -100
 
 
-def shift_labels(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+def shift_labels(
+    labels: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
     """What each position must predict: int64 [batch, tokens], -100 where there is nothing to learn.
 
     `labels` are aligned with the tokens, as in transformers. A token at position 0 begins a sample: nothing before
-    it may predict it. Nor may padding.
+    it may predict it. Nor may padding. With `lengths`, those of a packed row's samples, positions are not asked: labels
+    may then lie on the host though positions do not.
     """
-    if position_ids is not None:
+    if position_ids is not None and lengths is not None:
+        firsts = [first for first in (0, *accumulate(lengths)) if first < labels.shape[1]]
+        labels = labels.index_fill(1, torch.tensor(firsts, device=labels.device), IGNORED)
+    elif position_ids is not None:
         labels = labels.masked_fill(position_ids.expand_as(labels) == 0, IGNORED)
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if attention_mask is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dilatant.attention.attention_plan import upload
 from dilatant.config.errors import list_problems
 from dilatant.models.loss import IGNORED
 
@@ -18,33 +21,47 @@ def merge_rows(
     rows: Mapping[str, Tensor],
     lengths: Sequence[int] | None = None,
     sample_ids: Sequence[str] | None = None,
+    places: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """`embeddings` with the projected tokens of every unit at that unit's placeholders.
 
     embeddings: [batch, tokens, hidden]; input_ids: [batch, tokens]; rows: unit → [encoder tokens, hidden], in the
     order of the placeholders. A unit that is absent from `rows` must have no placeholder. lengths and sample_ids
-    name the samples of a packed row (or of a batch) in errors. Raises UserError when counts differ.
+    name the samples of a packed row (or of a batch) in errors. places: unit → int64 [placeholders], where they stand in
+    the flattened batch, on its device: who made the batch on the host gives them and spares the wait for the device.
+    Raises UserError when counts differ.
     """
     if not placeholder_ids:
         return embeddings
-    masks = {unit: input_ids == placeholder for unit, placeholder in placeholder_ids.items()}
-    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()  # one wait for the device
+    if places is None:
+        flat = input_ids.flatten()
+        places = {unit: (flat == id_).nonzero().squeeze(-1) for unit, id_ in placeholder_ids.items()}
     wrong = [
         f"{unit}: the projector gives width {encoded.shape[-1]}, the language model takes {embeddings.shape[-1]}"
         for unit, encoded in rows.items()
         if encoded.shape[-1] != embeddings.shape[-1]
     ]
     wrong += [
-        _explain(unit, masks[unit], rows.get(unit), lengths, sample_ids)
-        for unit, count in zip(masks, counts, strict=True)
-        if count != (rows[unit].shape[0] if unit in rows else 0)
+        _explain(unit, input_ids == placeholder_ids[unit], rows.get(unit), lengths, sample_ids)
+        for unit, at in places.items()
+        if at.shape[0] != (rows[unit].shape[0] if unit in rows else 0)
     ]
     if wrong:
         raise list_problems("encoder tokens do not fit into the text:", wrong)
-    for unit, mask in masks.items():
+    merged = embeddings.flatten(0, 1)
+    for unit, at in places.items():
         if unit in rows and rows[unit].shape[0]:
-            embeddings = embeddings.masked_scatter(mask.unsqueeze(-1), rows[unit].to(embeddings.dtype))
-    return embeddings
+            # masked_scatter would wait for the device in its backward.
+            merged = merged.index_copy(0, at, rows[unit].to(merged.dtype))
+    return merged.view_as(embeddings)
+
+
+def find_places(
+    samples: Sequence[NDArray[np.int64]], placeholder_ids: Mapping[str, int], device: torch.device
+) -> dict[str, Tensor]:
+    """The `places` of a row of samples with these `input_ids`, found on the host."""
+    row = np.concatenate(samples)
+    return {unit: upload(np.flatnonzero(row == id_), device) for unit, id_ in placeholder_ids.items()}
 
 
 def without_placeholders(input_ids: Tensor, placeholder_ids: Mapping[str, int]) -> Tensor:

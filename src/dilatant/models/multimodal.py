@@ -156,8 +156,8 @@ class MultimodalModel(nn.Module):
         input_ids, attention_mask, labels = self._prepend(
             rows, input_ids, attention_mask, labels, is_packed=position_ids is not None
         )
-        if position_ids is not None and not attention_kwargs:
-            attention_kwargs = self._attention_of(input_ids, position_ids)
+        if not attention_kwargs:
+            attention_kwargs = dict(self._attention_of(input_ids, position_ids, attention_mask))
         return self.language(
             input_ids,
             rows,
@@ -263,12 +263,18 @@ class MultimodalModel(nn.Module):
                 ) from None
         return model
 
-    def _attention_of(self, input_ids: Tensor, position_ids: Tensor) -> Mapping[str, Any]:
-        """Keywords for a packed row that came without; who made the row on the host gives them and spares the wait."""
-        if self.language.row_attention is None:
+    def _attention_of(
+        self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Mapping[str, Any]:
+        """Keywords for a batch that came without; who made it on the host gives them and spares the wait."""
+        make = self.language.row_attention
+        if make is None:
             return {}
+        if position_ids is None or attention_mask is not None:
+            mask = None if attention_mask is None else attention_mask.cpu().numpy()
+            return make.padded(input_ids.cpu().numpy(), mask)
         begins = (position_ids[0] == 0).nonzero()[1:, 0].cpu()
-        return self.language.attention_of([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
+        return make([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
 
     def _refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
         problems = []

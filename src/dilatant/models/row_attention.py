@@ -1,7 +1,8 @@
-"""Packed rows of the language model on block tables: what training gives to the attention of every stage."""
+"""Attention over packed rows of the language model: what training gives to the attention of every stage."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.hook import PLAN_KEYWORD, use_dilatant_attention
+from dilatant.attention.hook import PLAN_KEYWORD, dropout_of, use_dilatant_attention, why_not
 from dilatant.attention.mask import AttentionMask
 from dilatant.attention.packing import TEXT, RowLayout, bidirectional_instances, document_causal, embedded
 from dilatant.config import UserError
+from dilatant.config.model import LanguageModelConfig
 from dilatant.models.multimodal import MultimodalModel
 
 MEDIA_MASKS: Mapping[str, Callable[[RowLayout], AttentionMask]] = {
@@ -52,6 +54,21 @@ class RowAttention:
         row = self.layout(samples, padding)
         return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row))}
 
+    def padded(
+        self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64] | None
+    ) -> dict[str, AttentionPlan]:
+        """The same for a batch `[samples, tokens]`, whose rows make one row laid end to end; mask 0 at padding."""
+        is_token = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
+        modality, instance = np.full(input_ids.shape, -1), np.zeros(input_ids.shape, np.int64)
+        for number, (ids, at) in enumerate(zip(input_ids, is_token, strict=True)):
+            if self.media == "causal":
+                modality[number, at] = 0
+            else:
+                modality[number, at], instance[number, at] = self._sample(ids[at], number)
+        numbers = np.repeat(np.arange(len(input_ids)), input_ids.shape[1])
+        row = RowLayout.of_tokens(numbers, modality.ravel(), instance.ravel(), (TEXT, *self.units))
+        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row))}
+
     def layout(self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None) -> RowLayout:
         """Which tokens of the row are text, which belong to which item, sample by sample."""
         if self.media == "causal" and padding is None:
@@ -86,10 +103,11 @@ class RowAttention:
 
 
 def use_row_attention(model: MultimodalModel) -> None:
-    """Let the language model of `model` attend over block tables, media as `model.media_attention` says.
+    """Let the language model of `model` attend over plans of its packed rows, media as `model.media_attention` says.
 
-    From then on training passes it the plan of every packed row; `generate` goes on as before. Call it before the
-    model is cut into stages.
+    From then on training passes it the plan of every packed row, at the cost of the sum of its samples' squares;
+    `generate` goes on as before. Call it before the model is cut into stages. Raises UserError for a family that
+    cannot.
     """
     language = model.language
     if language.row_attention is not None:
@@ -98,6 +116,32 @@ def use_row_attention(model: MultimodalModel) -> None:
         name: MediaTokens(placeholder, model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
     }
-    language.row_attention = RowAttention(model.media_attention, units)
-    language.generating_attention = language.model.config._attn_implementation
+    generating = language.model.config._attn_implementation
     use_dilatant_attention(language.model)
+    language.row_attention = RowAttention(model.media_attention, units)
+    language.generating_attention = generating
+
+
+def prefer_row_attention(model: MultimodalModel) -> None:
+    """As `use_row_attention`, where the family allows it; else its packed rows keep transformers' dense mask, which
+    costs the square of the row, and a warning says so once."""
+    reason = why_not(model.language.model)
+    if reason is None:
+        use_row_attention(model)
+    else:
+        warnings.warn(
+            f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
+            "(train.row_tokens) cost less",
+            stacklevel=2,
+        )
+
+
+def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) -> None:
+    """What `model.language_model` of a config asks for: plans where it must or may have them. Raises UserError."""
+    if config.needs_plans:
+        use_row_attention(model)
+        reason = dropout_of(model.language.model)
+        if reason is not None:
+            raise UserError(f"model.language_model: {reason}; set it to 0 in the model's config")
+    elif config.attn_implementation is None:
+        prefer_row_attention(model)

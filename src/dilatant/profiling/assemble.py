@@ -17,7 +17,7 @@ from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import use_row_attention
+from dilatant.models.row_attention import attend_as_configured
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
 from dilatant.profiling.media_units import media_unit
 
@@ -51,13 +51,7 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     config says so. hollow: on the meta device, for ranks to give memory to their own layers. Raises UserError."""
     units = config.model.units if hollow else None
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
-    if config.model.language_model.on_block_tables:
-        use_row_attention(model)
-        if getattr(model.language.model.config.get_text_config(), "attention_dropout", 0.0):
-            raise UserError(
-                "model.language_model: attention_dropout must be 0 on block tables (attn_implementation: dilatant), "
-                "where weights of attention are never held; set it in the model's config"
-            )
+    attend_as_configured(model, config.model.language_model)
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")

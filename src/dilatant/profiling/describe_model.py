@@ -13,7 +13,7 @@ from dilatant.models.build import build_model
 from dilatant.models.freeze import audit
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import use_row_attention
+from dilatant.models.row_attention import attend_as_configured
 from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 
@@ -66,8 +66,7 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
     is read. Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
-    if config.model.language_model.on_block_tables:
-        use_row_attention(model)
+    attend_as_configured(model, config.model.language_model)
     return model
 
 

@@ -9,6 +9,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker
 from dilatant.config.errors import UserError
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.row_attention import prefer_row_attention
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.precision import Precision, pick_precision
@@ -46,6 +47,8 @@ def parallelize(
         raise UserError(f"the specs need {len(plan.ranks)} workers, but {worker.size} were started")
     if num_microbatches < 1:
         raise UserError(f"num_microbatches is {num_microbatches}; it must be at least 1")
+    if model.language.model.config._attn_implementation == "sdpa":  # what transformers takes if nobody chose
+        prefer_row_attention(model)
     return Runtime(
         model,
         plan,

@@ -1,54 +1,18 @@
-"""Attention through PyTorch's FlexAttention, with block masks made from our tables instead of tokens x tokens."""
+"""FlexAttention's masks, made from our tables instead of tokens x tokens."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.blocks import BlockKind, BlockTable
-from dilatant.attention.scores import Scores
 from dilatant.attention.visibility import visible_pairs
 
 BLOCK = 128
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    plan: AttentionPlan,
-    scores: Scores,
-    flex: Callable[..., Any] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[tokens, query_heads, head_dim]` and natural logsumexp `[query_heads, tokens]`.
-
-    `flex` is the function to call in place of the compiled `flex_attention`.
-    """
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    output, auxiliary = (flex or _compiled())(
-        q,
-        k,
-        v,
-        score_mod=None if scores.softcap is None else capped(scores.softcap),
-        block_mask=block_mask(plan, query.device),
-        scale=scores.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
-    logsumexp = auxiliary.lse[0]
-    output = output[0]
-    if sinks is not None:
-        sink = sinks.to(logsumexp.dtype)[:, None]
-        output = output * torch.sigmoid(logsumexp - sink)[..., None].to(output.dtype)
-        logsumexp = torch.where(logsumexp == -torch.inf, logsumexp, torch.logaddexp(logsumexp, sink))
-    return output.transpose(0, 1), logsumexp.detach()
 
 
 def block_mask(plan: AttentionPlan, device: torch.device) -> BlockMask:
@@ -95,17 +59,3 @@ def _dense_lists(table: BlockTable, kind: BlockKind) -> tuple[torch.Tensor, torc
     dense = np.zeros((table.num_rows, table.num_columns), dtype=np.int32)
     dense[row_of, place] = blocks
     return torch.tensor(counts, dtype=torch.int32)[None, None], torch.tensor(dense)[None, None]
-
-
-def capped(softcap: float) -> Callable[..., torch.Tensor]:
-    """The soft cap as FlexAttention asks for it."""
-
-    def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return score_mod
-
-
-@functools.cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
