@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -64,10 +64,10 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
 
 
-def allocate(units: Iterable[Unit]) -> dict[str, Tensor]:
-    """Give every layer of units memory, for weights that the caller sets: logical name → tensor, tied ones once."""
+def allocate(units: Mapping[str, Unit]) -> dict[str, Tensor]:
+    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once."""
     tensors: dict[str, Tensor] = {}
-    for unit in units:
+    for unit in units.values():
         materialize(unit, 0, len(unit.layers), 0, {weight.name for weight in unit.weights})
         tensors |= stage_tensors(unit)
     return tensors

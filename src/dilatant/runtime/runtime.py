@@ -133,7 +133,7 @@ class Runtime:
             comm.device,
             precision or Precision(torch.float32),
         )
-        self._planner = StepPlanner(plan, self._trainability, model.graph.anchor, microbatching)
+        self._planner = StepPlanner(plan, self._trainability, model.graph, microbatching)
         self._last: PlannedStep | None = None
         self._step = 0
         self._prepared: _Prepared | None = None
@@ -185,7 +185,7 @@ class Runtime:
         """
         with self._telling_others():
             if assignment is None or schedule is None:
-                step = self._planner.plan_forwards(samples, idle=self.model.graph.behind_anchor)
+                step = self._planner.plan_forwards(samples)
                 assignment, schedule = step.assignment, step.schedule
             data = self._step_data(samples, predicts=True)
             predicted = {}

@@ -27,13 +27,13 @@ def plan_from_config(config: ParallelConfig | None, model: MultimodalModel) -> P
     Without a `parallel` section it is a plan of one rank. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    feeds, anchor = model.graph.feeds, model.graph.anchor
+    graph = model.graph
     if config is None:
-        shared = {name: anchor for name in layers if name != anchor}
-        return plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), feeds, shared)
+        shared = {name: graph.anchor for name in layers if name != graph.anchor}
+        return plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
     if config.plan is None:
         specs = {name: ParallelSpec(**dict(unit)) for name, unit in (config.units or {}).items()}
-        plan = plan_from_specs(layers, specs, feeds, config.colocated)
+        plan = plan_from_specs(layers, specs, graph.feeds, config.colocated)
     else:
         plan = _read_plan(config.plan)
     trains = trainable_layers(model.units)
@@ -42,7 +42,7 @@ def plan_from_config(config: ParallelConfig | None, model: MultimodalModel) -> P
             UnitSpec(
                 name,
                 tuple(LayerSpec(layer, name, 0, flag) for layer, flag in zip(unit.layers, trains[name])),
-                feeds[name],
+                graph.feeds[name],
             )
             for name, unit in model.units.items()
         )

@@ -29,8 +29,9 @@ from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
 from dilatant.report.perfetto import describe, summarize, write_timeline
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
 from dilatant.report.step_page import write_step_page
-from dilatant.training.checkpoint import damage, list_checkpoints, load, newest_valid
+from dilatant.training.checkpoint import damage, identity, list_checkpoints, load, newest_valid
 from dilatant.training.evaluation import Evaluation
 from dilatant.training.export import export_model
 from dilatant.training.layout import plan_from_config, prove_schedule, units_decoded_on
@@ -102,7 +103,10 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     console = _console(show if speaks else "nothing")
     folder = RunFolder(config.output_dir)
     try:
-        start = _starting_point(config, folder, overwrite, console)
+        start = _Start(None)
+        if speaks:
+            folder.lock()
+            start = _starting_point(config, folder, overwrite, console)
         with console.status("building the model"):
             prepared = prepare(config)
         if place is not None and place.size != len(prepared.plan.ranks):
@@ -145,10 +149,10 @@ def train_rank(
     """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
     plan = Plan.from_json(plan_json)
     prepared = prepared or prepare(config, plan)
+    samples = prepared.samples
     decoded = units_decoded_on(prepared.model, plan, worker.rank)
     if config.data.workers and decoded:
         warm_up()
-    samples = prepared.samples
     if config.data.on_error == "error":
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
         samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
@@ -204,13 +208,21 @@ def _agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
     chosen = all_gather_object(comm, None if own is None else str(own))[0]
     if chosen is None:
         return None
-    problem = damage(Path(chosen))
-    problems = all_gather_object(comm, problem)
-    blind = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    try:
+        seen, problem = identity(Path(chosen)), None
+    except UserError as error:
+        seen, problem = "", str(error)
+    sights = all_gather_object(comm, [seen, problem])
+    blind = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(sights) if text is not None]
+    blind += [
+        f"rank {rank} sees another checkpoint there"
+        for rank, (other, text) in enumerate(sights)
+        if text is None and other != sights[0][0]
+    ]
     if blind:
         raise UserError(
-            f"rank 0 goes on from {chosen!r}, which not all ranks see alike ({'; '.join(blind[:4])}); is output_dir on "
-            "storage that all machines share?"
+            f"rank 0 goes on from {chosen!r}, which not all ranks see alike ({'; '.join(blind[:4])}); output_dir must "
+            "be on storage that all machines share"
         )
     return Path(chosen)
 
@@ -288,8 +300,8 @@ def _export(config: Config, prepared: Prepared, folder: RunFolder) -> None:
         newest, _ = newest_valid(folder.checkpoints)
         if newest is None:
             raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
-        load(newest.path, {"model": allocate(model.units.values())})
-    export_model(model, prepared.samples.encoding, folder.export)
+        load(newest.path, {"model": allocate(model.units)})
+    export_model(model, prepared.samples.encoding, folder.export, folder.path)
 
 
 def _console(show: Show) -> Console:
@@ -310,7 +322,7 @@ def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console:
     if resume == "auto":
         checkpoint, warnings = newest_valid(folder.checkpoints)
         for warning in warnings:
-            console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
+            warn(console, warning)
         if checkpoint is None and warnings:
             raise UserError(
                 f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"
