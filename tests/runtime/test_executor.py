@@ -337,3 +337,35 @@ def _too_many_tokens(worker: Worker) -> None:
 
 def test_a_module_that_gives_other_rows_than_are_stated_is_named(workers: WorkerPool) -> None:
     workers.run(_too_many_tokens, 1)
+
+
+def _with_a_generator(worker: Worker) -> None:
+    case = replace(CASE, encoders=(), frozen=(), texts=((6, ()),) * 4)
+    case = replace(case, generators=(("height", 6, "linear", 0.0),), drawn=((1,), (0,), (2,), (1,)))
+    units = (
+        UnitPlan("language", (Replica((Stage(0, 4, (0,)),)),), ("height",)),
+        UnitPlan("height", (Replica((Stage(0, 1, (0,)), Stage(1, 2, (0,)))),)),
+    )
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), Plan(units), comm, seed=5)
+    samples = build_samples(case)
+    said = runtime.predict(samples)
+    assert [len(said[index]) for index in range(4)] == [int((s.labels[1:] != -100).sum()) for s in samples]
+    result = runtime.execute(samples)
+    assert result.losses["height"] > 0
+    assert result.loss == result.losses["language"]
+    # What counts nothing gives no gradient, but a gradient of nothing.
+    assert not any(p.grad.any() for n, p in runtime.parameters.items() if n.startswith("height"))
+    numbers = samples[2].media["height"]["numbers"]
+    samples[2] = replace(samples[2], media={"height": {"numbers": numbers[:1]}})
+    with pytest.raises(
+        UserError, match="'sample-2' has 4 places in its text, 2 for an item, but targets of 1 items"
+    ):
+        runtime.execute(samples)
+    comm.close()
+
+
+def test_a_generator_is_idle_in_predictions_counts_as_its_loss_does_and_names_samples_that_do_not_fit(
+    workers: WorkerPool,
+) -> None:
+    workers.run(_with_a_generator, 1)

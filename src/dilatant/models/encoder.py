@@ -191,7 +191,7 @@ class EncoderUnit(Unit, EncoderStage):
         tokens = self.geometry.tokens_per_row if is_output else self.geometry.encoder_tokens
         return Boundary(
             width=self.width_out if is_output else self.geometry.width,
-            dtype=next(self.parameters()).dtype,
+            dtype=self.row_dtype,
             rows_of=partial(_rows, self.unit, self.geometry.encoder_tokens, tokens),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
 from dilatant.models.projector import build_projector
 from dilatant.models.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
@@ -38,7 +38,8 @@ class Generator:
 
 
 class GeneratorStage(Stage):
-    """connector: None after the first stage. model: None before the last. inputs: the unit that gives rows."""
+    """connector: None after the first stage. model: None before the last. source: the unit that gives rows. token_id,
+    tokens_per_item: see `Generator`."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class GeneratorStage(Stage):
         connector: nn.Module | None,
         model: nn.Module | None,
         source: str,
+        token_id: int,
         tokens_per_item: int,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.connector = connector
         self.model = model
         self.source = source
+        self.token_id = token_id
         self.tokens_per_item = tokens_per_item
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
@@ -65,8 +68,25 @@ class GeneratorStage(Stage):
             rows = self.connector(in_dtype_of(self.connector, rows))
         if self.model is None:
             return StageOutput(rows)
-        total = self(rows, **media_of(data, samples, self.unit)).float().sum()
+        targets = media_of(data, samples, self.unit)
+        self._check_items([data.samples[sample] for sample in samples])
+        total = self(rows, **targets).float().sum()
         return StageOutput(losses={self.unit: total / data.counts[self.unit]})
+
+    def _check_items(self, samples: Sequence[EncodedSample]) -> None:
+        """Raise UserError for samples whose places in the text are not those of their targets."""
+        problems = []
+        for sample in samples:
+            places = _rows(self.unit, self.token_id, sample)
+            given = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
+            if given != {places / self.tokens_per_item}:
+                listed = " and ".join(str(count) for count in sorted(given))
+                problems.append(
+                    f"sample {sample.id!r} has {places} places in its text, {self.tokens_per_item} for an item, but "
+                    f"targets of {listed} items"
+                )
+        if problems:
+            raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         assert self.connector is not None
@@ -112,12 +132,12 @@ class GeneratorUnit(Unit, GeneratorStage):
             connector=connector,
             model=generator.model,
             source=source,
+            token_id=generator.token_id,
             tokens_per_item=generator.tokens_per_item,
         )
         self.inputs = (source,)
         self.width = generator.width
         self.width_in = width_in
-        self.token_id = generator.token_id
         self.loss = Loss(partial(_items, name, self.token_id, self.tokens_per_item), generator.loss_weight)
         self._freeze_at_start()
 
@@ -141,7 +161,7 @@ class GeneratorUnit(Unit, GeneratorStage):
     def boundary(self, end: int, consumer: str) -> Boundary:
         return Boundary(
             self.width,
-            next(self.parameters()).dtype,
+            self.row_dtype,
             partial(_rows, self.unit, self.token_id),
         )
 
@@ -154,6 +174,7 @@ class GeneratorUnit(Unit, GeneratorStage):
             connector=self.connector if first == 0 else None,
             model=self.model if end == len(self.layers) else None,
             source=self.source,
+            token_id=self.token_id,
             tokens_per_item=self.tokens_per_item,
         )
 

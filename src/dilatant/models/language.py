@@ -338,7 +338,7 @@ class LanguageUnit(Unit, LanguageStage):
             if consumer == self.unit
             else partial(_rows_at, consumer, self.outputs[consumer])
         )
-        return Boundary(self.width, next(self.parameters()).dtype, rows)
+        return Boundary(self.width, self.row_dtype, rows)
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)

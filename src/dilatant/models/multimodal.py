@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -342,6 +343,16 @@ def _check_names(
         f"generator {name!r}: token_id {generator.token_id} is not in the vocabulary of {vocabulary}"
         for name, generator in generators.items()
         if not 0 <= generator.token_id < vocabulary or generator.token_id in placeholder_ids.values()
+    ]
+    problems += [
+        f"generator {name!r}: {key} is {value}; it must be {wanted}"
+        for name, generator in generators.items()
+        for key, value, is_right, wanted in (
+            ("width", generator.width, generator.width >= 1, "at least 1"),
+            ("tokens_per_item", generator.tokens_per_item, generator.tokens_per_item >= 1, "at least 1"),
+            ("loss_weight", generator.loss_weight, 0 <= generator.loss_weight < math.inf, "0 or more"),
+        )
+        if not is_right
     ]
     if len(set(placeholder_ids.values())) != len(placeholder_ids):
         problems.append(f"encoders share a placeholder id: {placeholder_ids}")

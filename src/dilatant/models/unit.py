@@ -53,6 +53,12 @@ class Unit(Stage):
         return False
 
     @property
+    def row_dtype(self) -> torch.dtype:
+        """What the rows of its stages travel as: the dtype of its weights."""
+        weight = next(self.parameters(), None)
+        return torch.float32 if weight is None else weight.dtype
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """The blocks of a transformers model; a module of the user's own is one."""
         if self.structure is None:

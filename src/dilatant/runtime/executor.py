@@ -171,7 +171,7 @@ class Executor:
         with torch.set_grad_enabled(needs_backward):
             with self._precision.autocast(self._device):
                 output = stage.module.run(data, samples, inputs)
-            made = self._made(stage, output, samples, data)
+            made = self._made(stage, action, output, samples, routes, data)
         self._recorder.done()
         if needs_backward:
             self._pieces[_key(action)] = _Piece(inputs, made, output.losses)
@@ -183,17 +183,23 @@ class Executor:
         return [Outcome(unit, loss.detach(), samples) for unit, loss in output.losses.items()]
 
     def _made(
-        self, stage: LocalStage, output: StageOutput, samples: tuple[int, ...], data: StepData
+        self,
+        stage: LocalStage,
+        action: Action,
+        output: StageOutput,
+        samples: tuple[int, ...],
+        routes: Routes,
+        data: StepData,
     ) -> dict[str, Tensor]:
-        """The rows for every consumer as they travel; a stage that gives none has none. Raises UserError where a unit
-        does not give what it says."""
+        """The rows for every consumer as they travel, none where the stage gives none. Raises UserError where a unit
+        does not give what it says to one that takes it."""
         made = {}
         for unit, boundary in stage.outbound.items():
             rows = output.rows_for(unit)
             if rows is None:
                 rows = torch.zeros(0, boundary.width, device=self._device)
             said = [sum(_counts(samples, boundary, data)), boundary.width]
-            if [*rows.shape] != said:
+            if [*rows.shape] != said and self._to(unit, routes.sent.get(action, ())):
                 raise UserError(
                     f"{stage.placed.unit} gives rows of shape {[*rows.shape]} where {said} were expected; does its "
                     "module, projector or callback return other tokens or another width than is stated?"
