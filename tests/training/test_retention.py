@@ -76,6 +76,13 @@ def test_the_same_step_of_two_branches_is_two_checkpoints(tmp_path: Path) -> Non
     assert all(damage(tmp_path / name) is None for name in names)
 
 
+def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_deleted(tmp_path: Path) -> None:
+    write_steps(tmp_path, 5)
+    write_steps(tmp_path, 5, session="second")
+    assert damage(tmp_path / "abandoned-step-00000005") is None
+    assert steps_in(tmp_path) == [5]
+
+
 def test_a_run_that_goes_on_from_elsewhere_does_not_begin_anew_after_an_early_crash(tmp_path: Path) -> None:
     write_steps(tmp_path / "other", 40)
     mine = tmp_path / "mine"
