@@ -163,6 +163,26 @@ def test_frozen_weights_stay_while_anything_names_them(tmp_path: Path) -> None:
     assert [weights_of(at(tmp_path, step)) for step in (4, 5)] == [4, 5]
 
 
+def test_frozen_weights_of_a_save_that_never_ended_go_at_the_next_start(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, frozen=FROZEN)
+    kept = frozen_files(tmp_path)
+    writer = CheckpointWriter(tmp_path, 1, "second")
+    writer.save(2, tensors(2), {}, FROZEN)
+    writer.wait()  # and is killed
+    assert len(frozen_files(tmp_path)) == 2
+    CheckpointWriter(tmp_path, 1, "third")
+    assert frozen_files(tmp_path) == kept
+    assert damage(at(tmp_path, 1)) is None
+
+
+def test_frozen_weights_stay_while_a_checkpoint_that_cannot_be_read_may_need_them(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, frozen=FROZEN)
+    (at(tmp_path, 1) / "manifest.json").rename(tmp_path / "mislaid")
+    CheckpointWriter(tmp_path, 1, "second").close()
+    (tmp_path / "mislaid").rename(at(tmp_path, 1) / "manifest.json")
+    assert damage(at(tmp_path, 1)) is None
+
+
 def test_frozen_weights_are_part_of_what_is_checked(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, frozen=FROZEN)
     (file,) = (tmp_path / "frozen").iterdir()
