@@ -161,8 +161,8 @@ def test_what_an_optimizer_left_half_done_is_not_saved(
             raise MemoryError("no room for the next weight")
 
     monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
-    with pytest.raises(MemoryError):
-        dilatant("train", project / "config.yaml")
+    code, _, err = dilatant("train", project / "config.yaml")
+    assert (code, "MemoryError: no room for the next weight" in err) == (1, True)
     assert not [*(project / "run").glob("checkpoints/step-*")]
 
 
@@ -215,7 +215,12 @@ def test_generate_answers_from_the_export_as_evaluation_did(project: Path, dilat
         )  # fmt: skip
         assert code == 0
         answer = json.loads(out)["answer"].strip()
-        assert answer == wrong.get(f"heldout.jsonl:{number + 1}", SIDES[number % 2]).strip()
+        # Of a wrong answer evaluation tells what was written up to the first wrong token.
+        judged_as = wrong.get(f"heldout.jsonl:{number + 1}")
+        if judged_as is None:
+            assert answer == SIDES[number % 2]
+        else:
+            assert answer.startswith(judged_as.removesuffix("...").strip())
 
 
 def test_export_writes_the_newest_checkpoint_again(project: Path, dilatant: Dilatant) -> None:

@@ -34,8 +34,8 @@ def export(
     check_target(target, folder)
     config = read_config(saved)
 
+    from dilatant.models.materialize import allocate
     from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.runtime.step import model_tensors
     from dilatant.training.checkpoint import load, newest_valid
     from dilatant.training.export import export_model
 
@@ -45,8 +45,8 @@ def export(
     if checkpoint is None:
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
     samples = assemble_samples(config)
-    model = assemble_model(config, samples)
-    load(checkpoint.path, {"model": model_tensors(model)})
+    model = assemble_model(config, samples, hollow=True)
+    load(checkpoint.path, {"model": allocate(model.units)})
     export_model(model, samples.encoding, target, folder)
     if as_json:
         print(json.dumps({"export": str(target), "step": checkpoint.step}))

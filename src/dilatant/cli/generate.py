@@ -50,8 +50,8 @@ def generate(
     from dilatant.data.errors import SampleError
     from dilatant.data.sample import Media, Sample, Turn
     from dilatant.runtime.precision import pick_device
-    from dilatant.training.evaluate import generate_answers
     from dilatant.training.export import load_exported
+    from dilatant.training.generation import generate_answers
 
     exported = load_exported(folder)
     kinds = {unit.kind for unit in exported.encoding.units}

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from dilatant.data.image_unit import ImageUnit
     from dilatant.data.lint import Problem
     from dilatant.data.loader import GlobalBatch, Loader
-    from dilatant.data.packing import collate, pack_rows
     from dilatant.data.processors import audio_processor, image_processor
     from dilatant.data.reader import Reader, open_source
-    from dilatant.data.sample import EncodedSample, Media, MediaUnit, PackedRow, Sample, Turn
+    from dilatant.data.sample import EncodedSample, Media, MediaUnit, Sample, Turn
     from dilatant.data.sampler import Sampler, SamplerState
     from dilatant.data.sizes import SizesIndex, blend_sizes, reader_sizes
     from dilatant.data.stats import DataStats, describe
@@ -39,7 +38,6 @@ _HOME = {
     "Loader": "loader",
     "Media": "sample",
     "MediaUnit": "sample",
-    "PackedRow": "sample",
     "Problem": "lint",
     "Reader": "reader",
     "Sample": "sample",
@@ -54,7 +52,6 @@ _HOME = {
     "blend_sizes": "sizes",
     "byte_tokenizer": "tokenizer",
     "chat_tokenizer": "chat",
-    "collate": "packing",
     "describe": "stats",
     "encode_prompt": "encode",
     "encode_sample": "encode",
@@ -63,7 +60,6 @@ _HOME = {
     "measure_sample": "encode",
     "open_blend": "blend",
     "open_source": "reader",
-    "pack_rows": "packing",
     "reader_sizes": "sizes",
 }
 
@@ -79,7 +75,6 @@ __all__ = [
     "Loader",
     "Media",
     "MediaUnit",
-    "PackedRow",
     "Problem",
     "Reader",
     "Sample",
@@ -94,7 +89,6 @@ __all__ = [
     "blend_sizes",
     "byte_tokenizer",
     "chat_tokenizer",
-    "collate",
     "describe",
     "encode_prompt",
     "encode_sample",
@@ -103,7 +97,6 @@ __all__ = [
     "measure_sample",
     "open_blend",
     "open_source",
-    "pack_rows",
     "reader_sizes",
 ]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dilatant.config import UserError
-from dilatant.training.durable import write_durably
+from dilatant.report.durable import write_durably
 
 
 class RunFolder:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dilatant.config import UserError
+from dilatant.report.durable import sync_file, sync_folder, write_durably
 from dilatant.training.checkpoint import CONTINUED, Checkpoint, Tensors, damage, flatten, list_checkpoints
 from dilatant.training.checkpoint_files import (
     FROZEN,
@@ -39,7 +40,6 @@ from dilatant.training.checkpoint_files import (
     write_manifest,
     write_part,
 )
-from dilatant.training.durable import sync_file, sync_folder, write_durably
 from dilatant.training.retention import prune, remove_leftovers, retire_other_branches, set_aside
 
 PATIENCE_SECONDS = 60.0

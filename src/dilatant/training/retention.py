@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dilatant.config import UserError
+from dilatant.report.durable import sync_folder
 from dilatant.training.checkpoint import damage, list_checkpoints
 from dilatant.training.checkpoint_files import (
     FROZEN,
@@ -19,7 +20,6 @@ from dilatant.training.checkpoint_files import (
     read_parts,
     step_of,
 )
-from dilatant.training.durable import sync_folder
 
 ABANDONED = "abandoned-"
 

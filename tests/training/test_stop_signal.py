@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dilatant.cli import stop_signal
-from dilatant.cli.stop_signal import StopSignal
+from dilatant.training import stop_signal
+from dilatant.training.stop_signal import StopSignal
 
 
 @pytest.fixture(autouse=True)

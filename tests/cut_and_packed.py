@@ -1,4 +1,4 @@
-"""Whether a family that nobody tried yet can be cut and packed: asked of the model itself, on a few tokens."""
+"""Whether a family can be cut into stages and packed: asked of the model itself, on a few tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from dilatant.models.encoder import EncoderUnit
 from dilatant.models.geometry import encoder_geometry
-from dilatant.models.stage import MultimodalOutput
-from dilatant.models.unit import EncoderUnit, LanguageUnit
+from dilatant.models.language import LanguageUnit, MultimodalOutput
 
 _TOKENS = (5, 3)
 
