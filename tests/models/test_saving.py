@@ -56,6 +56,12 @@ def test_encoders_round_trip_and_load_in_transformers(encoder: str, projector: s
     assert (tmp_path / "again/multimodal.json").read_text() == (tmp_path / "multimodal.json").read_text()
 
 
+def test_a_dtype_holds_for_every_part(tmp_path: Path) -> None:
+    vision_language().save_pretrained(tmp_path)
+    loaded = MultimodalModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+
+
 def test_processor_and_tokenizer_travel_along(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

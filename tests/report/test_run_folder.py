@@ -34,10 +34,20 @@ def test_a_resumed_run_continues_its_records(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_crash_is_dropped_without_a_word(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 1, 2)
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "lo')
+    assert RunFolder(tmp_path).begin_metrics(2) is None
+    assert not (tmp_path / "metrics.damaged").exists()
+    log_steps(tmp_path, 2, 3)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_record_that_lacks_only_its_end_of_line_is_kept(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 2}')
     log_steps(tmp_path, 2, 3)
     assert steps(tmp_path) == [1, 2, 3]
 

@@ -28,6 +28,7 @@ from dilatant.training.checkpoint import (
     newest_valid,
     stored_shapes,
 )
+from dilatant.training.checkpoint_files import stamp_of
 from dilatant.training.checkpoint_writer import CheckpointWriter
 
 
@@ -223,6 +224,65 @@ def test_what_belongs_to_different_steps_is_never_put_together(tmp_path: Path) -
     assert damage(at(tmp_path, 99_999_999)) is not None
 
 
+def stamp(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "checksum": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_a_part_is_bound_to_its_step_and_its_start_even_with_its_checksum_right(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 2)
+    write_steps(tmp_path / "other", 2, session="other")
+    for source, says in ((at(tmp_path, 1), "is of step 1"), (at(tmp_path / "other", 2), "another start")):
+        shutil.rmtree(at(tmp_path, 2) / "part-00000")
+        shutil.copytree(source / "part-00000", at(tmp_path, 2) / "part-00000")
+        seal = stamp(source / "part-00000" / "part.json")
+        reseal(at(tmp_path, 2), lambda m, seal=seal: m["parts"].update({"part-00000": seal}))
+        assert says in str(damage(at(tmp_path, 2)))
+
+
+def test_a_manifest_vouches_for_parts_and_for_itself(tmp_path: Path) -> None:
+    write_steps(tmp_path, 12)
+    manifest, part = at(tmp_path, 12) / "manifest.json", at(tmp_path, 12) / "part-00000" / "part.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"offset": 12', '"offset": 13'))
+    assert damage(at(tmp_path, 12), contents=False) == "manifest.json differs from what was written"
+    manifest.write_text(text)
+    flip(part.parent / "model.safetensors", -1)
+    content = json.loads(part.read_text())
+    content["files"]["model.safetensors"] = stamp(part.parent / "model.safetensors")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    assert damage(at(tmp_path, 12), contents=False) == "part-00000/part.json differs from what was written"
+
+
+def test_the_checksum_is_of_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(random.Random(0).randbytes(10_000_000))
+    found = stamp_of(path)
+    assert {"bytes": found.bytes, "checksum": found.checksum} == stamp(path)
+
+
+def test_a_name_that_two_parts_hold_is_damage(tmp_path: Path) -> None:
+    writers = [CheckpointWriter(tmp_path, 1, "a", rank, 2) for rank in (0, 1)]
+    for writer in writers:
+        writer.save(1, {"model": {"w": torch.zeros(2)}}, {})
+        writer.wait()
+    writers[0].publish()
+    for writer in writers:
+        writer.close()
+    with pytest.raises(UserError, match=r"model\.w is stored twice"):
+        load(at(tmp_path, 1), {"model": {"w": torch.ones(2)}})
+
+
+def test_a_part_that_lies_in_the_way_is_not_bound_in(tmp_path: Path) -> None:
+    writers = two_parts(tmp_path, 2)
+    (part,) = tmp_path.glob(".writing-*/part-00001/part.json")
+    part.write_text(part.read_text().replace('"session": "a"', '"session": "z"'))
+    writers[0].publish()
+    with pytest.raises(UserError, match="another step or start"):
+        writers[0].close()
+    writers[1].close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
     write_steps(tmp_path, 2, frozen=["vision.norm.bias"])
     state = tensors(0)
@@ -239,7 +299,7 @@ def test_no_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
         if found is not None:
             # Only what JSON ignores may differ: spaces.
             assert path.suffix == ".json", (number, path, place)
-            load(found.path, state)
+            assert load(found.path, state) == {"step": 2, "position": {"epoch": 0, "offset": 2}}
             assert torch.equal(state["model"]["language.layers.0.weight"], torch.full((64, 32), 2.0))
         else:
             assert len(warnings) == 1

@@ -76,6 +76,13 @@ def test_the_same_step_of_two_branches_is_two_checkpoints(tmp_path: Path) -> Non
     assert all(damage(tmp_path / name) is None for name in names)
 
 
+def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_deleted(tmp_path: Path) -> None:
+    write_steps(tmp_path, 5)
+    write_steps(tmp_path, 5, session="second")
+    assert damage(tmp_path / "abandoned-step-00000005") is None
+    assert steps_in(tmp_path) == [5]
+
+
 def test_a_run_that_goes_on_from_elsewhere_does_not_begin_anew_after_an_early_crash(tmp_path: Path) -> None:
     write_steps(tmp_path / "other", 40)
     mine = tmp_path / "mine"
@@ -154,6 +161,26 @@ def test_frozen_weights_stay_while_anything_names_them(tmp_path: Path) -> None:
     write_steps(tmp_path, 4, 5, keep=2, session="third", after=at(tmp_path, 3), frozen=FROZEN)
     assert len(frozen_files(tmp_path)) == 2
     assert [weights_of(at(tmp_path, step)) for step in (4, 5)] == [4, 5]
+
+
+def test_frozen_weights_of_a_save_that_never_ended_go_at_the_next_start(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, frozen=FROZEN)
+    kept = frozen_files(tmp_path)
+    writer = CheckpointWriter(tmp_path, 1, "second")
+    writer.save(2, tensors(2), {}, FROZEN)
+    writer.wait()  # and is killed
+    assert len(frozen_files(tmp_path)) == 2
+    CheckpointWriter(tmp_path, 1, "third")
+    assert frozen_files(tmp_path) == kept
+    assert damage(at(tmp_path, 1)) is None
+
+
+def test_frozen_weights_stay_while_a_checkpoint_that_cannot_be_read_may_need_them(tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, frozen=FROZEN)
+    (at(tmp_path, 1) / "manifest.json").rename(tmp_path / "mislaid")
+    CheckpointWriter(tmp_path, 1, "second").close()
+    (tmp_path / "mislaid").rename(at(tmp_path, 1) / "manifest.json")
+    assert damage(at(tmp_path, 1)) is None
 
 
 def test_frozen_weights_are_part_of_what_is_checked(tmp_path: Path) -> None:

@@ -136,9 +136,9 @@ class RunFolder:
 
 def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:
     """The lines that are records of steps up to `completed_steps`, and those that are no records at all."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    *lines, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
     kept, damaged = [], []
-    for line in lines[:-1]:  # after the last end of line is nothing, or what a crash cut off
+    for line in [*lines, cut_off]:
         try:
             text = line.decode()
             step = json.loads(text)["step"]
@@ -149,4 +149,6 @@ def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:
             continue
         if step <= completed_steps:
             kept.append(text)
+    if damaged[-1:] == [cut_off]:
+        damaged.pop()  # nothing after the last end of line, or what a crash cut off
     return kept, [line for line in damaged if line.strip()]

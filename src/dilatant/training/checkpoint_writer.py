@@ -40,7 +40,7 @@ from dilatant.training.checkpoint_files import (
     write_manifest,
     write_part,
 )
-from dilatant.training.retention import prune, retire_other_branches, set_aside
+from dilatant.training.retention import prune, remove_leftovers, retire_other_branches, set_aside
 
 PATIENCE_SECONDS = 60.0
 """How long a part that was reported to be on disk may take to be seen by rank 0 (NFS caches names)."""
@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._unpublished: tuple[int, dict[str, Any]] | None = None
         self._published: list[Checkpoint] = []
         if rank == 0:
-            _remove_leftovers(folder)
+            remove_leftovers(folder)
 
     @property
     def published(self) -> Checkpoint | None:
@@ -80,6 +80,8 @@ class CheckpointWriter:
         On rank 0, after all ranks have read `checkpoint` (its own name may change) and nothing can be wrong with the
         config any more. Raises UserError.
         """
+        if self._rank != 0:
+            raise ValueError("rank 0 begins the branch")
         try:
             self._branch = read_manifest(checkpoint).whole_branch
             retire_other_branches(self._folder, self._branch)
@@ -294,16 +296,6 @@ def _writes(tensor: torch.Tensor) -> Any:
 
 def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What an earlier start had begun to write or to delete."""
-    for pattern in (".writing-*", ".deleting-*", f"{FROZEN}/.writing-*"):
-        for leftover in folder.glob(pattern):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
 
 
 def _explain_failure(folder: Path, error: BaseException) -> str:

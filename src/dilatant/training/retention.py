@@ -6,8 +6,10 @@ Nothing here deletes before what replaces it is on disk.
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from dilatant.config import UserError
 from dilatant.report.durable import sync_folder
 from dilatant.training.checkpoint import damage, list_checkpoints
 from dilatant.training.checkpoint_files import (
@@ -55,18 +57,39 @@ def prune(folder: Path, keep: int, drop_abandoned: bool) -> None:
     A damaged checkpoint is not counted, and goes with those that are older than all kept. drop_abandoned: other
     branches as well. Never raises: what cannot be deleted stays.
     """
-    whole = [c for c in list_checkpoints(folder) if damage(c.path, contents=False) is None]
-    kept = {c.path for c in whole[:keep]}
-    oldest = min((c.step for c in whole[:keep]), default=0)
-    doomed = [c.path for c in list_checkpoints(folder) if c.path not in kept and c.step < oldest]
-    if drop_abandoned:
-        doomed += [path for path in folder.glob(f"{ABANDONED}step-*") if step_of(path) is not None]
-    named = set().union(*(_frozen_of(path) or set() for path in doomed))
-    for path in doomed:
-        _delete(path)
+    with suppress(OSError, UserError):
+        whole = [c for c in list_checkpoints(folder) if damage(c.path, contents=False) is None]
+        kept = {c.path for c in whole[:keep]}
+        oldest = min((c.step for c in whole[:keep]), default=0)
+        doomed = [c.path for c in list_checkpoints(folder) if c.path not in kept and c.step < oldest]
+        if drop_abandoned:
+            doomed += [path for path in folder.glob(f"{ABANDONED}step-*") if step_of(path) is not None]
+        named = set().union(*(_frozen_of(path) or set() for path in doomed))
+        for path in doomed:
+            _delete(path)
+        _drop_frozen(folder, named)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what an earlier start had begun to write or to delete. Never raises: what cannot be deleted stays.
+
+    At the start of a run, before any of its ranks writes.
+    """
+    with suppress(OSError):
+        for pattern in (".writing-*", ".deleting-*", f"{FROZEN}/.writing-*"):
+            for leftover in folder.glob(pattern):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
+        _drop_frozen(folder, {path.name for path in (folder / FROZEN).glob("*.safetensors")})
+
+
+def _drop_frozen(folder: Path, names: set[str]) -> None:
+    """Delete those of `names` in `frozen/` that no checkpoint names. None, if a checkpoint cannot be read: it may."""
     rest = [_frozen_of(path) for path in folder.iterdir() if step_of(path) is not None]
-    if all(names is not None for names in rest):  # else one of those that cannot be read may need them
-        for name in named.difference(*(names for names in rest if names is not None)):
+    if names and all(held is not None for held in rest):
+        for name in names.difference(*(held for held in rest if held is not None)):
             (folder / FROZEN / name).unlink(missing_ok=True)
 
 
