@@ -15,7 +15,7 @@ from example_reports import large_report, small_report
 from rich.console import Console
 
 from dilatant.report.plan_page import render_plan_page
-from dilatant.report.plan_report import Candidate, PlanReport
+from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.plan_table import print_plan
 from dilatant.report.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
@@ -90,11 +90,11 @@ def test_suggestions_answer_the_largest_losses_with_what_they_can_save():
 
 
 def test_explanations_follow_the_figures():
-    chosen = Candidate("a", "", 8, 1.0, 0.5, {"imbalance": 0.1}, True)
-    assert "120 %" in explain(Candidate("b", "", 8, 1.1, 1.2, {}), chosen)
-    assert "20 % more" in explain(Candidate("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
-    assert "2 devices unused" in explain(Candidate("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
-    assert explain(Candidate("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
+    chosen = ComparedPlan("a", "", 8, 1.0, 0.5, {"imbalance": 0.1}, True)
+    assert "120 %" in explain(ComparedPlan("b", "", 8, 1.1, 1.2, {}), chosen)
+    assert "20 % more" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
+    assert "2 devices unused" in explain(ComparedPlan("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
+    assert explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
 
 
 def test_page_needs_nothing_from_outside():

@@ -9,7 +9,7 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import Cluster, Evaluation, Link, Workload, search
+from dilatant.plan import Cluster, Link, PlanScore, Workload, search
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.stable_batch import minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
@@ -66,7 +66,7 @@ def report():
         )
         timelines[plan, microbatches] = timeline
         idle = dict(zip(timeline.causes, timeline.idle.sum(axis=0).tolist()))
-        return Evaluation(
+        return PlanScore(
             timeline.seconds + 0.01, BATCH / timeline.seconds, timeline.bubble, idle,
             tuple(timeline.peak_bytes.tolist()), sync_seconds=0.01, schedule="1F1B",
         )  # fmt: skip

@@ -14,8 +14,8 @@ from dilatant.schedule import entrain_kernels as kernels
 from dilatant.schedule.assign import POLICIES
 from dilatant.schedule.disttrain import inter_reorder, intra_reorder
 from dilatant.schedule.entrain import effective_microbatches, entrain_microbatches
+from dilatant.schedule.joint_search import order_search, step_model
 from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
-from dilatant.schedule.search import order_search, step_model
 from oracles import microbatches as oracle
 
 SMALL = st.integers(0, 2**32 - 1)

@@ -171,7 +171,7 @@ def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
     winner = planned.result.winner
     # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
-    section = f"plan: {path}, microbatches: {winner.num_microbatches}, schedule: {winner.evaluation.schedule}"
+    section = f"plan: {path}, microbatches: {winner.num_microbatches}, schedule: {winner.score.schedule}"
     return f"dilatant train {config} --set 'parallel={{{section}}}'"
 
 
@@ -186,10 +186,10 @@ def plan_document(planned: PlannedRun) -> str:
     config = planned.problem.config
     step = {
         "num_microbatches": winner.num_microbatches,
-        "schedule": winner.evaluation.schedule,
+        "schedule": winner.score.schedule,
         "assignment": config.plan.assignment,
         "global_batch": planned.problem.global_batch,
-        "predicted_seconds": winner.evaluation.seconds,
+        "predicted_seconds": winner.score.seconds,
     }
     return json.dumps({**json.loads(winner.plan.to_json()), "step": step}, indent=1) + "\n"
 

@@ -207,15 +207,15 @@ def _show(
 def _beside(report: PlanReport, measured: MeasuredStep, planned: PlannedRun) -> PlanReport:
     """The report with a measured step, and the prediction of the very same actions instead of a typical step."""
     from dilatant.profiling.planning import predicted_step
-    from dilatant.report.step_timeline import measured_timeline, step_timeline
+    from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 
     config = planned.problem.config
     predicted = predicted_step(planned.problem, report.plan, measured)
     return replace(
         report,
         schedule=config.parallel.schedule if config.parallel is not None else report.schedule,
-        timeline=step_timeline(predicted),
-        measured=measured_timeline(measured.actions, report.plan),
+        timeline=predicted_chart(predicted),
+        measured=measured_chart(measured.actions, report.plan),
     )
 
 

@@ -31,7 +31,7 @@ class ModuleCost:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleLayout:
+class ModuleAllocation:
     """`replicas` chains of `pp` stages on `tp` GPUs each; a stage takes `stage_seconds` per microbatch."""
 
     name: str
@@ -53,7 +53,7 @@ class Orchestration(Answer):
     per replica), then the slowest stage once for each of the others.
     """
 
-    modules: tuple[ModuleLayout, ...]
+    modules: tuple[ModuleAllocation, ...]
     seconds: float
     warm_up_seconds: float
     num_microbatches: int
@@ -184,10 +184,10 @@ class _Table:
         )  # fmt: skip
         return rows[kept], options
 
-    def layout(self, module: ModuleCost, row: int, replicas: int, samples: int) -> ModuleLayout:
+    def layout(self, module: ModuleCost, row: int, replicas: int, samples: int) -> ModuleAllocation:
         own = int(self.replicas[row])
         seconds = float(self.seconds[row]) * samples * (replicas // own) * float(self.share[row])
-        return ModuleLayout(module.name, own, int(self.tp[row]), int(self.pp[row]), seconds)
+        return ModuleAllocation(module.name, own, int(self.tp[row]), int(self.pp[row]), seconds)
 
 
 def _fold(tables: Iterable[Options], num_gpus: int, depth: int) -> tuple[list[list[int]], np.ndarray]:

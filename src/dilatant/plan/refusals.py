@@ -10,9 +10,9 @@ import numpy as np
 from dilatant.plan.candidates import Candidate, Mode, Roles, Space
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
-from dilatant.plan.evaluation import Evaluation
 from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.plan import Plan
+from dilatant.plan.score import PlanScore
 
 
 def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
@@ -114,14 +114,14 @@ def _halving(number: int) -> Iterator[int]:
         number //= 2
 
 
-def rejection(plan: Plan, candidate: Candidate, evaluation: Evaluation, excess: float) -> tuple[Option, str]:
+def rejection(plan: Plan, candidate: Candidate, score: PlanScore, excess: float) -> tuple[Option, str]:
     """(the option that overflows, what to tell the user) of a plan that does not fit once it is simulated."""
-    rank = plan.ranks[int(np.argmax(evaluation.peak_bytes))]
+    rank = plan.ranks[int(np.argmax(score.peak_bytes))]
     held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
     where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)
     culprit = next(option for option in candidate.options if held[0].unit in option.cuts)
     return culprit, (
-        f"{candidate.replicas} pipelines, {candidate.placement}: rank {rank} ({where}) overflows by "
+        f"{candidate.replicas} pipelines, {candidate.encoders_at}: rank {rank} ({where}) overflows by "
         f"{_bytes(excess)}"
     )
 

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 
 from dilatant.plan import Plan
+from dilatant.report.gantt import GanttChart
 from dilatant.report.plain import from_plain, to_plain
-from dilatant.report.timeline import StepTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ComparedPlan:
     """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence.
 
     `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
@@ -109,17 +109,17 @@ class PlanReport:
     schedule: str
     plan: Plan
     units: tuple[UnitFacts, ...]
-    timeline: StepTimeline
+    timeline: GanttChart
     global_batch: int
     sizes: tuple[SizeDistribution, ...] = ()
     ratio: WorkloadRatio | None = None
     memory: tuple[MemoryUse, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[ComparedPlan, ...] = ()
     lower_bound_seconds: float | None = None
     proven: bool = False
     planning_seconds: float | None = None
     allocated_devices: int | None = None
-    measured: StepTimeline | None = None
+    measured: GanttChart | None = None
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dilatant.report.plan_report import Candidate, PlanReport
-from dilatant.report.timeline import StepTimeline
-from dilatant.report.timeline_summary import NOTABLE, losses, pace
+from dilatant.report.gantt import GanttChart
+from dilatant.report.gantt_summary import NOTABLE, losses, pace
+from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.wording import (
     bytes_text,
     count_text,
@@ -53,7 +53,7 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
     return tuple(advice)
 
 
-def explain(candidate: Candidate, chosen: Candidate) -> str:
+def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
     """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
     if candidate.why:
         return candidate.why
@@ -161,7 +161,7 @@ def _measurement(report: PlanReport) -> list[str]:
     return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
 
 
-def _work_by_unit(report: PlanReport, timeline: StepTimeline) -> dict[str, float]:
+def _work_by_unit(report: PlanReport, timeline: GanttChart) -> dict[str, float]:
     """Seconds of computing by unit, over all ranks."""
     unit_of = [placed.unit for placed in report.plan.stages()]
     work: dict[str, float] = {}

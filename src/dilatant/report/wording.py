@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+"""Kinds of actions in words."""
+
 _LOST = {
     "warm-up": "filling the pipeline",
     "drain": "draining the pipeline",

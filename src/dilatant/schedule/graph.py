@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.plan import Plan
-from dilatant.schedule.layout import Layout, layout_of
 from dilatant.schedule.packed import KINDS, PackedActions, pack
 from dilatant.schedule.pairs import unit_pairs
+from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 
 
@@ -35,7 +35,7 @@ class ScheduleGraph:
     plan: Plan
     assignment: Assignment
     schedule: Schedule
-    layout: Layout
+    arrays: PlanArrays
     packed: PackedActions
     kind: NDArray[np.int8]
     stage: NDArray[np.int32]
@@ -67,7 +67,7 @@ class ScheduleGraph:
 
     def describe(self, op: int) -> str:
         """The action in words, for messages to people."""
-        placed = self.layout.placed[int(self.stage[op])]
+        placed = self.arrays.placed[int(self.stage[op])]
         action = self.action(op)
         part = "" if action.samples is None else f" samples {list(action.samples)}"
         return (
@@ -95,15 +95,15 @@ def try_build(
     plan: Plan, assignment: Assignment, schedule: Schedule, look_ahead: int | None = None
 ) -> tuple[ScheduleGraph | None, list[str], list[str]]:
     """The compiled schedule, or None; then which actions lack another one, and which come in an impossible order."""
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
-    layout = layout_of(plan)
-    packed = pack(layout, assignment, schedule)
+    arrays = plan_arrays(plan)
+    packed = pack(arrays, assignment, schedule)
     pieces = packed.pieces
     number = {rank: index for index, rank in enumerate(packed.ranks)}
-    lead = np.asarray([number.get(placed.stage.ranks[0], -1) for placed in layout.placed], dtype=np.int32)
+    lead = np.asarray([number.get(placed.stage.ranks[0], -1) for placed in arrays.placed], dtype=np.int32)
     simple = kernels.all_lead(packed.offsets, packed.stage, lead) and all(
-        len(placed.stage.ranks) == 1 for placed in layout.placed
+        len(placed.stage.ranks) == 1 for placed in arrays.placed
     )
     if simple:
         kind, stage, piece = packed.kind, packed.stage, packed.piece
@@ -114,8 +114,8 @@ def try_build(
         kind, stage, piece = packed.kind[leads], packed.stage[leads], packed.piece[leads]
         list_offsets = np.concatenate([[0], np.cumsum(leads)])[packed.offsets].astype(np.int32)
 
-    num_pieces = np.diff(pieces.first)[layout.chain].astype(np.int32)
-    first_piece = pieces.first[layout.chain].astype(np.int32)
+    num_pieces = np.diff(pieces.first)[arrays.chain].astype(np.int32)
+    first_piece = pieces.first[arrays.chain].astype(np.int32)
     slot_base = np.concatenate([[0], np.cumsum(4 * num_pieces)]).astype(np.int32)
     slots, twice = kernels.fill_slots(
         kind, stage, piece, slot_base, num_pieces, first_piece, int(slot_base[-1])
@@ -124,10 +124,10 @@ def try_build(
     def describe(op: int) -> str:
         return ScheduleGraph.describe(partial, op)
 
-    pairs_from, pairs_to = unit_pairs(layout, pieces)
-    piece_chain = np.repeat(np.arange(layout.num_chains), np.diff(pieces.first))
-    last_of = (layout.stages_of[piece_chain, 1] - 1).astype(np.int32)
-    first_of = layout.stages_of[piece_chain, 0].astype(np.int32)
+    pairs_from, pairs_to = unit_pairs(arrays, pieces)
+    piece_chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+    last_of = (arrays.stages_of[piece_chain, 1] - 1).astype(np.int32)
+    first_of = arrays.stages_of[piece_chain, 0].astype(np.int32)
     source, target, num_messages, codes, culprits, num_wrong = kernels.data_edges(
         kind,
         stage,
@@ -136,8 +136,8 @@ def try_build(
         slot_base,
         num_pieces,
         first_piece,
-        layout.before,
-        layout.after,
+        arrays.before,
+        arrays.after,
         pairs_from,
         pairs_to,
         last_of,
@@ -146,7 +146,7 @@ def try_build(
     source, target = source[:num_messages], target[:num_messages]
     empty = np.empty(0, dtype=np.int32)
     partial = ScheduleGraph(
-        plan, assignment, schedule, layout, packed, kind, stage, piece,
+        plan, assignment, schedule, arrays, packed, kind, stage, piece,
         empty, list_offsets, source, target, num_messages, empty, empty, empty, empty, empty,
     )  # fmt: skip
     missing = [f"{describe(twice)} appears twice"] if twice >= 0 else []
@@ -197,7 +197,7 @@ def try_build(
         order, position, lead[stage], offsets, edges, source, list_offsets
     )
     graph = ScheduleGraph(
-        plan, assignment, schedule, layout, packed, kind, stage, piece,
+        plan, assignment, schedule, arrays, packed, kind, stage, piece,
         row_op, list_offsets, source, target, num_messages, order, previous, new_offsets, new_source, new_edge,
     )  # fmt: skip
     return graph, [], []

@@ -11,7 +11,7 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import StageCosts
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.memory import StepBytes
+from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulate import Links, run
@@ -59,13 +59,13 @@ def piece_sums(
     piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(graph.layout.unit_of, np.diff(pieces.first))[piece]
+    unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
     linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
     sums = _sums(piece, linear, square, len(pieces.microbatch))
     several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
-    for number, name in enumerate(graph.layout.units):
+    for number, name in enumerate(graph.arrays.units):
         if name in (dense or {}):
-            rows = several & (np.repeat(graph.layout.unit_of, np.diff(pieces.first)) == number)
+            rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
             sums[rows, 0] = dense[name] * sums[rows, 1] ** 2  # type: ignore[index]
     return sums
 
@@ -75,14 +75,14 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
 
     A gradient has the rows of the forward message that it answers.
     """
-    pieces, layout = graph.packed.pieces, graph.layout
+    pieces, arrays = graph.packed.pieces, graph.arrays
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     forward = graph.kind[source] == FORWARD
     made = np.where(forward, graph.piece[source], graph.piece[target])
     used = np.where(forward, graph.piece[target], graph.piece[source])
     whole = piece_sums(graph, tokens, squares)
     result = whole[made]
-    chain = np.repeat(np.arange(layout.num_chains), np.diff(pieces.first))
+    chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
     across = np.flatnonzero(chain[made] != chain[used])
     if len(across):
         counts = np.diff(pieces.offsets)[made[across]]
@@ -90,8 +90,8 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
         nth = np.arange(len(message)) - np.repeat(np.cumsum(counts) - counts, counts)
         sample = pieces.samples[pieces.offsets[made[across]][message] + nth]
         owner = _owner(graph)
-        unit = layout.unit_of[chain[made[across]]][message]
-        shared = owner[layout.unit_of[chain[used[across]]][message], sample] == used[across][message]
+        unit = arrays.unit_of[chain[made[across]]][message]
+        shared = owner[arrays.unit_of[chain[used[across]]][message], sample] == used[across][message]
         linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
         result[across] = _sums(message[shared], linear, square, len(across))
     return result
@@ -143,7 +143,7 @@ def message_links(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Clus
 def _on_cluster(
     graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    placed = graph.layout.placed
+    placed = graph.arrays.placed
     groups: dict[tuple[int, ...], int] = {}
     group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
     rank = np.asarray([entry.stage.ranks[0] for entry in placed])
@@ -160,10 +160,10 @@ def _on_cluster(
 
 def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
     """The piece that holds a sample in a unit, -1 where none: `[units, samples]`."""
-    pieces, layout = graph.packed.pieces, graph.layout
+    pieces, arrays = graph.packed.pieces, graph.arrays
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(layout.unit_of, np.diff(pieces.first))[piece]
-    owner = np.full((len(layout.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
+    unit = np.repeat(arrays.unit_of, np.diff(pieces.first))[piece]
+    owner = np.full((len(arrays.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
     owner[unit, pieces.samples] = piece
     return owner
 
@@ -177,7 +177,7 @@ def _by_sample(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens and their squares for pairs of unit and sample."""
     linear, square = np.zeros(len(sample)), np.zeros(len(sample))
-    for number, name in enumerate(graph.layout.units):
+    for number, name in enumerate(graph.arrays.units):
         mine = unit == number
         linear[mine] = np.asarray(tokens[name], dtype=np.float64)[sample[mine]]
         if squares is not None and name in squares:
@@ -196,6 +196,6 @@ def _sums(
 
 def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
     """By op: does its stage run an action of one of these kinds at all?"""
-    there = np.zeros(len(graph.layout.placed), dtype=bool)
+    there = np.zeros(len(graph.arrays.placed), dtype=bool)
     there[graph.stage[np.isin(graph.kind, kinds)]] = True
     return there[graph.stage]

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dilatant.plan.plan import Plan
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.memory import StepBytes, peak_bytes
+from dilatant.schedule.memory_sweep import StepBytes, peak_bytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, Timeline, waiting_for
@@ -62,7 +62,7 @@ def step_seconds(
 
     `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 as `edge_lag` makes it.
     """
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     end = np.empty(graph.num_ops)
     return float(
@@ -90,7 +90,7 @@ def run(
     size: StepBytes | None = None,
 ) -> Timeline:
     """The timeline of a compiled schedule; arguments as in `simulate`."""
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     duration = action_array(graph, seconds)
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
@@ -117,7 +117,7 @@ def _run_on_links(
     start: NDArray[np.float64],
     end: NDArray[np.float64],
 ) -> tuple[float, NDArray[np.float64]]:
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     num_edges, count = len(graph.edge_source), graph.num_messages
     link = np.full(num_edges, -1, dtype=np.int64)
@@ -152,20 +152,20 @@ def _timeline(
     arrival: NDArray[np.float64],
     peak: NDArray[np.float64] | None,
 ) -> Timeline:
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
-    layout, packed = graph.layout, graph.packed
+    arrays, packed = graph.arrays, graph.packed
     row_offsets = packed.offsets
     binder = kernels.binding(
         graph.order, graph.previous, graph.offsets, graph.source, end, start, arrival, graph.edge
     )
-    unit_of_stage = layout.unit_of[layout.chain]
-    causes = (WARM_UP, DRAIN, COMMUNICATION, IMBALANCE, *map(waiting_for, layout.units))
+    unit_of_stage = arrays.unit_of[arrays.chain]
+    causes = (WARM_UP, DRAIN, COMMUNICATION, IMBALANCE, *map(waiting_for, arrays.units))
     idle = np.zeros((len(packed.ranks), len(causes)))
     warm, drain, chain_end = _phases(graph, end)
     kernels.idle_by_cause(
         row_offsets, graph.row_op, drain, warm, unit_of_stage[graph.stage], start, end, binder, chain_end,
-        len(layout.units), latest, idle,
+        len(arrays.units), latest, idle,
     )  # fmt: skip
     row_start, row_end = start[graph.row_op], end[graph.row_op]
     rows = np.concatenate([[0.0], np.cumsum(row_end - row_start)])
@@ -230,7 +230,7 @@ def _phases(
 
 def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
     """The number of the pipeline each stage belongs to: chains that exchange rows, directly or not, share it."""
-    num_chains = graph.layout.num_chains
+    num_chains = graph.arrays.num_chains
     parent = list(range(num_chains))
 
     def root(chain: int) -> int:
@@ -239,7 +239,7 @@ def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
             chain = parent[chain]
         return chain
 
-    chain = graph.layout.chain[graph.stage]
+    chain = graph.arrays.chain[graph.stage]
     one, other = (
         chain[graph.edge_source[: graph.num_messages]],
         chain[graph.edge_target[: graph.num_messages]],
@@ -248,4 +248,4 @@ def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
     for code in np.unique(one[across] * num_chains + other[across]).tolist():
         parent[root(code // num_chains)] = root(code % num_chains)
     roots = np.asarray([root(index) for index in range(num_chains)])
-    return np.unique(roots, return_inverse=True)[1][graph.layout.chain]
+    return np.unique(roots, return_inverse=True)[1][graph.arrays.chain]

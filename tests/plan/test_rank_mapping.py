@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.plan import PlanError
-from dilatant.plan.placement import Chain, place
+from dilatant.plan.rank_mapping import Chain, place
 from model_cases import cluster
 
 LAYERS = {"vision": 4, "language": 6}

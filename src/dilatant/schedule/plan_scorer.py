@@ -12,11 +12,11 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import roles_of
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.evaluation import Evaluation, Evaluator
-from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
+from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.stage_costs import StageCosts, stage_costs
+from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.distribute import assign
@@ -33,7 +33,7 @@ TRIED = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 FRUGAL = "1f1b"
 
 
-def evaluator(
+def plan_scorer(
     model: ModelSpec,
     costs: CostModel,
     cluster: Cluster,
@@ -42,18 +42,18 @@ def evaluator(
     policy: Policy = "balanced",
     rules: ParameterBytes = BF16,
     seed: int = 0,
-) -> Evaluator:
+) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
     `workload` holds a whole number of global batches (`Workload.batches`), one step each. Raises PlanError if not.
     """
     parts = workload.steps(global_batch)
 
-    def evaluate(plan: Plan, num_microbatches: int) -> Evaluation:
+    def score(plan: Plan, num_microbatches: int) -> PlanScore:
         steps = simulated_steps(plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed)
         return _mean(steps, global_batch)
 
-    return evaluate
+    return score
 
 
 def simulated_steps(
@@ -153,12 +153,12 @@ def _until_synced(timeline: Timeline, sync: dict[int, float]) -> float:
     return max(timeline.seconds, *last)
 
 
-def _mean(steps: Sequence[Step], global_batch: int) -> Evaluation:
+def _mean(steps: Sequence[Step], global_batch: int) -> PlanScore:
     seconds = float(np.mean([step.seconds for step in steps]))
     causes = steps[0].timeline.causes
     idle = np.mean([step.timeline.idle.sum(axis=0) for step in steps], axis=0)
     peaks = [step.timeline.peak_bytes for step in steps if step.timeline.peak_bytes is not None]
-    return Evaluation(
+    return PlanScore(
         seconds=seconds,
         samples_per_second=global_batch / seconds if seconds else 0.0,
         bubble=float(np.mean([step.timeline.bubble for step in steps])),

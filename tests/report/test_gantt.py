@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.report.step_timeline import measured_timeline, step_timeline
+from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 from dilatant.schedule import Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import MeasuredAction
 
@@ -33,7 +33,7 @@ def pair():
     timeline = simulate(
         schedule, PLAN, ASSIGNMENT, lambda a: seconds[a.kind] * (1 + 0.1 * a.stage + 0.01 * a.microbatch)
     )
-    return timeline, step_timeline(timeline)
+    return timeline, predicted_chart(timeline)
 
 
 def test_every_rank_is_in_one_lane_and_tensor_parallel_ranks_share_it(pair):
@@ -111,7 +111,7 @@ def as_measured(timeline, epoch=1.7e9):
 
 def test_a_measured_step_is_drawn_as_the_simulated_one_it_equals(pair):
     timeline, drawn = pair
-    measured = measured_timeline(as_measured(timeline), PLAN)
+    measured = measured_chart(as_measured(timeline), PLAN)
     # Seconds since the epoch leave doubles a resolution of 2.4e-7 s.
     assert measured.seconds == pytest.approx(timeline.seconds, abs=1e-5)
     assert [lane.ranks for lane in measured.lanes] == [(rank,) for rank in PLAN.ranks]
@@ -125,10 +125,10 @@ def test_a_measured_step_is_drawn_as_the_simulated_one_it_equals(pair):
 
 def test_measured_idle_time_adds_up_and_names_the_unit_awaited(pair):
     timeline, _ = pair
-    measured = measured_timeline(as_measured(timeline), PLAN)
+    measured = measured_chart(as_measured(timeline), PLAN)
     for busy, idle in zip(measured.busy_seconds(), measured.idle, strict=True):
         assert busy + sum(idle.values()) == pytest.approx(measured.seconds, abs=1e-4)
     causes = set().union(*measured.idle)
     assert {"warm-up", "drain", "waiting for language"} <= causes
     with pytest.raises(ValueError, match="nothing was measured"):
-        measured_timeline([], PLAN)
+        measured_chart([], PLAN)

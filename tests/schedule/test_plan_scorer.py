@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload, search
 from dilatant.plan.explain import reasons
-from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.sync_time import sync_seconds
 from dilatant.schedule import validate
-from dilatant.schedule.evaluate import best_step, evaluator, sample_seconds
+from dilatant.schedule.plan_scorer import best_step, plan_scorer, sample_seconds
 from model_cases import cluster, cost_model, model, unit
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
@@ -69,7 +69,7 @@ def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
     tokens = Workload({"language": np.array([3.0, 5.0, 3.0, 5.0])})
     machine = cluster(1, 2)
     costs = cost_model({"language": 1e-3})
-    found = evaluator(alone, costs, machine, tokens, 4, rules=RULES)(plan, 2)
+    found = plan_scorer(alone, costs, machine, tokens, 4, rules=RULES)(plan, 2)
     # Two samples of 3 and 5 tokens per replica; the first layer runs no input gradient, the other five do.
     work = 8 * 1e-3 * (2 + 5 * 3)
     # A ring over two ranks sends each of the 6000 one-byte gradients once at 1 GB/s.
@@ -112,29 +112,29 @@ def test_a_deep_schedule_gives_way_to_memory():
 def test_no_simulated_step_beats_its_bound(seed):
     samples = workload(24, seed)
     machine = cluster(2, 4)
-    evaluate = evaluator(VLM, COSTS, machine, samples, 12, rules=RULES)
+    evaluate = plan_scorer(VLM, COSTS, machine, samples, 12, rules=RULES)
     found = search(VLM, COSTS, machine, samples, 12, evaluate, Mode.BEST, (1, 2, 3), RULES, finalists=40)
     everyone = (found.winner, *found.runners_up)
     for one in everyone:
-        assert one.evaluation.seconds >= one.bound * (1 - 1e-9)
-    assert found.seconds == min(one.evaluation.seconds for one in everyone)
+        assert one.score.seconds >= one.bound * (1 - 1e-9)
+    assert found.seconds == min(one.score.seconds for one in everyone)
     assert found.lower_bound <= found.seconds
 
 
 def test_the_reasons_speak_of_the_winner():
     samples = workload(48)
     machine = cluster(2, 4, 2.0**20)
-    evaluate = evaluator(VLM, COSTS, machine, samples, 24, rules=RULES)
+    evaluate = plan_scorer(VLM, COSTS, machine, samples, 24, rules=RULES)
     found = search(VLM, COSTS, machine, samples, 24, evaluate, Mode.CORNSTARCH, (1, 2), RULES)
     text = " ".join(reasons(found, machine.bytes_per_device))
     assert "slowest stage" in text
     assert "runner-up" in text
-    assert f"{found.winner.evaluation.bubble:.1%}" in text
+    assert f"{found.winner.score.bubble:.1%}" in text
     assert "GiB" in text
 
 
 def test_samples_must_fill_whole_batches():
     with pytest.raises(PlanError, match="no whole number of global batches of 10"):
-        evaluator(VLM, COSTS, cluster(1, 2), workload(24), 10)
+        plan_scorer(VLM, COSTS, cluster(1, 2), workload(24), 10)
     drawn = workload(7).batches(4, 3)
     assert drawn.num_samples == 12
