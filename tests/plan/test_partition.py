@@ -90,7 +90,7 @@ def test_an_impossible_cut_says_what_is_missing():
     with pytest.raises(PlanError, match=r"layers \[1\]"):
         partition_layers([1.0, math.nan, 3.0], 2)
     gib = 2.0**30
-    with pytest.raises(DoesNotFitError, match=r"unit 'vision'.*0\.50 GiB short") as caught:
+    with pytest.raises(DoesNotFitError, match=r"unit 'vision'.*512 MiB short") as caught:
         partition_layers_in_memory([1, 1], [1.5 * gib] * 2, [0, 0], [2, 1], gib, "vision")
     assert caught.value.unit == "vision"
     assert caught.value.excess_bytes == pytest.approx(0.5 * gib)

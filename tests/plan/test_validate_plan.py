@@ -191,5 +191,5 @@ def test_a_device_that_is_too_small_is_named_with_the_unit_and_by_how_much():
     )
     worst = [index for index, size in enumerate(needed.tolist()) if size > needed.max() - 1e4]
     assert len(problems) == len(worst)
-    assert "0.00 GB more than a device has" in problems[0]
+    assert "9.77 KiB more than a device has" in problems[0]
     assert "give language more stages" in problems[0]

@@ -5,7 +5,7 @@ Importing this room compiles nothing and loads no torch; planners load numba whe
 
 from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.cluster import Cluster, Link, cluster_of
-from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches, template_node_counts
+from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches
 from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -81,6 +81,5 @@ __all__ = [
     "share_microbatches",
     "stage_costs",
     "sync_seconds",
-    "template_node_counts",
     "validate",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dilatant.cost.memory import bytes_text
 from dilatant.plan.answer import Answer
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 
@@ -245,12 +246,12 @@ def _nothing_fits(
     if problems:
         excess, name = max(problems)
         return DoesNotFitError(
-            f"unit {name!r} does not fit devices of {capacity / 2**30:.2f} GiB: laid out as thinly as {num_gpus} "
-            f"devices allow it needs {excess / 2**30:.2f} GiB more on each",
+            f"unit {name!r} does not fit devices of {bytes_text(capacity)}: laid out as thinly as {num_gpus} "
+            f"devices allow it needs {bytes_text(excess)} more on each",
             name,
             excess,
         )
     return DoesNotFitError(
-        f"each unit fits {num_gpus} devices of {capacity / 2**30:.2f} GiB, but not all of them together; "
+        f"each unit fits {num_gpus} devices of {bytes_text(capacity)}, but not all of them together; "
         "add devices or use smaller microbatches"
     )

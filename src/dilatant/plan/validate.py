@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.cost.memory import bytes_text
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.depth import path_depths
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
@@ -213,9 +214,9 @@ def _memory_problems(
         if total > cluster.bytes_per_device:
             largest = max(entries, key=lambda entry: float(needed[entry.index]))
             problems.append(
-                f"ranks {list(ranks)} need {total / 1e9:.2f} GB, "
-                f"{(total - cluster.bytes_per_device) / 1e9:.2f} GB more than a device has, most of it for "
-                f"{_place(largest)} ({float(needed[largest.index]) / 1e9:.2f} GB); "
+                f"ranks {list(ranks)} need {bytes_text(total)}, "
+                f"{bytes_text(total - cluster.bytes_per_device)} more than a device has, most of it for "
+                f"{_place(largest)} ({bytes_text(float(needed[largest.index]))}); "
                 f"give {largest.unit} more stages, more tensor parallelism, smaller microbatches or recomputation"
             )
     return problems

@@ -40,7 +40,7 @@ def pace(timeline: GanttChart, plan: Plan) -> list[str]:
 
 
 def by_lane(timeline: GanttChart, plan: Plan) -> str:
-    """The step's seconds, and a line for every lane: how much of them its ranks compute, and what the rest is lost on."""
+    """The step's seconds, and for every lane how much of them its ranks compute and what the rest is lost on."""
     stages = plan.stages()
     lines = [f"step {seconds_text(timeline.seconds)}"]
     for lane, busy, idle in zip(timeline.lanes, timeline.busy_seconds(), timeline.idle, strict=True):

@@ -21,12 +21,12 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
     sync = winner.score.sync_seconds
     if sync > 0.0:
         lines.append(
-            f"Summing gradients adds {seconds_text(sync)} ({percent_text(sync / result.seconds)} of the step) after the "
-            "last backward."
+            f"Summing gradients adds {seconds_text(sync)} ({percent_text(sync / result.seconds)} of the step) "
+            "after the last backward."
         )
     if winner.idle_devices:
         lines.append(
-            f"{counted(winner.idle_devices, 'device')} stay idle: no shape with profiled degrees uses all of them exactly."
+            f"Unused devices: {winner.idle_devices}. No shape with profiled degrees uses all of them exactly."
         )
     lines += [f"Rejected: {text}." for text in result.rejected[:3]]
     lines.append(_certainty(result))

@@ -67,9 +67,7 @@ class StepPlanner:
         """As `plan_step`, with forwards only."""
         assignment, tokens = self._assign(samples)
         nothing = (False,) * len(self._plan.stages())
-        return PlannedStep(
-            assignment, gpipe(self._plan, assignment, Trainability(nothing, nothing, nothing)), tokens
-        )
+        return PlannedStep(assignment, gpipe(self._plan, assignment, Trainability(nothing, nothing)), tokens)
 
     def _assign(self, samples: Sequence[EncodedSample]) -> tuple[Assignment, dict[str, tuple[int, ...]]]:
         tokens = {

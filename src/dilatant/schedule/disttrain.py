@@ -33,7 +33,7 @@ def intra_reorder(
     room = np.full(num_groups, float(len(size) if cardinality is None else cardinality))
     group = np.empty(len(size), dtype=np.int64)
     order = np.argsort(-size, kind="stable")
-    kernels.place_one_unit(order, size, np.ones(num_groups), np.ones(len(size)), room, group)
+    kernels.place_units(order, size[None], np.ones(num_groups), np.ones(len(size)), room, group)
     return group
 
 

@@ -68,7 +68,7 @@ class PipelineShape:
         backward = tuple(
             ratio > 0 for ratio, count in zip(self.backward, self.stages, strict=True) for _ in range(count)
         )
-        return Trainability(backward, backward, backward)
+        return Trainability(backward, backward)
 
 
 def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:

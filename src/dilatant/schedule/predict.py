@@ -14,7 +14,7 @@ from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment, Schedule
-from dilatant.schedule.simulate import Links, run
+from dilatant.schedule.simulate import run
 from dilatant.schedule.timeline import Timeline
 
 Tokens = Mapping[str, ArrayLike]
@@ -30,23 +30,18 @@ def predict(
     *,
     squares: Tokens | None = None,
     dense: Mapping[str, float] | None = None,
-    contention: bool = False,
 ) -> Timeline:
     """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
 
     `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
     each other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time
-    of its links; with `contention` they also queue for them. Raises ScheduleError for a schedule that cannot run.
+    of its links. Raises ScheduleError for a schedule that cannot run.
     """
     graph = build(plan, assignment, schedule)
     sums = piece_sums(graph, tokens, squares, dense)
     size = step_bytes(graph, costs, sums, message_sums(graph, tokens, squares))
-    lag, links = None, None
-    if cluster is not None and contention:
-        links = message_links(graph, size.message, cluster)
-    elif cluster is not None:
-        lag = message_lag(graph, size.message, cluster)
-    return run(graph, action_seconds(graph, costs, sums), lag=lag, links=links, size=size)
+    lag = None if cluster is None else message_lag(graph, size.message, cluster)
+    return run(graph, action_seconds(graph, costs, sums), lag=lag, size=size)
 
 
 def piece_sums(
@@ -129,33 +124,18 @@ def step_bytes(
 
 
 def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """Seconds each message travels: `[messages]`; zero between stages on the same ranks."""
-    _, occupancy, latency = _on_cluster(graph, size, cluster)
-    return occupancy + latency
-
-
-def message_links(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> Links:
-    """The link of every message: inside a node the sending rank's own, between nodes the sending node's."""
-    link, occupancy, latency = _on_cluster(graph, size, cluster)
-    return Links(link, occupancy, latency)
-
-
-def _on_cluster(
-    graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds each message of `size` bytes travels: `[messages]`; zero between stages on the same ranks."""
     placed = graph.arrays.placed
     groups: dict[tuple[int, ...], int] = {}
     group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
-    rank = np.asarray([entry.stage.ranks[0] for entry in placed])
-    node = rank // cluster.gpus_per_node
+    node = np.asarray([entry.stage.ranks[0] for entry in placed]) // cluster.gpus_per_node
     source = graph.stage[graph.edge_source[: graph.num_messages]]
     target = graph.stage[graph.edge_target[: graph.num_messages]]
-    local = (group[source] == group[target]) | (size == 0)
     inside = node[source] == node[target]
-    bandwidth = np.where(inside, cluster.inside.bandwidth, cluster.between.bandwidth)
-    latency = np.where(inside, cluster.inside.latency, cluster.between.latency)
-    link = np.where(inside, rank[source], int(rank.max(initial=0)) + 1 + node[source])
-    return np.where(local, -1, link), np.where(local, 0.0, size / bandwidth), np.where(local, 0.0, latency)
+    seconds = np.where(inside, cluster.inside.latency, cluster.between.latency) + size / np.where(
+        inside, cluster.inside.bandwidth, cluster.between.bandwidth
+    )
+    return np.where((group[source] == group[target]) | (size == 0), 0.0, seconds)
 
 
 def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:

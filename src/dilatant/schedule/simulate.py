@@ -8,7 +8,6 @@ of units). Closed forms are 18 to 22 % off once microbatches vary (planning note
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,16 +24,6 @@ _NO_LAG: NDArray[np.float64] = np.empty(0)
 Seconds = ArrayLike | Callable[[Action], float]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Links:
-    """Links that messages queue for, all `[messages]`: the link a message occupies (-1: none), the seconds it
-    occupies it, and the seconds it then still travels. The first message that is ready is sent first."""
-
-    link: NDArray[np.int64]
-    occupancy: NDArray[np.float64]
-    latency: NDArray[np.float64]
-
-
 def simulate(
     schedule: Schedule,
     plan: Plan,
@@ -42,17 +31,15 @@ def simulate(
     seconds: Seconds,
     *,
     lag: ArrayLike | None = None,
-    links: Links | None = None,
     size: StepBytes | None = None,
 ) -> Timeline:
     """The exact timeline of `schedule`.
 
     `seconds` is a function of an action, or an array `[ops]` in the op order of `build`. `lag` is the seconds a
-    message travels, one number or `[messages]` in the edge order of `build`; with `links` messages also queue, one
-    after another on each link. `size` asks for the memory sweep. Raises ScheduleError for a schedule that cannot
-    run. `predict` makes all of these from a cost model.
+    message travels, one number or `[messages]` in the edge order of `build`. `size` asks for the memory sweep. Raises
+    ScheduleError for a schedule that cannot run. `predict` makes all of these from a cost model.
     """
-    return run(build(plan, assignment, schedule), seconds, lag=lag, links=links, size=size)
+    return run(build(plan, assignment, schedule), seconds, lag=lag, size=size)
 
 
 def step_seconds(
@@ -86,7 +73,6 @@ def run(
     seconds: Seconds,
     *,
     lag: ArrayLike | None = None,
-    links: Links | None = None,
     size: StepBytes | None = None,
 ) -> Timeline:
     """The timeline of a compiled schedule; arguments as in `simulate`."""
@@ -94,47 +80,15 @@ def run(
 
     duration = action_array(graph, seconds)
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
-    if links is not None:
-        if lag is not None:
-            raise ValueError("give lag or links, not both: links have a latency of their own")
-        latest, arrival = _run_on_links(graph, duration, links, start, end)
-    else:
-        lags = edge_lag(graph, lag)
-        latest = kernels.spans(
-            graph.order, graph.previous, graph.offsets, graph.source, graph.edge, duration, lags, start, end
-        )
-        arrival = end[graph.edge_source]
-        if len(lags):
-            arrival = arrival + lags
+    lags = edge_lag(graph, lag)
+    latest = kernels.spans(
+        graph.order, graph.previous, graph.offsets, graph.source, graph.edge, duration, lags, start, end
+    )
+    arrival = end[graph.edge_source]
+    if len(lags):
+        arrival = arrival + lags
     peak = None if size is None else peak_bytes(graph, size, start, end, arrival)
     return _timeline(graph, start, end, float(latest), arrival, peak)
-
-
-def _run_on_links(
-    graph: ScheduleGraph,
-    duration: NDArray[np.float64],
-    links: Links,
-    start: NDArray[np.float64],
-    end: NDArray[np.float64],
-) -> tuple[float, NDArray[np.float64]]:
-    from dilatant.schedule import graph_kernels as kernels
-
-    num_edges, count = len(graph.edge_source), graph.num_messages
-    link = np.full(num_edges, -1, dtype=np.int64)
-    link[:count] = links.link
-    occupancy, latency, arrival = np.zeros(num_edges), np.zeros(num_edges), np.zeros(num_edges)
-    occupancy[:count], latency[:count] = links.occupancy, links.latency
-    before, after = np.arange(-1, graph.num_ops - 1), np.arange(1, graph.num_ops + 1)
-    used = np.diff(graph.list_offsets) > 0
-    before[graph.list_offsets[:-1][used]] = -1
-    after[graph.list_offsets[1:][used] - 1] = -1
-    in_offsets, _ = kernels.group_by_target(graph.edge_target, graph.num_ops)
-    out_offsets, out_edges = kernels.group_by_target(graph.edge_source, graph.num_ops)
-    latest = kernels.spans_on_links(
-        before, in_offsets, after, duration, out_offsets, out_edges, graph.edge_target, link, occupancy, latency,
-        np.zeros(int(link.max(initial=-1)) + 1), start, end, arrival,
-    )  # fmt: skip
-    return float(latest), arrival
 
 
 def action_array(graph: ScheduleGraph, seconds: Seconds) -> NDArray[np.float64]:
