@@ -94,3 +94,8 @@ def test_an_impossible_cut_says_what_is_missing():
         partition_layers_in_memory([1, 1], [1.5 * gib] * 2, [0, 0], [2, 1], gib, "vision")
     assert caught.value.unit == "vision"
     assert caught.value.excess_bytes == pytest.approx(0.5 * gib)
+
+
+def test_of_equally_good_cuts_the_one_nearest_to_the_even_share_is_taken():
+    # The last layer alone is the slowest stage; the other two stages could share the rest in any way.
+    assert tuple(partition_layers([1.0] * 6 + [6.0], 3)) == (0, 4, 6)

@@ -151,3 +151,18 @@ def test_contradictions_are_listed_together():
         PlanError, match=r"\[1\] are in several.*lost nodes \[9\].*joined nodes \[2\].*\[3\] nodes"
     ):
         reinstantiate(templates_for([2]), [(0, 1), (1, 2, 3)], [9], 0, 8, joined=[2])
+
+
+@pytest.mark.parametrize("seed", [0, 16, 17])
+def test_more_slack_never_moves_more_bytes_than_none(seed):
+    """Also where far more compositions are allowed than are compared: the fastest are among them."""
+    draw = random.Random(seed)
+    draw.choice([256])
+    seconds = {1: [3.0 + 0.2 * k for k in range(32)]}
+    templates = plan_templates(seconds, range(2, 17), 1, 64)
+    before = number(compose_pipelines(templates, 256, 1, 1024).pipelines)
+    lost = draw.sample(range(256), draw.randint(1, 80))
+    none, some, much = (
+        reinstantiate(templates, before, lost, 1, 1024, slack=slack) for slack in (0.0, 0.03, 0.1)
+    )
+    assert max(some.moved_bytes, much.moved_bytes) <= none.moved_bytes

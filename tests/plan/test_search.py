@@ -34,7 +34,7 @@ RULES = ParameterBytes(1.0, 1.0, 2.0)
 
 
 def closed_form(spec, costs, tokens, batch):
-    """An plan_scorer for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
+    """A scorer for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
 
     def evaluate(plan, microbatches):
         table = stage_costs(plan, spec, costs, RULES)
@@ -351,3 +351,27 @@ def test_few_finalists_leave_an_honest_gap():
     assert not found.runners_up
     assert found.lower_bound <= everything.seconds <= found.seconds * (1 + 1e-9)
     assert found.proven == (found.gap == 0.0)
+
+
+def test_candidates_that_were_skipped_weaken_the_proof():
+    """A chain that overflowed once is not tried again beside others; nothing is known of those then."""
+    spec = model(unit("vision", 2, ("language",)), unit("language", 4))
+    workload = Workload({name: np.full(24, 8.0) for name in ("vision", "language")})
+    machine = cluster(1, 6, 1e9)
+
+    def scorer(overflows):
+        def score(plan, microbatches):
+            full = overflows and len(plan.unit("language").replicas[0].stages) == 2
+            return PlanScore(1e9, 0.0, 0.0, {}, (2e9 if full else 0.0,) * len(plan.ranks))
+
+        return score
+
+    complete, partial = (
+        search(spec, COSTS, machine, workload, 24, scorer(full), Mode.CORNSTARCH, (1, 2), RULES, 10_000)
+        for full in (False, True)
+    )
+    assert complete.proven
+    assert partial.rejected
+    simulated = 1 + len(partial.runners_up) + len(partial.rejected)
+    assert simulated < 1 + len(complete.runners_up)
+    assert not partial.proven

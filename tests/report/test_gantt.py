@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.report.gantt import GanttChart, GanttRow, Lane
 from dilatant.report.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.gantt_summary import by_lane
 from dilatant.schedule import Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import MeasuredAction
 
@@ -132,3 +134,22 @@ def test_measured_idle_time_adds_up_and_names_the_unit_awaited(pair):
     assert {"warm-up", "drain", "waiting for language"} <= causes
     with pytest.raises(ValueError, match="nothing was measured"):
         measured_chart([], PLAN)
+
+
+def test_a_lane_weighs_its_ranks():
+    lanes = (Lane((0,), (0,)), Lane((1, 2, 3), (1,)))
+    rows = (GanttRow(0, 0, "F", 0, (0,), 0.0, 8.0), GanttRow(1, 1, "F", 0, (0,), 6.0, 4.0))
+    drawn = GanttChart(10.0, lanes, rows, ({"drain": 2.0}, {"warm-up": 6.0}))
+    assert drawn.busy_fraction() == pytest.approx((8 + 3 * 4) / 40)
+    assert drawn.idle_fractions() == pytest.approx({"warm-up": 18 / 40, "drain": 2 / 40})
+
+
+def test_every_lane_is_told_by_what_it_computes_and_loses():
+    plan = Plan((UnitPlan("vision", (Replica((Stage(0, 1, (0,)), Stage(1, 2, (1,)))),)),))
+    rows = (GanttRow(0, 0, "F", 0, (0,), 0.0, 1.0), GanttRow(1, 1, "F", 0, (0,), 1.0, 3.0))
+    drawn = GanttChart(4.0, (Lane((0,), (0,)), Lane((1,), (1,))), rows, ({"drain": 3.0}, {"warm-up": 1.0}))
+    assert by_lane(drawn, plan).splitlines() == [
+        "step 4.00 s",
+        "rank 0 (vision 0): computes 25 %, draining the pipeline 75 %",
+        "rank 1 (vision 1): computes 75 %, filling the pipeline 25 %",
+    ]

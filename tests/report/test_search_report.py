@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -134,3 +136,12 @@ def test_intervals_of_shares_cover_the_truth_as_often_as_they_say():
         hits += ratio.low["a"] <= truth <= ratio.high["a"]
         assert sum(ratio.shares.values()) == pytest.approx(1.0)
     assert 0.91 <= hits / 400 <= 0.985  # 95 % within three standard errors of 400 trials, and a little skew
+
+
+def test_reasons_name_the_shape_the_slowest_stage_and_how_sure_the_search_is(report):
+    text = " ".join(report.reasons)
+    assert "Summing gradients adds 10.0 ms" in text
+    assert re.search(
+        r"(slowest stage, (vision|language) stage \d,|One stage) takes [\d.]+ m?s for a mean microbatch", text
+    )
+    assert re.search(r"\d+ of [\d,]+ candidates were simulated; no other can be faster", text)

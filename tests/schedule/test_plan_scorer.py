@@ -108,6 +108,30 @@ def test_a_deep_schedule_gives_way_to_memory():
     assert nothing.schedule == "1f1b"
 
 
+def test_all_steps_of_a_score_run_one_schedule_and_memory_is_that_schedules():
+    """Also where the quickest one fits most batches, and only the heaviest does not."""
+    plan = Plan((chain("language", 6, [[0, 1, 2]]),))
+    alone = model(unit("language", 6, parameters=0))
+    costs = cost_model({"language": 1e-3}, activation=100.0)
+    draw = np.random.default_rng(3)
+    tokens = draw.integers(10, 40, 72).astype(float)
+    tokens[24:48] *= 2
+    samples = Workload({"language": tokens})
+    table, sync = stage_costs(plan, alone, costs, RULES), dict.fromkeys(plan.ranks, 0.0)
+    batches = samples.steps(24)
+    free = best_steps(plan, alone, table, batches, cluster(1, 3), 8, sync)
+    assert {step.schedule for step in free} == {"eager"}
+    peaks = [float(step.timeline.peak_bytes.max()) for step in free]
+    limit = (sorted(peaks)[1] + max(peaks)) / 2  # eager fits all batches but one
+    machine = cluster(1, 3, limit)
+    steps = best_steps(plan, alone, table, batches, machine, 8, sync)
+    assert len({step.schedule for step in steps}) == 1
+    found = plan_scorer(alone, costs, machine, samples, 24, rules=RULES)(plan, 8)
+    assert found.schedule == steps[0].schedule != "eager"
+    assert found.seconds == pytest.approx(np.mean([step.seconds for step in steps]))
+    assert max(found.peak_bytes) == max(float(step.timeline.peak_bytes.max()) for step in steps)
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_no_simulated_step_beats_its_bound(seed):

@@ -42,12 +42,11 @@ def plan(
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
 
     from dilatant.profiling.planning import plan_run
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
+    from dilatant.report.terminal import print_indented, print_line
 
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
@@ -63,9 +62,9 @@ def plan(
         print(report.to_json())
         return
     print_plan(report, console)
-    console.print("[bold]Why this plan[/]")
+    print_line(console, ("Why this plan", "bold"))
     for sentence in report.reasons:
-        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+        print_indented(console, sentence)
     show_places(
         console,
         {
@@ -75,9 +74,9 @@ def plan(
         },
     )
     if problem.target.is_here and len(planned.result.winner.plan.ranks) > 1:
-        console.print("\nTo train with it:", highlight=False)
+        print_line(console, "\nTo train with it:")
         command = train_command(config, out or folder / "plan.json", planned)
-        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        print_line(console, f"  {command}", wrap=False)
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:
@@ -209,7 +208,9 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
 
 
 def show_places(console: Console, places: dict[Path, str]) -> None:
-    """Where to look."""
+    """The files that were written, and what each is."""
+    from dilatant.report.terminal import print_line
+
     console.print()
     for path, what in places.items():
-        console.print(f"  {_seen_from_here(path)}  [dim]{what}[/]", highlight=False, soft_wrap=True)
+        print_line(console, f"  {_seen_from_here(path)}  ", (what, "dim"), wrap=False)

@@ -225,29 +225,25 @@ def _print_steps(
     problem: PlanningProblem,
     console: Console,
 ) -> None:
-    from rich import box
-    from rich.table import Table
-
+    from dilatant.report.terminal import plain_table, print_line, print_table
     from dilatant.report.wording import bytes_text, count_text, counted, percent_text, seconds_text
 
     mean = sum(steps) / len(steps)
-    console.print(
+    print_line(
+        console,
         f"{counted(len(steps), 'global batch')} of {problem.global_batch:,} samples: {seconds_text(min(steps))} to "
         f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
         f"{count_text(problem.global_batch / mean)} samples per second",
-        highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("schedule", no_wrap=True)
-    for title in ("a step computes for", "fullest rank", "of its memory"):
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ("a step computes for", "fullest rank", "of its memory")
+    table = plain_table(("schedule", *figures), right=figures, whole=("schedule", *figures))
     capacity = problem.target.cluster.bytes_per_device
     for name, (seconds, peak) in sorted(schedules.items(), key=lambda item: item[1]):
         style = "red" if peak > capacity else None
         table.add_row(
             name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _replay(

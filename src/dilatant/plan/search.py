@@ -19,7 +19,7 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
 from dilatant.plan.plan import Plan
-from dilatant.plan.rank_mapping import place
+from dilatant.plan.rank_mapping import map_ranks
 from dilatant.plan.refusals import (
     check_devices,
     does_not_fit,
@@ -129,7 +129,7 @@ def search(
             skipped = min(skipped, candidate.bound)
             continue
         try:
-            plan = place(candidate.chains, layers, feeds, cluster)
+            plan = map_ranks(candidate.chains, layers, feeds, cluster)
         except PlanError:
             continue  # tensor groups do not pack into nodes
         if (plan, candidate.num_microbatches) in seen:

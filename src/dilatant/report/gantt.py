@@ -1,9 +1,12 @@
-"""The timeline of one step: who computed what, when; the same value for predicted and for measured steps."""
+"""The Gantt chart of one step, predicted or measured: lanes of ranks, and who computed what, when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+BETWEEN = "between actions"
+"""Measured time in which a rank neither computed nor waited for rows."""
 
 
 @dataclass(frozen=True, slots=True)

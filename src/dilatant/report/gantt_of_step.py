@@ -1,4 +1,4 @@
-"""From the steps of ranks, predicted or measured, to the lines that are drawn."""
+"""From the steps of ranks, predicted or measured, to the chart that is drawn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from dilatant.plan import Plan
-from dilatant.report.gantt import GanttChart, GanttRow, Lane
+from dilatant.report.gantt import BETWEEN, GanttChart, GanttRow, Lane
 from dilatant.schedule import Action, Timeline
 from dilatant.schedule.measured import MeasuredAction
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
-
-BETWEEN = "between actions"
-"""Measured time in which a rank neither computed nor waited for rows."""
 
 
 def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart:

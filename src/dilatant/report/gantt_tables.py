@@ -7,8 +7,11 @@ from typing import Any
 
 from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
-from dilatant.report.gantt import GanttChart
+from dilatant.report.gantt import BETWEEN, GanttChart
 from dilatant.report.wording import ACTION_NAMES, lost_to, percent_text
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
+
+_TONES = {WARM_UP: "c0", DRAIN: "c1", COMMUNICATION: "c2", IMBALANCE: "c3", BETWEEN: "c4"}
 
 HUES = 6
 """As many as page.css has for units, and for causes of idle time."""
@@ -32,14 +35,9 @@ def action_legend(plan: Plan, timelines: Iterable[GanttChart]) -> list[dict[str,
 
 
 def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:
-    """A colour for every cause of idle time; waiting for a unit takes the unit's hue."""
-    units = [unit.name for unit in plan.units]
-    tones: dict[str, str] = {}
-    for cause in dict.fromkeys(causes):
-        awaited = cause.removeprefix("waiting for ")
-        plain = sum(1 for tone in tones.values() if tone.startswith("c"))
-        tones[cause] = f"wait u{units.index(awaited) % HUES}" if awaited in units else f"c{plain % HUES}"
-    return tones
+    """The colour of each cause of idle time: one cause, one colour on every page. Waiting for a unit takes its hue."""
+    waits = {waiting_for(unit.name): f"wait u{order % HUES}" for order, unit in enumerate(plan.units)}
+    return {cause: waits.get(cause) or _TONES.get(cause, "c5") for cause in causes}
 
 
 def idle_legend(tones: dict[str, str]) -> list[dict[str, str]]:

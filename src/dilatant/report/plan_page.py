@@ -219,7 +219,7 @@ def _memory_rows(report: PlanReport) -> list[dict[str, Any]]:
 def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str, Any]]:
     if not report.candidates:
         return []
-    chosen = next((candidate for candidate in report.candidates if candidate.chosen), report.candidates[0])
+    chosen = report.chosen
     slowest = max(candidate.step_seconds for candidate in report.candidates) or 1.0
 
     def parts(candidate: ComparedPlan) -> list[dict[str, Any]]:
@@ -246,7 +246,7 @@ def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str,
             "chosen": candidate.chosen,
             "why": explain(candidate, chosen),
         }
-        for candidate in sorted(report.candidates, key=lambda one: (not one.chosen, one.step_seconds))
+        for candidate in report.ranked
     ]
 
 

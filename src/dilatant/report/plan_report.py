@@ -133,6 +133,16 @@ class PlanReport:
     def samples_per_second(self) -> float:
         return self.global_batch / self.step_seconds if self.step_seconds > 0.0 else 0.0
 
+    @property
+    def ranked(self) -> tuple[ComparedPlan, ...]:
+        """The candidates, the chosen one first, then the fastest."""
+        return tuple(sorted(self.candidates, key=lambda one: (not one.chosen, one.step_seconds)))
+
+    @property
+    def chosen(self) -> ComparedPlan:
+        """The candidate that is reported; the fastest if none is marked. Raises IndexError without candidates."""
+        return self.ranked[0]
+
     def to_json(self) -> str:
         """A JSON document that `from_json` reads back to an equal value."""
         return json.dumps(to_plain(self), allow_nan=False)

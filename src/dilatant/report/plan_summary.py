@@ -130,13 +130,11 @@ def _optimality(report: PlanReport) -> list[str]:
 
 
 def _rivals(report: PlanReport) -> list[str]:
-    chosen = next((candidate for candidate in report.candidates if candidate.chosen), None)
-    others = [
-        candidate for candidate in report.candidates if not candidate.chosen and candidate.peak_memory <= 1.0
-    ]
-    if chosen is None or not others:
+    chosen = report.chosen if report.candidates else None
+    others = [one for one in report.ranked if not one.chosen and one.peak_memory <= 1.0]
+    if chosen is None or not chosen.chosen or not others:
         return []
-    second = min(others, key=lambda candidate: candidate.step_seconds)
+    second = others[0]
     slower = second.step_seconds / chosen.step_seconds - 1.0
     relation = "slower" if slower >= 0.0 else "faster"
     name = f"{second.name}: {second.layout}" if second.layout else second.name
