@@ -99,3 +99,5 @@ def test_an_impossible_cut_says_what_is_missing():
 def test_of_equally_good_cuts_the_one_nearest_to_the_even_share_is_taken():
     # The last layer alone is the slowest stage; the other two stages could share the rest in any way.
     assert tuple(partition_layers([1.0] * 6 + [6.0], 3)) == (0, 4, 6)
+    # A third of 11 lies between 3 and 4.
+    assert tuple(partition_layers([1.0] * 5 + [6.0], 3)) == (0, 4, 5)

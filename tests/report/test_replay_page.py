@@ -57,7 +57,7 @@ def test_binned_rates_keep_the_samples(replays):
 @pytest.mark.parametrize("columns", [80, 140])
 def test_terminal_shows_every_cause_of_lost_time(replays, columns):
     """With the names that `simulate --failures` has, and nothing cut off."""
-    names = ("pipeline templates", "templates without cost of change", "restart from a checkpoint")
+    names = ("templates", "restart from checkpoint", "templates at no cost")
     named = [replace(one, name=name) for one, name in zip([*replays, replays[0]], names, strict=True)]
     text = io.StringIO()
     print_replays(named, Console(file=text, width=columns))

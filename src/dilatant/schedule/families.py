@@ -15,6 +15,7 @@ makes a schedule that deadlocks, which `validate` reports.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,46 +119,72 @@ def _virtual_times(
     arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
 ) -> Times:
     """For every chain, virtual forward and backward times `[stages, pieces]`. One slot of the longest sink is 2."""
-    pairs_from, pairs_to = unit_pairs(arrays, pieces)
-    chain_of_piece = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
     counts = np.diff(pieces.first)
     fed = {source for source, _ in arrays.feeds}
     sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
     longest = max((int(counts[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
     nudge = 0.25 / (len(arrays.placed) + 1)
+    consumers = _Consumers.of(arrays, pieces)
     half = np.ones(arrays.num_chains)
-    forward = np.zeros(len(chain_of_piece))
-    backward = np.zeros(len(chain_of_piece))
-    for unit in sinks:
-        for chain in arrays.chains_of(unit):
-            rows = slice(int(pieces.first[chain]), int(pieces.first[chain + 1]))
-            half[chain] = longest / max(int(counts[chain]), 1)
-            forward[rows] = 2 * half[chain] * np.arange(counts[chain])
-            backward[rows] = forward[rows] + half[chain] + (2 * longest if forward_first else 0)
     times: Times = [(np.empty(0), np.empty(0))] * arrays.num_chains
     for unit in reversed(range(len(arrays.units))):
         for chain in arrays.chains_of(unit):
             first, end = (int(bound) for bound in arrays.stages_of[chain])
-            rows = slice(int(pieces.first[chain]), int(pieces.first[chain + 1]))
             if unit in fed:
-                _from_consumers(
-                    arrays, chain, rows, pairs_from, pairs_to, chain_of_piece, depths, half, nudge, times,
-                    pieces, forward, backward,
-                )  # fmt: skip
+                leads = depths[end - 1] - depths[arrays.stages_of[:, 0]]
+                half[chain], forward, backward = consumers.last_stage(
+                    chain, times, half, leads * half + nudge
+                )
+            else:
+                half[chain] = longest / max(int(counts[chain]), 1)
+                forward = 2 * half[chain] * np.arange(counts[chain])
+                backward = forward + half[chain] + (2 * longest if forward_first else 0)
             groups = _period(arrays, first, end) if interleave else end - first
             if groups < end - first:
-                times[chain] = _in_rounds(
-                    groups, end - first, half[chain], forward[rows], backward[rows], unit in fed
-                )
+                times[chain] = _in_rounds(groups, end - first, half[chain], forward, backward, unit in fed)
                 continue
-            lead = (depths[first:end] - depths[end - 1]) * half[chain] + nudge * np.arange(
-                end - first - 1, -1, -1
-            )
-            times[chain] = (
-                forward[None, rows] - lead[:, None],
-                backward[None, rows] + lead[:, None],
-            )
+            lead = (depths[first:end] - depths[end - 1]) * half[chain]
+            lead += nudge * np.arange(end - first - 1, -1, -1)
+            times[chain] = forward - lead[:, None], backward + lead[:, None]
     return times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Consumers:
+    """Which pieces consume which: `made` and `used` are the numbers of pieces that share samples on an edge between
+    units, `consumer` the chain of `used`: `[pairs]` each."""
+
+    first: NDArray[np.int64]
+    made: NDArray[np.int32]
+    used: NDArray[np.int32]
+    consumer: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, arrays: PlanArrays, pieces: Pieces) -> _Consumers:
+        made, used = unit_pairs(arrays, pieces)
+        chain_of_piece = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+        return cls(pieces.first, made, used, chain_of_piece[used])
+
+    def last_stage(
+        self, chain: int, times: Times, half: NDArray[np.float64], leads: NDArray[np.float64]
+    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        """(half a slot, forward times, backward times `[pieces]`) of a chain's last stage, from the times of its
+        consumers' first stages; `leads[chain]` is how much earlier than a consumer it runs."""
+        start, stop = int(self.first[chain]), int(self.first[chain + 1])
+        mine = (self.made >= start) & (self.made < stop)
+        made, used, consumer = self.made[mine] - start, self.used[mine], self.consumer[mine]
+        ahead, behind = np.empty(len(used)), np.empty(len(used))
+        for other in np.unique(consumer).tolist():
+            chosen = consumer == other
+            local = used[chosen] - self.first[other]
+            ahead[chosen], behind[chosen] = times[other][0][0, local], times[other][1][0, local]
+        forward, backward = np.full(stop - start, np.inf), np.full(stop - start, -np.inf)
+        np.minimum.at(forward, made, ahead - leads[consumer])
+        np.maximum.at(backward, made, behind + leads[consumer])
+        unused = np.isinf(forward)
+        forward[unused] = backward[unused] = 0.0
+        forward = np.minimum.accumulate(forward[::-1])[::-1]
+        return float(half[consumer].max()) if len(consumer) else 1.0, forward, backward
 
 
 def _period(arrays: PlanArrays, first: int, end: int) -> int:
@@ -198,42 +225,6 @@ def _in_rounds(
         ahead += (forward - ahead[-1]).min()
         behind += (backward - behind[-1]).max()
     return ahead, behind
-
-
-def _from_consumers(
-    arrays: PlanArrays,
-    chain: int,
-    rows: slice,
-    pairs_from: NDArray[np.int32],
-    pairs_to: NDArray[np.int32],
-    chain_of_piece: NDArray[np.int64],
-    depths: NDArray[np.float64],
-    half: NDArray[np.float64],
-    nudge: float,
-    times: Times,
-    pieces: Pieces,
-    forward: NDArray[np.float64],
-    backward: NDArray[np.float64],
-) -> None:
-    """Set the times of a chain's last stage from its consumers' first stages, in place."""
-    mine = (pairs_from >= rows.start) & (pairs_from < rows.stop)
-    made, used = pairs_from[mine], pairs_to[mine]
-    consumer = chain_of_piece[used]
-    last = int(arrays.stages_of[chain, 1]) - 1
-    lead = (depths[last] - depths[arrays.stages_of[consumer, 0]]) * half[consumer] + nudge
-    ahead, behind = np.empty(len(used)), np.empty(len(used))
-    for other in np.unique(consumer).tolist():
-        chosen = consumer == other
-        local = used[chosen] - pieces.first[other]
-        ahead[chosen], behind[chosen] = times[other][0][0, local], times[other][1][0, local]
-    forward[rows], backward[rows] = np.inf, -np.inf
-    np.minimum.at(forward, made, ahead - lead)
-    np.maximum.at(backward, made, behind + lead)
-    half[chain] = half[consumer].max() if len(consumer) else 1.0
-    unused = np.isinf(forward[rows])
-    if unused.any():
-        forward[rows][unused] = backward[rows][unused] = 0.0
-    forward[rows] = np.minimum.accumulate(forward[rows][::-1])[::-1]
 
 
 def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
