@@ -116,6 +116,9 @@ def test_no_plan_on_all_devices_is_faster(seed):
         return
     found = find(spec, costs, tokens, devices, batch)
     assert found.proven
+    for mode in Mode:
+        only = find(model(unit("language", 8)), COSTS, {"language": 8}, 8, 32, mode)
+        assert only.seconds >= found.seconds * (1 - 1e-9)
     assert found.winner.idle_devices == 0
     assert len(found.winner.plan.ranks) == devices
     # Different replica counts per unit are searched too (DistTrain), so the winner may beat this enumeration.
@@ -263,6 +266,9 @@ def test_a_language_model_alone_is_planned_too():
     found = find(model(unit("language", 8)), COSTS, {"language": 8}, 8, 32)
     assert found.winner.idle_devices == 0
     assert found.proven
+    for mode in Mode:
+        only = find(model(unit("language", 8)), COSTS, {"language": 8}, 8, 32, mode)
+        assert only.seconds >= found.seconds * (1 - 1e-9)
 
 
 def test_plans_stay_inside_memory_and_pay_for_it():

@@ -20,7 +20,7 @@ from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimu
 from dilatant.plan.stage_costs import LayerTable, StageCosts, layer_table, stage_costs
 from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.templates import LayerMemory, Template, plan_templates, seconds_by_layer_type
-from dilatant.plan.validate import InvalidPlanError, plan_bytes, plan_problems, validate
+from dilatant.plan.validate import InvalidPlanError, plan_problems, validate
 from dilatant.plan.workload import Workload
 
 __all__ = [
@@ -71,7 +71,6 @@ __all__ = [
     "partition_layers",
     "partition_layers_in_memory",
     "path_depths",
-    "plan_bytes",
     "plan_problems",
     "plan_templates",
     "reinstantiate",

@@ -130,7 +130,9 @@ class Space:
     unaware: OptionTable
     cluster: Cluster
     global_batch: int
-    _sides: dict[tuple[int, ...], dict[int, list[_Side]]] = field(default_factory=dict)
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], dict[int, list[_Side]]] = field(
+        default_factory=dict
+    )
 
     def candidates(
         self, mode: Mode, devices: int, replicas: int, microbatch_size: int
@@ -151,7 +153,7 @@ class Space:
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> dict[int, list[_Side]]:
         """{devices: the undominated ways to run one option of each list side by side on them}."""
-        key = (budget, *(id(option) for options in each for option in options), *map(len, each))
+        key = budget, tuple(tuple(options) for options in each)
         if key not in self._sides:
             sides = {0: [_Side()]}
             for options in each:
@@ -235,27 +237,20 @@ class _Shape:
             if rest or not 1 <= stages <= len(space.model.unit(roles.language).layers):
                 continue
             after = len(ends) - bool(roles.encoders)
-            given = tp, cp, stages, self.samples, self.microbatches, after
             balance = space.unaware.layers(roles.language, tp, cp, self.samples).seconds
-            language = space.table.chain(roles.language, *given, balance=balance)
-            sides = [
-                space.table.colocated(units, tp, cp, 1, self.samples, self.microbatches) for units in ends
-            ]
-            believed = [
-                space.unaware.colocated(units, tp, cp, 1, self.samples, self.microbatches) for units in ends
-            ]
-            if language is None or None in sides:
-                continue
-            slowest = max(
-                float(np.add.reduceat(balance, language.cuts[roles.language]).max()),
-                *(option.slowest for option in believed if option),
+            language = space.table.chain(
+                roles.language, tp, cp, stages, self.samples, self.microbatches, after, balance=balance
             )
-            total = float(balance.sum()) + sum(option.total for option in believed if option)
-            before, behind = _Side(), _Side()
-            if roles.encoders:
-                before = before.beside(sides[0])  # type: ignore[arg-type]
-            if roles.generators:
-                behind = behind.beside(sides[-1])  # type: ignore[arg-type]
+            shape = tp, cp, 1, self.samples, self.microbatches
+            sides = [option for units in ends if (option := space.table.colocated(units, *shape))]
+            as_trained = [option for units in ends if (option := space.unaware.colocated(units, *shape))]
+            if language is None or len(sides) < len(ends):
+                continue
+            stage_seconds = np.add.reduceat(balance, language.cuts[roles.language])
+            slowest = max([float(stage_seconds.max()), *(option.slowest for option in as_trained)])
+            total = float(balance.sum()) + sum(option.total for option in as_trained)
+            before = _Side().beside(sides[0]) if roles.encoders else _Side()
+            behind = _Side().beside(sides[-1]) if roles.generators else _Side()
             candidate = self._candidate(EncoderPosition.COLOCATED, before, language, behind)
             yield replace(candidate, estimate=total + (self.microbatches - 1) * slowest)
 

@@ -129,7 +129,7 @@ def compare_recovery(
 
 
 def without_cost(reaction: Reaction) -> Reaction:
-    """The same layouts for nothing: with zero recovery costs, the throughput no reaction of this kind can exceed."""
+    """The same pipelines for nothing: with zero recovery costs, the throughput no reaction of this kind can exceed."""
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         after = reaction(before, alive)

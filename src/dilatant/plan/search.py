@@ -16,7 +16,7 @@ from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, ro
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.options import OptionTable
+from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import map_ranks
@@ -115,8 +115,7 @@ def search(
     feeds = {unit.name: unit.feeds for unit in model.units}
     ranked: list[RankedPlan] = []
     rejected: list[tuple[float, str]] = []
-    overflowing: set[tuple[int, int]] = set()
-    """Options that overflowed once, by number of pipelines: they are not tried again."""
+    overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
     seen: set[tuple[Plan, int]] = set()
     skipped = math.inf
     done = 0
@@ -125,7 +124,7 @@ def search(
         if len(ranked) >= finalists or remaining_bound[done] >= best:
             break
         done += 1
-        if any((id(option), candidate.replicas) in overflowing for option in candidate.options):
+        if any((option, candidate.replicas) in overflowing for option in candidate.options):
             skipped = min(skipped, candidate.bound)
             continue
         try:
@@ -140,7 +139,7 @@ def search(
         if excess > 0.0:
             culprit, text = rejection(plan, candidate, score, excess)
             rejected.append((excess, text))
-            overflowing.add((id(culprit), candidate.replicas))
+            overflowing.add((culprit, candidate.replicas))
             continue
         ranked.append(_ranked(plan, candidate, score, cluster.num_devices))
     if not ranked:
@@ -203,12 +202,12 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             )
         except PlanError:
             continue
-        layout = {module.name: module for module in answer.modules}
-        language = layout[roles.language]
-        last = max((layout[name].pp for name in roles.generators), default=0)
+        allocations = {module.name: module for module in answer.modules}
+        language = allocations[roles.language]
+        last = max((allocations[name].pp for name in roles.generators), default=0)
         options = []
         for name in roles.units:
-            own = layout[name]
+            own = allocations[name]
             behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
             samples = size * (language.replicas // own.replicas)
             options.append(table.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
@@ -221,7 +220,7 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             microbatch_size=size,
             num_microbatches=answer.num_microbatches,
             options=chains,
-            counts=tuple(layout[name].replicas for name in roles.units),
+            counts=tuple(allocations[name].replicas for name in roles.units),
             estimate=answer.seconds,
             bound=answer.num_microbatches * max(float(option.work.max()) for option in chains),
         )
