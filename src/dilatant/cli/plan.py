@@ -73,7 +73,7 @@ def plan(
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
-    if problem.target.is_here and len(planned.result.winner.plan.ranks) > 1:
+    if problem.target.is_local and len(planned.result.winner.plan.ranks) > 1:
         print_line(console, "\nTo train with it:")
         command = train_command(config, out or folder / "plan.json", planned)
         print_line(console, f"  {command}", wrap=False)
@@ -155,7 +155,7 @@ def _warnings(planned: PlannedRun) -> list[str]:
             "rough. Measure again with `dilatant profile`"
         )
     fixed = sum(constant for _, constant in parts.values()) / whole
-    if fixed > fixed_at_most and problem.target.is_here:
+    if fixed > fixed_at_most and problem.target.is_local:
         warnings.append(
             f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
             "predicted, for calls also take time between layers"

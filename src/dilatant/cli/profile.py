@@ -90,7 +90,7 @@ def profile(
         return  # layers are measured once, where nothing else runs
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
-        if target.is_here:
+        if target.is_local:
             degrees = planned_degrees(plan, (1,))
             costs = measure_layers(
                 model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
@@ -131,9 +131,9 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
     from dilatant.config.environment import place_from
     from dilatant.profiling.link_probe import measure_links
 
-    if not target.is_here:
+    if not target.is_local:
         raise UserError(
-            f"--links: {target.asked_for} is not here, so its links cannot be measured; run `dilatant profile` there"
+            f"--links: {target.requested} is not here, so its links cannot be measured; run `dilatant profile` there"
         )
     if torch.cuda.device_count() == 1 and place_from() is None:
         raise UserError(

@@ -136,7 +136,7 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
     resolved = read_config(config, overrides)
     target = plan_target(resolved.cluster, resolved.train.precision)
     costs = load_costs(path)
-    fits = is_same_hardware(costs.hardware, target.asked_for) and costs.dtype == target.dtype
+    fits = is_same_hardware(costs.hardware, target.requested) and costs.dtype == target.dtype
     return [f"plan.costs={path.resolve()}"] if fits else []
 
 
@@ -256,17 +256,32 @@ def _replay(
 ) -> None:
     from dilatant.plan.node_trace import load_node_trace
     from dilatant.profiling.failures import replay_failures
-    from dilatant.report.replay_page import print_replays, replays_to_plain, write_replay_page
+    from dilatant.report.replay_page import (
+        print_replays,
+        replay_setting,
+        replays_to_plain,
+        write_replay_page,
+    )
     from dilatant.report.run_folder import RunFolder
 
     trace = load_node_trace(path, seed=problem.config.seed)
     with console.status("replaying"):
-        replays = replay_failures(problem, trace, fault_tolerance)
+        found = replay_failures(problem, trace, fault_tolerance)
+    target = problem.target
+    setting = replay_setting(
+        problem.model.names,
+        target.hardware.name,
+        target.cluster.gpus_per_node,
+        found.nodes,
+        target.cluster.nodes,
+        fault_tolerance,
+        found.recovery,
+    )
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
-    written = write_replay_page(replays, page)
+    written = write_replay_page(found.replays, page, setting)
     if as_json:
-        print(json.dumps(replays_to_plain(replays)))
+        print(json.dumps(replays_to_plain(found.replays, setting)))
         return
-    print_replays(replays, console)
+    print_replays(found.replays, console, setting)
     show_places(console, {written: "the same as a page: open it in a browser"})

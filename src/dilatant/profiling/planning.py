@@ -91,7 +91,7 @@ def planning_problem(
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> PlanningProblem:
-    """Everything that is to be known before a search. `say` is told what is being measured. Raises UserError."""
+    """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision)
     _microbatch_sizes(config)  # before anything is measured
     model = describe_model(

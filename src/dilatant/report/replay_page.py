@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,22 @@ from dilatant.plan.replay import (
     SAVING,
     TOO_FEW,
     UNFINISHED,
+    RecoveryCosts,
     Replay,
 )
 from dilatant.report.page import asset, template
 from dilatant.report.plain import to_plain
 from dilatant.report.plan_table import sparkline
 from dilatant.report.terminal import plain_table, print_line, print_table
-from dilatant.report.wording import count_text, percent_text, seconds_text, unbroken
+from dilatant.report.wording import (
+    bytes_text,
+    count_text,
+    counted,
+    listed,
+    percent_text,
+    seconds_text,
+    unbroken,
+)
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _SPARKS = 60
@@ -30,9 +39,39 @@ _CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, 
 _TONES = {cause: f"c{order}" for order, cause in enumerate(_CAUSES)}
 
 
-def replays_to_plain(replays: Sequence[Replay]) -> dict[str, Any]:
+def replay_setting(
+    models: Mapping[str, str],
+    device: str,
+    gpus_per_node: int,
+    nodes: int,
+    nodes_asked: int,
+    fault_tolerance: int,
+    recovery: RecoveryCosts,
+) -> tuple[str, ...]:
+    """What was replayed, in sentences: model, nodes, and what changes of membership were taken to cost.
+
+    `models[unit]` says what a unit is; the trace has up to `nodes` nodes, the config asked for `nodes_asked`.
+    """
+    units = listed([f"{unit} ({model})" for unit, model in models.items()])
+    counted_nodes = f"up to {counted(nodes, 'node')} of {gpus_per_node} × {device}, as the trace has them"
+    if nodes != nodes_asked:
+        counted_nodes += f" (not the {nodes_asked} of the cluster)"
+    return (
+        f"Replayed: {units} on {counted_nodes}; {counted(fault_tolerance, 'loss')} at once must leave a replica whole.",
+        f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
+        f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
+        f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
+        f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}.",
+        "`dilatant train` restarts from a checkpoint today; going on under pipeline templates is only simulated.",
+    )
+
+
+def replays_to_plain(replays: Sequence[Replay], setting: Sequence[str] = ()) -> dict[str, Any]:
     """What `--json` prints: every replay with its rate, and segments as they are."""
-    return {"replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays]}
+    return {
+        "setting": list(setting),
+        "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
+    }
 
 
 def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
@@ -67,10 +106,12 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def print_replays(replays: Sequence[Replay], console: Console) -> None:
+def print_replays(replays: Sequence[Replay], console: Console, setting: Sequence[str] = ()) -> None:
     """Print the sentences, a line of throughput over time for each replay, and the seconds lost by cause."""
     for sentence in summarize_replays(replays):
         print_line(console, sentence)
+    for sentence in setting:
+        print_line(console, (sentence, "dim"))
     names = [one.name for one in replays]
     # Beside the longest name, the rate and the gaps between the columns.
     bins = max(min(_SPARKS, console.width - max(map(len, names)) - 20), 10)
@@ -91,14 +132,14 @@ def print_replays(replays: Sequence[Replay], console: Console) -> None:
     print_table(console, table)
 
 
-def write_replay_page(replays: Sequence[Replay], path: str | Path) -> Path:
+def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: Sequence[str] = ()) -> Path:
     """Write the page to `path` and return it."""
     path = Path(path)
-    path.write_text(render_replay_page(replays), encoding="utf-8")
+    path.write_text(render_replay_page(replays, setting), encoding="utf-8")
     return path
 
 
-def render_replay_page(replays: Sequence[Replay]) -> str:
+def render_replay_page(replays: Sequence[Replay], setting: Sequence[str] = ()) -> str:
     """A page without scripts: the first replay against the others over time, and lost time by cause."""
     from markupsafe import Markup
 
@@ -128,6 +169,7 @@ def render_replay_page(replays: Sequence[Replay]) -> str:
     return template("replay.html").render(
         trace=replays[0].trace,
         summary=summarize_replays(replays),
+        setting=setting,
         chart=_chart(replays),
         rows=rows,
         causes=[{"name": cause, "tone": tone} for cause, tone in tones.items()],

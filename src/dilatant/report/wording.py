@@ -42,7 +42,11 @@ def count_text(count: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`, `3 microbatches`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('h') else 's'}"
+    return (
+        f"{number:,} {noun}"
+        if number == 1
+        else f"{number:,} {noun}{'es' if noun.endswith(('h', 's')) else 's'}"
+    )
 
 
 def percent_text(fraction: float) -> str:
