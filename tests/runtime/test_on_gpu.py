@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_steps import Case, build_model, build_samples
+from drawn_steps import expected as oracle
 
 from dilatant.comm.comm import Comm, CommAborted
 from dilatant.comm.launch import Worker, launch_local
@@ -17,8 +19,6 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
-from drawn_steps import Case, build_model, build_samples
-from drawn_steps import expected as oracle
 
 pytestmark = pytest.mark.gpu
 

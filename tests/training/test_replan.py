@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawn_steps import Case, build_model, build_samples
 
 from dilatant.comm.comm import Comm
 from dilatant.config.train import OptimizerConfig
@@ -16,7 +17,6 @@ from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.training.optimizer import build_optimizer
 from dilatant.training.replan import held_state, rebuild, restore_moments
 from dilatant.training.transfer import MissingState, move_state, plan_copies
-from drawn_steps import Case, build_model, build_samples
 from oracles.one_process import loss_of_batch
 from worker_pool import Worker, WorkerPool
 
