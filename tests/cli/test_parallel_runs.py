@@ -187,9 +187,9 @@ def test_held_out_answers_are_judged_through_the_stages_as_by_the_whole_model(
 
 def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
     """Rank 1's third forward fails, as a bug in a model would."""
-    from dilatant.runtime.stage_runner import LanguageRunner
+    from dilatant.models.language import LanguageStage
 
-    run, calls = LanguageRunner.run, []
+    run, calls = LanguageStage.run, []
 
     def break_down(self: Any, *given: Any) -> Any:
         calls.append(1)
@@ -197,7 +197,7 @@ def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
             raise ValueError("out of paper")
         return run(self, *given)
 
-    LanguageRunner.run = break_down  # type: ignore[method-assign]
+    LanguageStage.run = break_down  # type: ignore[method-assign]
     return training_run.train_rank(worker, *arguments)
 
 

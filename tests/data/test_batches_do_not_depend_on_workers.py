@@ -148,7 +148,7 @@ def test_corrupt_samples_are_skipped_and_counted_and_the_position_moves_on(worke
     assert [position for _, position, _ in got] == [position for _, position, _ in whole]
     assert [len(problems) for _, _, problems in got] == [2, 0, 1, 0, 0, 0]
     assert got[0][2] == ("file:1: is corrupt; mend it", "file:2: is corrupt; mend it")
-    names = Counter(name for rows, _, _ in got for row in rows for name in row[0])
+    names = Counter(sample[0] for samples, _, _ in got for sample in samples)
     assert names == Counter(str(index) for index in range(24) if index not in (1, 2, 9))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 
 from dilatant.config import UserError
-from dilatant.models.freeze import PartAudit, apply, audit, check, freeze, select
+from dilatant.models.freeze import PartAudit, audit, check, freeze, select
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 
@@ -137,7 +137,7 @@ def test_freezing_can_be_applied_again_and_checked() -> None:
     stage.requires_grad_(True)  # as a careless transformation would
     with pytest.raises(RuntimeError, match="weights train although frozen"):
         check(stage.named_logical_parameters(), unit.frozen)
-    apply(stage, unit.frozen)
+    stage.set_frozen(unit.frozen)
     check(unit.named_logical_parameters(), unit.frozen)
 
 

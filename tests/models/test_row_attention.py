@@ -56,7 +56,7 @@ def gradients(model: MultimodalModel) -> dict[str, Tensor]:
 
 def packed_loss(model: MultimodalModel, samples: list[EncodedSample]) -> Tensor:
     attention = model.language.attention_of([sample.input_ids for sample in samples])
-    loss = model(**packed_inputs(samples), **attention, return_logits=False).loss
+    loss = model(**packed_inputs(samples), attention_kwargs=attention, return_logits=False).loss
     assert loss is not None
     return loss
 
@@ -153,7 +153,8 @@ def test_what_is_generated_is_what_the_training_mask_predicts(language: str, med
         )
         with torch.no_grad():
             logits = model(
-                **packed_inputs([answered]), **model.language.attention_of([answered.input_ids])
+                **packed_inputs([answered]),
+                attention_kwargs=model.language.attention_of([answered.input_ids]),
             ).logits
         assert logits[0, -5:-1].argmax(-1).tolist() == answer
 
@@ -177,7 +178,8 @@ def test_a_row_without_a_plan_gets_one_from_its_positions() -> None:
     use_row_attention(model)
     samples = make_samples(model, "siglip")
     inputs = packed_inputs(samples)
-    expected = model(**inputs, **model.language.attention_of([sample.input_ids for sample in samples])).logits
+    attention = model.language.attention_of([sample.input_ids for sample in samples])
+    expected = model(**inputs, attention_kwargs=attention).logits
     assert torch.equal(model(**inputs).logits, expected)
 
 

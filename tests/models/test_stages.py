@@ -18,9 +18,10 @@ from tiny_models import (
 )
 
 from dilatant.models.adapters import Adapter
+from dilatant.models.encoder import EncoderUnit
 from dilatant.models.geometry import encoder_geometry
+from dilatant.models.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
-from dilatant.models.unit import EncoderUnit, LanguageUnit
 
 # Chained backward adds the same products in the same order, but autograd may join branches in another one.
 GRADIENT = {"rtol": 1e-5, "atol": 1e-7}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.comm.comm import Comm, CommAborted
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed
@@ -83,7 +84,7 @@ def _loss_is_infinite(worker: Worker) -> None:
             runtime.parameters["language.head.lm_head.weight"].fill_(float("nan"))
     error = UserError if worker.rank == 2 else CommAborted
     with pytest.raises(
-        error, match="the loss became nan in a microbatch with the samples 'sample-0', 'sample-1'"
+        error, match="the language loss became nan in a microbatch with the samples 'sample-0', 'sample-1'"
     ):
         runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime))
     comm.close()

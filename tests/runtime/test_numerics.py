@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from hypothesis import HealthCheck, given, settings
 
 from dilatant.comm.comm import Comm
 from dilatant.runtime.runtime import Runtime
+from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from worker_pool import Worker, WorkerPool
 
 RELATIVE = 1e-5

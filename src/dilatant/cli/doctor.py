@@ -50,7 +50,7 @@ def examine() -> dict[str, dict[str, Any]]:
     import torch
 
     from dilatant.attention.explain import explain_here
-    from dilatant.config.environment import place_from
+    from dilatant.config.environment import hub_is_offline, place_from
     from dilatant.runtime.precision import pick_device, pick_precision
 
     device = pick_device()
@@ -77,9 +77,7 @@ def examine() -> dict[str, dict[str, Any]]:
             "device": str(device),
             "precision": str(precision).removeprefix("torch."),
             "launcher": launcher,
-            "hub": "offline (HF_HUB_OFFLINE is set)"
-            if os.environ.get("HF_HUB_OFFLINE") == "1"
-            else "online if reachable",
+            "hub": "offline (HF_HUB_OFFLINE is set)" if hub_is_offline() else "online if reachable",
         },
         "Attention over block tables (attn_implementation: dilatant)": explain_here(device, precision),
     }

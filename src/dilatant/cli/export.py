@@ -37,7 +37,7 @@ def export(
     config = read_config(saved)
     samples = assemble_samples(config)
     model = assemble_model(config, samples, hollow=True)
-    load(checkpoint.path, {"model": allocate(model)})
+    load(checkpoint.path, {"model": allocate(model.units)})
     target = to or folder / "export"
     export_model(model, samples.encoding, target)
     if as_json:

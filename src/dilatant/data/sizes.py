@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.environment import cache_home
 from dilatant.config.errors import UserError
 from dilatant.data.blend import Blend, StreamBlend
 from dilatant.data.encode import Encoding, measure_sample
@@ -191,7 +192,7 @@ def _cache_folders(reader: Reader, cache_dir: str | Path | None) -> list[Path]:
     """Where the index may be, the best place first."""
     if cache_dir is not None:
         return [Path(cache_dir)]
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dilatant" / "sizes"
+    user = cache_home() / "dilatant" / "sizes"
     return [user] if reader.home is None else [reader.home / ".dilatant", user]
 
 

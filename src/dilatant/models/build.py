@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from dilatant.config.errors import UserError
-from dilatant.config.model import EncoderConfig, LanguageModelConfig, ModelConfig
-from dilatant.models.freeze import freeze
+from dilatant.config.model import LANGUAGE, EncoderConfig, LanguageModelConfig, ModelConfig
+from dilatant.models.encoder_spec import Encoder
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.materialize import seeded
-from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 
 
@@ -75,7 +75,7 @@ def build_model(
         device="cpu" if hollow is None else "meta",
         media_attention=config.language_model.media_attention,
     )
-    freeze(mllm.units, config.freeze)
+    mllm.freeze(config.freeze)
     return mllm
 
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from dilatant.models.encoder import EncoderUnit
 from dilatant.models.geometry import encoder_geometry
-from dilatant.models.stage import MultimodalOutput
-from dilatant.models.unit import EncoderUnit, LanguageUnit
+from dilatant.models.language import LanguageUnit, MultimodalOutput
 
 _TOKENS = (5, 3)
 

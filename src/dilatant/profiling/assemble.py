@@ -16,7 +16,7 @@ from dilatant.data.sample import MediaUnit
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
-from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
 from dilatant.profiling.media_units import media_unit
@@ -49,7 +49,7 @@ def assemble_samples(config: Config) -> Samples:
 def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:
     """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
     config says so. hollow: on the meta device, for ranks to give memory to their own layers. Raises UserError."""
-    units = {*config.model.encoders, LANGUAGE} if hollow else None
+    units = config.model.units if hollow else None
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
     if config.model.language_model.on_block_tables:
         use_row_attention(model)

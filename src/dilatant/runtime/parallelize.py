@@ -8,7 +8,7 @@ from typing import Any
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker
 from dilatant.config.errors import UserError
-from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.precision import Precision, pick_precision
@@ -39,7 +39,7 @@ def parallelize(
     plan = plan_from_specs(
         {name: len(unit.layers) for name, unit in model.units.items()},
         specs,
-        {name: (LANGUAGE,) for name in model.units if name != LANGUAGE},
+        model.graph.feeds,
         colocated,
     )
     if len(plan.ranks) != worker.size:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dilatant.data.sample import EncodedSample
+from dilatant.models.graph import ModelGraph
 from dilatant.plan.plan import Plan
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.distribute import assign
@@ -44,11 +45,11 @@ class StepPlanner:
     """Plans the steps of one run under one plan."""
 
     def __init__(
-        self, plan: Plan, trainability: Trainability, anchor: str, microbatching: Microbatching
+        self, plan: Plan, trainability: Trainability, graph: ModelGraph, microbatching: Microbatching
     ) -> None:
         self._plan = plan
         self._trainability = trainability
-        self._anchor = anchor
+        self._graph = graph
         self._microbatching = microbatching
         self._last: PlannedStep | None = None
 
@@ -64,14 +65,16 @@ class StepPlanner:
         return self._last
 
     def plan_forwards(self, samples: Sequence[EncodedSample]) -> PlannedStep:
-        """As `plan_step`, with forwards only."""
-        assignment, tokens = self._assign(samples)
+        """As `plan_step`, with forwards only, and only of what the anchor's answers hang on."""
+        assignment, tokens = self._assign(samples, idle=self._graph.behind_anchor)
         nothing = (False,) * len(self._plan.stages())
         return PlannedStep(assignment, gpipe(self._plan, assignment, Trainability(nothing, nothing)), tokens)
 
-    def _assign(self, samples: Sequence[EncodedSample]) -> tuple[Assignment, dict[str, tuple[int, ...]]]:
+    def _assign(
+        self, samples: Sequence[EncodedSample], idle: Sequence[str] = ()
+    ) -> tuple[Assignment, dict[str, tuple[int, ...]]]:
         tokens = {
-            unit.name: tuple(sample.sizes.get(unit.name, 0) for sample in samples)
+            unit.name: tuple(0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples)
             for unit in self._plan.units
         }
         how = self._microbatching
@@ -81,8 +84,8 @@ class StepPlanner:
             how.num_microbatches,
             how.policy,
             how.seed,
-            anchor=self._anchor,
-            weight=None if how.row_tokens is None else tokens[self._anchor],
+            anchor=self._graph.anchor,
+            weight=None if how.row_tokens is None else tokens[self._graph.anchor],
             capacity=how.row_tokens,
         )
         return assignment, tokens

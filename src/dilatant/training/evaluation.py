@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dilatant.comm.gather import exchange
+from dilatant.comm.gather import all_gather_object
 from dilatant.config import Config
 from dilatant.config.errors import UserError
 from dilatant.data.encode import encode_prompt, encode_sample
@@ -102,7 +102,9 @@ def _judge(
         number: _written(batch[number], tokens, tokenizer, max_new_tokens) for number, tokens in own.items()
     }
     by_number = {
-        int(number): text for of_rank in exchange(runtime.comm, written) for number, text in of_rank.items()
+        int(number): text
+        for of_rank in all_gather_object(runtime.comm, written)
+        for number, text in of_rank.items()
     }
     for number, question in enumerate(batch):
         yield Verdict(question.sample.id, question.expected, by_number[number])

@@ -22,7 +22,6 @@ from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.processor_settings import processor_settings
-from dilatant.models.geometry import encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.profiling.media_units import media_unit
@@ -85,7 +84,7 @@ def load_exported(folder: Path) -> Exported:
         units.append(
             media_unit(
                 name,
-                encoder_geometry(model[name].model.config, spec.features),
+                model[name].geometry,
                 processor=str(folder / name),
                 placeholder_id=model.placeholder_ids[name],
                 marker=entry["marker"],

@@ -8,7 +8,7 @@ import torch
 
 from dilatant.config import Config, ParallelConfig, UserError, list_problems
 from dilatant.config.environment import place_from
-from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -27,13 +27,13 @@ def plan_from_config(config: ParallelConfig | None, model: MultimodalModel) -> P
     Without a `parallel` section it is a plan of one rank. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    feeds = {name: (LANGUAGE,) for name in layers if name != LANGUAGE}
+    graph = model.graph
     if config is None:
-        shared = dict.fromkeys(feeds, LANGUAGE)
-        return plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), feeds, shared)
+        shared = {name: graph.anchor for name in layers if name != graph.anchor}
+        return plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
     if config.plan is None:
         specs = {name: ParallelSpec(**dict(unit)) for name, unit in (config.units or {}).items()}
-        plan = plan_from_specs(layers, specs, feeds, config.colocated)
+        plan = plan_from_specs(layers, specs, graph.feeds, config.colocated)
     else:
         plan = _read_plan(config.plan)
     trains = trainable_layers(model.units)
@@ -42,7 +42,7 @@ def plan_from_config(config: ParallelConfig | None, model: MultimodalModel) -> P
             UnitSpec(
                 name,
                 tuple(LayerSpec(layer, name, 0, flag) for layer, flag in zip(unit.layers, trains[name])),
-                feeds.get(name, ()),
+                graph.feeds[name],
             )
             for name, unit in model.units.items()
         )
@@ -84,14 +84,19 @@ def prove_schedule(config: Config, plan: Plan, model: MultimodalModel) -> None:
     """
     how = microbatching(config, plan)
     count = how.num_microbatches * max(len(unit.replicas) for unit in plan.units)
-    assignment = assign(plan, {unit.name: [1] * count for unit in plan.units}, how.num_microbatches)
+    ones = {unit.name: [1] * count for unit in plan.units}
+    assignment = assign(plan, ones, how.num_microbatches, anchor=model.graph.anchor)
     trainability = trainability_of(plan, trainable_layers(model.units))
     validate(plan, assignment, how.family(plan, assignment, trainability), trainability)
 
 
-def units_decoded_on(plan: Plan, rank: int) -> frozenset[str]:
-    """The units whose media `rank` feeds: those of which it holds a first stage."""
-    return frozenset(p.unit for p in plan.stages() if p.is_first and rank in p.stage.ranks)
+def units_decoded_on(model: MultimodalModel, plan: Plan, rank: int) -> frozenset[str]:
+    """The units whose media `rank` reads: it holds a stage of theirs that does."""
+    return frozenset(
+        p.unit
+        for p in plan.stages()
+        if rank in p.stage.ranks and model.units[p.unit].reads_media(p.stage.first, p.stage.end)
+    )
 
 
 def _read_plan(path: str) -> Plan:

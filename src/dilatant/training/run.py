@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dilatant.comm import fork_server
-from dilatant.comm.gather import exchange
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
 from dilatant.config.environment import hide_gpus, place_from
@@ -145,18 +146,18 @@ def train_rank(
 ) -> RunResult:
     """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
     plan = Plan.from_json(plan_json)
-    decoded = units_decoded_on(plan, worker.rank)
-    if config.data.workers and decoded:
-        warm_up()
     prepared = prepared or prepare(config, plan)
     samples = prepared.samples
+    decoded = units_decoded_on(prepared.model, plan, worker.rank)
+    if config.data.workers and decoded:
+        warm_up()
     if config.data.on_error == "error":
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
         samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
     folder = RunFolder(config.output_dir)
     trainer = Trainer(config, samples, prepared.model, plan, worker, folder.checkpoints)
     try:
-        checkpoint = _agreed_checkpoint(trainer, checkpoint)
+        checkpoint = _agreed_checkpoint(trainer.comm, checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         first = worker.rank == 0
@@ -200,13 +201,13 @@ def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: St
     return trainer.run(observer.stepped, lambda: stop.received, after_step)
 
 
-def _agreed_checkpoint(trainer: Trainer, own: Path | None) -> Path | None:
+def _agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
     """The checkpoint that rank 0 found, on all ranks. Raises UserError where a rank does not see it."""
-    chosen = exchange(trainer.comm, None if own is None else str(own))[0]
+    chosen = all_gather_object(comm, None if own is None else str(own))[0]
     if chosen is None:
         return None
     problem = damage(Path(chosen))
-    problems = exchange(trainer.comm, problem)
+    problems = all_gather_object(comm, problem)
     blind = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
     if blind:
         raise UserError(
@@ -289,7 +290,7 @@ def _export(config: Config, prepared: Prepared, folder: RunFolder) -> None:
         newest, _ = newest_valid(folder.checkpoints)
         if newest is None:
             raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
-        load(newest.path, {"model": allocate(model)})
+        load(newest.path, {"model": allocate(model.units)})
     export_model(model, prepared.samples.encoding, folder.export)
 
 

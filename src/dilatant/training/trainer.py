@@ -105,9 +105,7 @@ class Trainer:
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
         self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching)
-        self._batches = SharedBatches(
-            self.comm, bool(units_decoded_on(plan, worker.rank) & {*model.encoders})
-        )
+        self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
         self._saved_by = lowest_holders(plan, model.units)
@@ -122,6 +120,7 @@ class Trainer:
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, held & moments)
         values = load(checkpoint, self._tensors(), known=self._known)
+        self.runtime.require_equal(optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
 
@@ -181,7 +180,11 @@ class Trainer:
     ) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began = time.perf_counter()
-        batch = next(batches)
+        batch = next(batches, None)
+        if batch is None:
+            raise UserError(
+                f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
+            )
         rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step, self.rank)
@@ -222,7 +225,7 @@ class Trainer:
             skipped_samples=batch.skipped,
             target_tokens=result.target_tokens,
             tokens=tokens,
-            tokens_per_second=tokens.get("language", 0) / seconds,
+            tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,

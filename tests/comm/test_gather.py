@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering, exchange
+from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from worker_pool import Worker, WorkerPool
 
 
 def _gather(worker: Worker) -> tuple[list[list], list]:
     comm = Comm(worker.store, worker.rank, worker.size)
     own = torch.tensor([[worker.rank, 10 * worker.rank]])
-    begun = [Gathering(comm, own, "a test", radix) for radix in (2, 3, 8)]
+    begun = [AsyncAllGather(comm, own, "a test", radix) for radix in (2, 3, 8)]
     rows = [gathering.wait().tolist() for gathering in begun]
-    values = exchange(comm, {"rank": worker.rank, "text": "é" * worker.rank})
+    values = all_gather_object(comm, {"rank": worker.rank, "text": "é" * worker.rank})
     comm.close()
     return rows, values
 
