@@ -11,13 +11,13 @@ import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 
+from cut_and_packed import find_problems
 from dilatant.config import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import RowAttention, use_row_attention
-from dilatant.models.selfcheck import find_problems
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
-from oracles.one_process import loss_of_batch
+from oracles.one_process import losses_of_batch
 from packed_row import packed_inputs
 
 AUDIO = "whisper"
@@ -70,13 +70,13 @@ def check(language: str, encoder: str, media: str, seen_in: Callable[[Any], Any]
     plain.train()
     samples = make_samples(model, encoder)
     unit = plain["vision"]
-    expected = loss_of_batch(
+    expected = losses_of_batch(
         plain.language.model,
         {"vision": (unit.model, unit.projector, unit.skip_tokens)},
         plain.placeholder_ids,
         samples,
         seen_in,
-    )
+    )["language"]
     expected.backward()
     loss = packed_loss(model, samples)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)  # one float32 sum in another order

@@ -207,3 +207,11 @@ def test_an_adapter_may_come_from_the_user() -> None:
     inputs = {"pixel_values": images(2)}
     assert torch.equal(chain_encoder(unit, [(0, 2), (2, 7)], inputs), unit(inputs))
     assert calls == [3]
+
+
+def test_a_weight_outside_all_modules_belongs_to_the_embedding_alone() -> None:
+    model = vision_language()["vision"].model
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    unit = MultimodalModel({"vision": Encoder(model)}, LANGUAGE_MODELS["llama"], seed=0)["vision"]
+    assert "scale" in dict(unit.stage(0, 2).model.named_parameters())
+    assert "scale" not in dict(unit.stage(2, 7).model.named_parameters())

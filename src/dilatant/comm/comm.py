@@ -284,7 +284,7 @@ class Comm:
         if waiting is not None:
             return f"waits for {waiting[0]} since {time.monotonic() - waiting[1]:.0f} s"
         stalled = self._deadlines.stalled() if self._deadlines is not None else None
-        if stalled is not None and stalled.seconds > ANSWER_SECONDS:
+        if stalled is not None and stalled.seconds > min(ANSWER_SECONDS, self._timeout.total_seconds() / 2):
             return f"waits for {stalled.what} on its GPU since {stalled.seconds:.0f} s"
         frame = sys._current_frames().get(self._main_thread)
         if frame is None:

@@ -106,10 +106,10 @@ class Group:
         Raises ValueError.
         """
         self._check_sizes(whole=output, part=input)
-        if len(self.ranks) == 1 or not input.numel():
-            output.view(-1).copy_(input.reshape(-1))
-            return self._pending(None, what)
         with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1 or not input.numel():
+                output.view(-1).copy_(input.view(-1))
+                return self._pending(None, what)
             work = self._backend.all_gather(output.view(-1), input.view(-1))
         return self._pending(work, what, (output, input))
 
@@ -120,17 +120,16 @@ class Group:
         ranks-th part of the elements. Raises ValueError.
         """
         self._check_sizes(whole=input, part=output)
-        if len(self.ranks) == 1 or not output.numel():
-            output.view(-1).copy_(input.reshape(-1))
-            return self._pending(None, what)
-        if self._on_device:
-            with self._watch.translated_errors(what or self.name):
-                work = self._backend.reduce_scatter(output.view(-1), input.view(-1))
-            return self._pending(work, what, (output, input))
-        summed = input.reshape(-1).clone()
-        own = summed.view(len(self.ranks), -1)[self.ranks.index(self._rank)]
         with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1 or not output.numel():
+                output.view(-1).copy_(input.view(-1))
+                return self._pending(None, what)
+            if self._on_device:
+                work = self._backend.reduce_scatter(output.view(-1), input.view(-1))
+                return self._pending(work, what, (output, input))
+            summed = input.view(-1).clone()
             work = self._backend.all_reduce(summed, dist.ReduceOp.SUM)
+        own = summed.view(len(self.ranks), -1)[self.ranks.index(self._rank)]
         return self._pending(work, what, (summed,), finish=lambda: output.view(-1).copy_(own))
 
     def barrier(self, what: str = "") -> None:
@@ -153,9 +152,9 @@ class Group:
         return self._pending(work, what, (tensor,))
 
     def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Pending:
-        if len(self.ranks) == 1 or not tensor.numel():
-            return self._pending(None, what)
         with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1 or not tensor.numel():
+                return self._pending(None, what)
             work = self._backend.all_reduce(tensor, operation)
         return self._pending(work, what, (tensor,))
 

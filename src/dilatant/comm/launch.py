@@ -104,7 +104,9 @@ def launch(
         return launch_local(function, num_workers, *args, started=started)
     prepare_cuda()
     with store_of_launcher.joined(place) as store:
-        worker = _worker(place.rank, place.size, place.local_rank, place.local_size, store)
+        worker = _worker(
+            place.rank, place.size, place.local_rank, place.local_size, store, started_here=False
+        )
         return [_run_here(function, worker, args)]
 
 
@@ -181,10 +183,12 @@ def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...
         raise WorkerFailed(report.message, report.details) from error
 
 
-def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Store | None) -> Worker:
+def _worker(
+    rank: int, size: int, local_rank: int, local_size: int, store: Store | None, started_here: bool = True
+) -> Worker:
     prepare_cuda()
     if torch.cuda.is_available():
-        device = torch.device("cuda", _gpu_index(rank, local_rank, local_size, torch.cuda.device_count()))
+        device = torch.device("cuda", _gpu_index(local_rank, torch.cuda.device_count(), started_here))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -193,14 +197,15 @@ def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Store
     return Worker(rank, size, local_rank, device, store)
 
 
-def _gpu_index(rank: int, local_rank: int, local_size: int, visible: int) -> int:
-    """Which of the visible GPUs is a rank's: the only one where a launcher shows each task its own.
+def _gpu_index(local_rank: int, visible: int, started_here: bool) -> int:
+    """Which of the visible GPUs is a rank's: the only one where an outer launcher shows each task its own.
 
-    Raises UserError."""
-    if visible > 1 and local_rank >= visible:
+    Raises UserError.
+    """
+    if local_rank >= visible and (started_here or visible > 1):
         raise UserError(
-            f"rank {rank} needs GPU {local_rank} of its machine, where {local_size} ranks see {visible}; start fewer "
-            "ranks there, or show each one its own (Slurm: --gpus-per-task=1)"
+            f"rank {local_rank} of a machine needs a GPU of its own, but sees {visible}; start fewer ranks there, or "
+            "let the launcher show each one its own (Slurm: --gpus-per-task=1)"
         )
     return local_rank % visible
 

@@ -27,7 +27,7 @@ class Config(Section):
 
     output_dir: str = "runs/default"
     """The run folder."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Of random weights, the order of samples and dropout."""
     model: ModelConfig
     data: DataConfig

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dilatant.data.sample import EncodedSample
@@ -42,6 +43,7 @@ class LanguageStage(Stage):
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
     outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
+    container: path of the module that holds the blocks.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -58,6 +60,7 @@ class LanguageStage(Stage):
         model: PreTrainedModel,
         placeholder_ids: Mapping[str, int],
         outputs: Mapping[str, int],
+        container: str,
         before_language_model: BeforeLanguageModel | None = None,
         row_attention: RowAttention | None = None,
         is_first: bool = True,
@@ -67,6 +70,7 @@ class LanguageStage(Stage):
         self.model = model
         self.placeholder_ids = dict(placeholder_ids)
         self.outputs = dict(outputs)
+        self.container = container
         self.before_language_model = before_language_model
         self.row_attention = row_attention
         self.is_first = is_first
@@ -167,30 +171,49 @@ class LanguageStage(Stage):
         }
         if not self.is_last:
             return self.model.base_model(**run).last_hidden_state
-        if return_hidden:
-            # The states of every block are listed, the last of them behind the final norm.
-            run["output_hidden_states"] = True
+        heard: list[Tensor] = []
+        listener = self._listen(heard) if return_hidden else None
+        try:
+            output = self._predict(run, position_ids, labels, loss_denominator, return_logits, logits_at)
+        finally:
+            if listener is not None:
+                listener.remove()
+        return replace(output, hidden=heard[-1]) if return_hidden else output
+
+    def _listen(self, heard: list[Tensor]) -> RemovableHandle:
+        """Note what the module that holds the blocks returns: it ends with the final norm in all families, and the
+        head's module with its scaling and capping, which we leave to the family, is outside of it."""
+        inner = self.model.get_submodule(self.container)
+        return inner.register_forward_hook(
+            lambda module, given, output: heard.append(output.last_hidden_state)
+        )
+
+    def _predict(
+        self,
+        run: dict[str, Any],
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        loss_denominator: float | Tensor | None,
+        return_logits: bool,
+        logits_at: Tensor | None,
+    ) -> MultimodalOutput:
         if labels is None:
-            logits, last = self._head(run, logits_at)
-            return MultimodalOutput(None, logits, last)
-        targets = shift_labels(labels, position_ids, attention_mask)
+            return MultimodalOutput(None, self._logits(run, logits_at))
+        targets = shift_labels(labels, position_ids, run["attention_mask"])
         if not return_logits:
             logits_at = positions_with_targets(targets)
             targets = targets[:, logits_at]
-        logits, last = self._head(run, logits_at)
+        logits = self._logits(run, logits_at)
         loss = summed_cross_entropy(logits, targets, loss_denominator)
-        return MultimodalOutput(loss, logits if return_logits else None, last)
+        return MultimodalOutput(loss, logits if return_logits else None)
 
-    def _head(self, run: dict[str, Any], positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must. And the
-        last hidden states, where `run` asks for them."""
-        if positions is not None and self._keeps_logits:
-            output = self.model(**run, logits_to_keep=positions)
-        else:
-            output = self.model(**run)
-            if positions is not None:
-                output.logits = output.logits[:, positions]
-        return output.logits, output.hidden_states[-1] if run.get("output_hidden_states") else None
+    def _logits(self, run: dict[str, Any], positions: Tensor | None) -> Tensor:
+        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must."""
+        if positions is None:
+            return self.model(**run).logits
+        if self._keeps_logits:
+            return self.model(**run, logits_to_keep=positions).logits
+        return self.model(**run).logits[:, positions]
 
     @cached_property
     def _keeps_logits(self) -> bool:
@@ -241,6 +264,7 @@ class LanguageUnit(Unit, LanguageStage):
             model=model,
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
+            container=structure.containers[-1],
             before_language_model=before_language_model,
         )
         self.structure = structure
@@ -299,6 +323,7 @@ class LanguageUnit(Unit, LanguageStage):
             ),
             placeholder_ids=self.placeholder_ids,
             outputs=self.outputs,
+            container=self.container,
             before_language_model=self.before_language_model,
             row_attention=self.row_attention,
             is_first=is_first,

@@ -177,9 +177,18 @@ def _read_projector(path: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").is_file() else None
+    return _load(AutoTokenizer, folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
 def _load_processor(folder: Path) -> Any:
     names = ("preprocessor_config.json", "processor_config.json")
-    return AutoProcessor.from_pretrained(folder) if any((folder / name).is_file() for name in names) else None
+    return _load(AutoProcessor, folder) if any((folder / name).is_file() for name in names) else None
+
+
+def _load(loader: Any, folder: Path) -> Any:
+    """Without code that the folder may name: a saved model is data. Raises UserError."""
+    try:
+        return loader.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{str(folder)!r} cannot be read: {reason}") from None

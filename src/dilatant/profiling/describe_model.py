@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from dilatant.config import Config
-from dilatant.models.encoder_spec import Encoder
-from dilatant.models.freeze import audit, freeze
+from dilatant.models.build import build_model
+from dilatant.models.freeze import audit
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
-from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 
@@ -66,37 +65,9 @@ class ModelDescription:
 def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
     is read. Raises UserError."""
-    language = config.model.language_model
-    where = "model.language_model"
-    llm: Any = (
-        {"vocab_size": vocab_size, **language.config}
-        if language.config is not None
-        else load_pretrained_config(str(language.id), where, language.trust_remote_code)
-    )
-    encoders = {}
-    for name, entry in config.model.encoders.items():
-        at = f"model.encoders.{name}"
-        source: Any = entry.config or load_pretrained_config(str(entry.id), at, entry.trust_remote_code)
-        encoders[name] = Encoder(
-            load_encoder(source, at, trust_remote_code=entry.trust_remote_code),
-            entry.projector,
-            merge=entry.merge,
-            features=entry.features,
-        )
-    model = MultimodalModel(
-        encoders,
-        load_language_model(
-            llm,
-            where,
-            attn_implementation=None if language.on_block_tables else language.attn_implementation,
-            trust_remote_code=language.trust_remote_code,
-        ),
-        device="meta",
-        media_attention=language.media_attention,
-    )
-    if language.on_block_tables:
+    model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
+    if config.model.language_model.on_block_tables:
         use_row_attention(model)
-    freeze(model.units, config.model.freeze)
     return model
 
 

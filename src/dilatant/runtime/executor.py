@@ -23,7 +23,7 @@ from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.weight_gradients import WeightGradients, settle
+from dilatant.runtime.weight_gradients import Deferred, WeightGradients, accumulate
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
 
@@ -67,7 +67,7 @@ class _Piece:
     inputs: dict[str, Tensor]
     rows: dict[str, Tensor]
     losses: Mapping[str, Tensor]
-    owed: list = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
 
 
 PieceKey = tuple[int, int, tuple[int, ...] | None]
@@ -234,7 +234,7 @@ class Executor:
             if splits:
                 with stage.gradients.deferring():
                     torch.autograd.backward(outputs, gradients)
-                piece.owed = stage.gradients.take()
+                piece.deferred = stage.gradients.take()
             else:
                 torch.autograd.backward(outputs, gradients)
         self._recorder.done()
@@ -256,7 +256,7 @@ class Executor:
 
     def _weight_gradients(self, action: Action) -> None:
         self._recorder.computing()
-        settle(self._pieces.pop(_key(action)).owed)
+        accumulate(self._pieces.pop(_key(action)).deferred)
         self._recorder.done()
 
     def _assemble(

@@ -10,6 +10,7 @@ from dilatant.config import Config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.progress import ProgressLine
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
 from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.evaluation import Evaluation
 from dilatant.training.trainer import Trainer
@@ -31,7 +32,8 @@ class Observer:
         trainer = self._trainer
         if trainer.step:
             self._console.print(f"going on after step {trainer.step}", highlight=False)
-        self._folder.begin_metrics(trainer.step)
+        if (warning := self._folder.begin_metrics(trainer.step)) is not None:
+            warn(self._console, warning)
         self._trackers = open_trackers(
             self._config.train.report_to,
             self._folder.path,

@@ -31,8 +31,9 @@ from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
 from dilatant.report.step_page import write_step_page
-from dilatant.training.checkpoint import damage, list_checkpoints, load, newest_valid
+from dilatant.training.checkpoint import damage, identity, list_checkpoints, load, newest_valid
 from dilatant.training.evaluation import Evaluation
 from dilatant.training.export import export_model
 from dilatant.training.layout import plan_from_config, prove_schedule, units_decoded_on
@@ -104,7 +105,10 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     console = _console(show if speaks else "nothing")
     folder = RunFolder(config.output_dir)
     try:
-        start = _starting_point(config, folder, overwrite, console)
+        start = _Start(None)
+        if speaks:
+            folder.lock()
+            start = _starting_point(config, folder, overwrite, console)
         with console.status("building the model"):
             prepared = prepare(config)
         if place is not None and place.size != len(prepared.plan.ranks):
@@ -206,13 +210,21 @@ def _agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
     chosen = all_gather_object(comm, None if own is None else str(own))[0]
     if chosen is None:
         return None
-    problem = damage(Path(chosen))
-    problems = all_gather_object(comm, problem)
-    blind = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    try:
+        seen, problem = identity(Path(chosen)), None
+    except UserError as error:
+        seen, problem = "", str(error)
+    sights = all_gather_object(comm, [seen, problem])
+    blind = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(sights) if text is not None]
+    blind += [
+        f"rank {rank} sees another checkpoint there"
+        for rank, (other, text) in enumerate(sights)
+        if text is None and other != sights[0][0]
+    ]
     if blind:
         raise UserError(
-            f"rank 0 goes on from {chosen!r}, which not all ranks see alike ({'; '.join(blind[:4])}); is output_dir on "
-            "storage that all machines share?"
+            f"rank 0 goes on from {chosen!r}, which not all ranks see alike ({'; '.join(blind[:4])}); output_dir must "
+            "be on storage that all machines share"
         )
     return Path(chosen)
 
@@ -291,7 +303,7 @@ def _export(config: Config, prepared: Prepared, folder: RunFolder) -> None:
         if newest is None:
             raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
         load(newest.path, {"model": allocate(model.units)})
-    export_model(model, prepared.samples.encoding, folder.export)
+    export_model(model, prepared.samples.encoding, folder.export, folder.path)
 
 
 def _console(show: Show) -> Console:
@@ -312,7 +324,7 @@ def _starting_point(config: Config, folder: RunFolder, overwrite: bool, console:
     if resume == "auto":
         checkpoint, warnings = newest_valid(folder.checkpoints)
         for warning in warnings:
-            console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
+            warn(console, warning)
         if checkpoint is None and warnings:
             raise UserError(
                 f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.data.loader import GlobalBatch, Loader
@@ -27,7 +29,8 @@ from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import lowest_holders, weights_held_on
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
-from dilatant.training.checkpoint import CheckpointWriter, Tensors, load, stored_shapes
+from dilatant.training.checkpoint import Tensors, load, stored_shapes
+from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
 from dilatant.training.layout import microbatching, units_decoded_on
 from dilatant.training.learning_rate import rate_factor
@@ -40,6 +43,9 @@ from dilatant.training.optimizer import (
 )
 from dilatant.training.shared_batches import SharedBatches
 from dilatant.training.stored_weights import read_pretrained
+
+LAST_PATIENCE_SECONDS = 20.0
+"""How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +116,12 @@ class Trainer:
         self._position = self._sampler.start()
         self._saved_by = lowest_holders(plan, model.units)
         self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
-        self._writer = CheckpointWriter(checkpoints, config.train.keep_checkpoints, worker.rank, worker.size)
+        session = all_gather_object(self.comm, secrets.token_hex(8))[0]
+        self._writer = CheckpointWriter(
+            checkpoints, config.train.keep_checkpoints, session, worker.rank, worker.size
+        )
         self._saved_step = 0
+        self._unpublished = False
         self._half_updated = False
 
     def restore(self, checkpoint: Path) -> None:
@@ -123,6 +133,9 @@ class Trainer:
         self.runtime.require_equal(optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
+        self._any_rank(False, "all to have read the checkpoint")
+        if self.rank == 0:  # its name may change now
+            self._writer.continue_from(checkpoint)
 
     def run(
         self,
@@ -147,16 +160,18 @@ class Trainer:
                         observe(metrics)
                     if config.save_steps and self.step % config.save_steps == 0:
                         self._save()
+                    elif self._unpublished and not self._any_rank(not self._writer.ready(), "written parts"):
+                        self._publish()
                     after_step(self.step)
         except BaseException as error:
             self.fail(error)
             with contextlib.suppress(Exception):  # the first error counts
-                self._save_once()
-                self._writer.wait()
+                self._save_alone()
             raise
-        self._save_once()
-        self._writer.wait()
-        self._any_rank(False, "the others' parts of the checkpoint")
+        if self._saved_step != self.step:
+            self._save()
+        self._complete()
+        self._any_rank(False, "the checkpoint's publication")
         seconds = time.perf_counter() - began
         return TrainResult(self.step, self.total_steps, seconds, self.step >= self.total_steps)
 
@@ -252,17 +267,51 @@ class Trainer:
     def _tensors(self) -> Tensors:
         return {"model": self.runtime.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
 
-    def _save_once(self) -> None:
-        if self._saved_step != self.step and not self._half_updated:
-            self._save()
-
     def _save(self) -> None:
+        """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
+        self._complete()
+        self._write()
+
+    def _write(self) -> None:
+        """Raises UserError for weights that are not finite: nobody could go on from them."""
         tensors = {
             kind: {name: tensor for name, tensor in held.items() if self._saved_by[name] == self.rank}
             for kind, held in self._tensors().items()
         }
-        self._writer.save(self.step, tensors, {"step": self.step, "position": self._position.to_json()})
+        for name, tensor in tensors["model"].items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise UserError(
+                    f"weight {name!r} is not finite after step {self.step}, so it is not saved; the checkpoint before "
+                    "is still valid: go on from it with a lower learning rate"
+                )
+        frozen = [name for name, p in self.runtime.parameters.items() if not p.requires_grad]
+        values = {"step": self.step, "position": self._position.to_json()}
+        self._writer.save(self.step, tensors, values, frozen)
+        self._unpublished = True
         self._saved_step = self.step
+
+    def _complete(self) -> None:
+        """Publish the last save, on whose parts all ranks wait."""
+        self._writer.wait()
+        if self._unpublished:
+            self._any_rank(False, "written parts")
+            self._publish()
+            self._writer.wait()
+
+    def _publish(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._unpublished = False
+        if self.rank == 0:
+            self._writer.publish(patience_seconds)
+
+    def _save_alone(self) -> None:
+        """Save the last finished step where ranks cannot hear of each other any more."""
+        self._writer.wait()
+        if self._unpublished:
+            self._publish(LAST_PATIENCE_SECONDS)
+        if self._saved_step != self.step and not self._half_updated:
+            self._write()
+            self._publish(LAST_PATIENCE_SECONDS)
+        self._writer.wait()
 
 
 def count_steps(config: Config, samples: Samples) -> int:

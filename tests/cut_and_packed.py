@@ -1,4 +1,4 @@
-"""Whether a family that nobody tried yet can be cut and packed: asked of the model itself, on a few tokens."""
+"""Whether a family can be cut into stages and packed: asked of the model itself, on a few tokens."""
 
 from __future__ import annotations
 
