@@ -43,7 +43,7 @@ from dilatant.plan import (
     reinstantiate,
     search,
 )
-from dilatant.schedule.evaluate import evaluator
+from dilatant.schedule.plan_scorer import plan_scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +210,9 @@ def search_rows() -> Iterator[Row]:
     for nodes, batch in ((1, 128), (2, 256), (4, 512)):
         cluster = Cluster(nodes, 8, 80 * 2.0**30, Link(2e11, 5e-6), Link(5e10, 1e-5))
         drawn = samples.batches(batch, 2)
-        evaluate = evaluator(model, costs, cluster, drawn, batch)
+        scorer = plan_scorer(model, costs, cluster, drawn, batch)
         began = time.perf_counter()
-        found = search(model, costs, cluster, drawn, batch, evaluate)
+        found = search(model, costs, cluster, drawn, batch, scorer)
         yield Row(
             f"search on {8 * nodes} devices, batch {batch}",
             time.perf_counter() - began,

@@ -20,8 +20,8 @@ from tiny_project import Dilatant, tiny_config
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
+from dilatant.report.gantt import GanttChart
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.timeline import StepTimeline
 from dilatant.training import run as training_run
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
@@ -44,7 +44,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def actions(timeline: StepTimeline) -> dict[tuple[int, ...], list[tuple]]:
+def actions(timeline: GanttChart) -> dict[tuple[int, ...], list[tuple]]:
     return {
         lane.ranks: [row[1:5] for row in timeline.rows if row.lane == number]
         for number, lane in enumerate(timeline.lanes)

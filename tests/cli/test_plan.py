@@ -161,7 +161,10 @@ def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
     assert templates["changes"] == 2
     assert restarts["samples_per_second"] < templates["samples_per_second"] <= free["samples_per_second"]
     assert sum(templates["lost"].values()) < templates["seconds"]
-    assert "restart from checkpoint" in page.read_text()
+    shown = page.read_text()
+    assert "restart from checkpoint" in shown
+    assert "× H100, as the trace has them" in shown
+    assert "is only simulated" in shown
 
 
 def test_freezing_makes_a_plan_faster(project: Path, dilatant: Dilatant) -> None:

@@ -268,3 +268,10 @@ def test_slower_hardware_is_modelled_slower():
         analytic_cost(shape, load_hardware(name)).forward(2048) for name in ("H200", "H100", "A100", "A40")
     ]
     assert seconds == sorted(seconds)
+
+
+def test_the_halves_of_a_leading_layers_backward_are_never_more_than_the_whole():
+    """Also where measurement found the whole backward quicker than the weight gradient alone."""
+    cost = LayerCost(*(Quadratic(b=1.0) for _ in range(2)), Quadratic(b=1.0), Quadratic(b=0.8))
+    work = frozen_work(cost, trainable=True, before=False)
+    assert work.backward == Quadratic(b=0.8)

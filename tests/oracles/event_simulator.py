@@ -73,12 +73,8 @@ def simulate(
     schedule: Schedule,
     seconds: dict[Action, float],
     lag: dict[tuple[Action, Action], float] | None = None,
-    link: dict[tuple[Action, Action], int] | None = None,
-    occupancy: dict[tuple[Action, Action], float] | None = None,
-    priority: dict[Action, int] | None = None,
 ) -> Result:
-    """Messages travel `lag` seconds; those with a link first queue for it and occupy it for `occupancy` seconds.
-    Messages that one action sends on one link go in the order of their consumers' `priority`."""
+    """Messages travel `lag` seconds."""
     placed = plan.stages()
     actions = list(dict.fromkeys(action for rank in schedule.actions for action in schedule.actions[rank]))
     needed = needs(plan, assignment, actions)
@@ -86,8 +82,6 @@ def simulate(
     for action, sources in needed.items():
         for source in sources:
             users[source].append(action)
-    for source in users:
-        users[source].sort(key=lambda action: (priority or {}).get(action, 0))
     index = {action: number for number, action in enumerate(actions)}
     waiting_for = {action: len(sources) for action, sources in needed.items()}
     position = dict.fromkeys(schedule.actions, 0)
@@ -95,7 +89,6 @@ def simulate(
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     arrival: dict[tuple[Action, Action], float] = {}
-    link_free: dict[int, float] = defaultdict(float)
     events: list[tuple[float, int, int, str, object]] = []
     tick = count()
     now = 0.0
@@ -131,11 +124,7 @@ def simulate(
                 position[member] += 1
             for user in users[action]:
                 edge = (action, user)
-                sent = now
-                if link is not None and edge in link:
-                    sent = max(now, link_free[link[edge]]) + occupancy[edge]
-                    link_free[link[edge]] = sent
-                arrival[edge] = sent + (lag[edge] if lag is not None else 0.0)
+                arrival[edge] = now + (lag[edge] if lag is not None else 0.0)
                 heapq.heappush(events, (arrival[edge], -1, next(tick), "arrive", user))
         else:
             waiting_for[subject] -= 1

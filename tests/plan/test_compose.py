@@ -15,7 +15,6 @@ from dilatant.plan import (
     TooFewDevicesError,
     compose_pipelines,
     share_microbatches,
-    template_node_counts,
 )
 from oracles.compose import best_composition, slowest
 
@@ -110,7 +109,7 @@ def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
     """Theorem 1 of App. A with the number of replicas that its proof leaves out; Theorem 2 with >=."""
     for smallest in range(1, num_nodes + 1):
         for faults in range(num_nodes // smallest):
-            counts = template_node_counts(num_nodes, smallest, faults)
+            counts = range(smallest, num_nodes - faults * smallest + 1)
             templates = consecutive(counts)
             for left in range((faults + 1) * smallest, num_nodes + 1):
                 found = compose_pipelines(templates, left, faults, left)
@@ -119,35 +118,3 @@ def test_every_cluster_down_to_the_guarantee_has_a_composition(num_nodes):
             if num_nodes >= (faults + 2) * smallest:
                 # Merging pipelines of less than `smallest` nodes until there are enough gives fewer than twice.
                 assert set(range(smallest, 2 * smallest)) <= set(counts)
-
-
-def test_a_cap_on_pipelines_is_accepted_exactly_while_the_guarantee_holds():
-    for num_nodes in range(1, 19):
-        for smallest in range(1, num_nodes + 1):
-            for faults in range(num_nodes // smallest):
-                for largest in range(smallest, num_nodes + 1):
-                    reachable = sums(range(smallest, largest + 1), num_nodes, faults + 1)
-                    holds = reachable.issuperset(range((faults + 1) * smallest, num_nodes + 1))
-                    try:
-                        counts = template_node_counts(num_nodes, smallest, faults, largest)
-                    except PlanError:
-                        assert not holds
-                    else:
-                        assert holds
-                        assert counts[-1] == min(largest, num_nodes - faults * smallest)
-
-
-def sums(sizes, limit, fewest):
-    """Totals up to `limit` of at least `fewest` numbers from `sizes`."""
-    reached, found = {0}, set()
-    for number in range(1, limit + 1):
-        reached = {total + size for total in reached for size in sizes if total + size <= limit}
-        if number >= fewest:
-            found |= reached
-    return found
-
-
-def test_fewer_nodes_than_replicas_need_are_refused():
-    with pytest.raises(TooFewDevicesError, match="at least 9 nodes") as caught:
-        template_node_counts(8, 3, 2)
-    assert caught.value.needed == 9

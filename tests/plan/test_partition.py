@@ -90,7 +90,14 @@ def test_an_impossible_cut_says_what_is_missing():
     with pytest.raises(PlanError, match=r"layers \[1\]"):
         partition_layers([1.0, math.nan, 3.0], 2)
     gib = 2.0**30
-    with pytest.raises(DoesNotFitError, match=r"unit 'vision'.*0\.50 GiB short") as caught:
+    with pytest.raises(DoesNotFitError, match=r"unit 'vision'.*512 MiB short") as caught:
         partition_layers_in_memory([1, 1], [1.5 * gib] * 2, [0, 0], [2, 1], gib, "vision")
     assert caught.value.unit == "vision"
     assert caught.value.excess_bytes == pytest.approx(0.5 * gib)
+
+
+def test_of_equally_good_cuts_the_one_nearest_to_the_even_share_is_taken():
+    # The last layer alone is the slowest stage; the other two stages could share the rest in any way.
+    assert tuple(partition_layers([1.0] * 6 + [6.0], 3)) == (0, 4, 6)
+    # A third of 11 lies between 3 and 4.
+    assert tuple(partition_layers([1.0] * 5 + [6.0], 3)) == (0, 4, 5)

@@ -16,7 +16,6 @@ from dilatant.plan import (
     compose_pipelines,
     plan_templates,
     reinstantiate,
-    template_node_counts,
 )
 from oracles.reinstantiate import fewest_bytes, held_layers
 
@@ -89,7 +88,7 @@ def test_no_placement_of_an_allowed_composition_moves_fewer_bytes(seed):
 
 @pytest.mark.parametrize(("nodes", "smallest", "faults"), [(7, 1, 1), (8, 2, 1), (9, 2, 2), (9, 3, 1)])
 def test_every_set_of_losses_that_leaves_enough_nodes_is_survived(nodes, smallest, faults):
-    templates = templates_for(template_node_counts(nodes, smallest, faults, LAYERS))
+    templates = templates_for(range(smallest, min(nodes - faults * smallest, LAYERS) + 1))
     before = number(compose_pipelines(templates, nodes, faults, 12).pipelines)
     for count in range(1, nodes + 1):
         for lost in itertools.combinations(range(nodes), count):
@@ -152,3 +151,17 @@ def test_contradictions_are_listed_together():
         PlanError, match=r"\[1\] are in several.*lost nodes \[9\].*joined nodes \[2\].*\[3\] nodes"
     ):
         reinstantiate(templates_for([2]), [(0, 1), (1, 2, 3)], [9], 0, 8, joined=[2])
+
+
+@pytest.mark.parametrize("seed", [0, 16, 17])
+def test_more_slack_never_moves_more_bytes_than_none(seed):
+    """Also where far more compositions are allowed than are compared: the fastest are among them."""
+    draw = random.Random(seed)
+    seconds = {1: [3.0 + 0.2 * k for k in range(32)]}
+    templates = plan_templates(seconds, range(2, 17), 1, 64)
+    before = number(compose_pipelines(templates, 256, 1, 1024).pipelines)
+    lost = draw.sample(range(256), draw.randint(1, 80))
+    none, some, much = (
+        reinstantiate(templates, before, lost, 1, 1024, slack=slack) for slack in (0.0, 0.03, 0.1)
+    )
+    assert max(some.moved_bytes, much.moved_bytes) <= none.moved_bytes

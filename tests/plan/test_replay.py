@@ -28,8 +28,8 @@ from dilatant.plan.replay import (
     SAVING,
     TOO_FEW,
     UNFINISHED,
-    Layout,
     RecoveryCosts,
+    RunningPipelines,
     replay,
 )
 from dilatant.plan.templates import plan_templates
@@ -45,12 +45,12 @@ def templates():
 
 
 def scripted(layouts):
-    """A reaction that gives one layout after the other, whatever the nodes are."""
+    """A reaction that gives one running after the other, whatever the nodes are."""
     following = iter(layouts)
 
-    def react(layout, alive):
+    def react(running, alive):
         step, moved, kept, restarted = next(following)
-        return Layout(((0,),) if math.isfinite(step) else (), step, moved, kept, restarted)
+        return RunningPipelines(((0,),) if math.isfinite(step) else (), step, moved, kept, restarted)
 
     return react
 
@@ -66,14 +66,14 @@ costs = st.builds(
     notice_seconds=st.sampled_from([0.0, 2.0]),
 )
 OFF = 0.001234567  # keeps events off the ends of steps and checkpoints, where rounding decides who was first
-layout = st.tuples(
+running = st.tuples(
     st.sampled_from([0.7, 1.3, 5.0, math.inf]), st.sampled_from([0, 2, 9]), st.booleans(), st.booleans()
 )
 
 
 @settings(max_examples=500, deadline=None, print_blob=True)
 @given(
-    st.lists(st.tuples(st.floats(0.3, 60.0), st.booleans(), layout), min_size=1, max_size=8),
+    st.lists(st.tuples(st.floats(0.3, 60.0), st.booleans(), running), min_size=1, max_size=8),
     st.floats(0.0, 80.0),
     costs,
 )
@@ -149,18 +149,18 @@ def test_losing_every_holder_of_a_layer_rolls_back(templates):
 def test_templates_use_every_node_and_the_grid_does_not(templates):
     reaction, grid = from_templates(templates, 1, 24), restart_from_checkpoint(templates, 24)
     for count in range(4, 13):
-        layout = reaction(None, frozenset(range(count)))
-        assert sorted(node for nodes in layout.pipelines for node in nodes) == list(range(count))
-        assert layout.step_seconds <= grid(None, frozenset(range(count))).step_seconds * (
+        running = reaction(None, frozenset(range(count)))
+        assert sorted(node for nodes in running.pipelines for node in nodes) == list(range(count))
+        assert running.step_seconds <= grid(None, frozenset(range(count))).step_seconds * (
             1 + 1e-9
         )  # same arithmetic
 
 
 def test_nodes_without_a_microbatch_stay_idle(templates):
     few = from_templates(templates, 1, 2)
-    layout = few(None, frozenset(range(40)))
-    assert sum(len(nodes) for nodes in layout.pipelines) == 24  # two pipelines of the largest template
-    assert math.isfinite(few(layout, frozenset(range(1, 40))).step_seconds)
+    running = few(None, frozenset(range(40)))
+    assert sum(len(nodes) for nodes in running.pipelines) == 24  # two pipelines of the largest template
+    assert math.isfinite(few(running, frozenset(range(1, 40))).step_seconds)
 
 
 def test_training_stops_below_one_replica_and_goes_on_from_a_checkpoint(templates):

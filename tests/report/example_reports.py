@@ -8,15 +8,15 @@ from __future__ import annotations
 import random
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.report.gantt import GanttChart, GanttRow, Lane
 from dilatant.report.plan_report import (
-    Candidate,
+    ComparedPlan,
     MemoryUse,
     PlanReport,
     SizeDistribution,
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.timeline import Lane, StepTimeline, TimelineRow
 
 GIB = 1024**3
 
@@ -63,7 +63,7 @@ def large_report(replicas: int = 128, microbatches: int = 16) -> PlanReport:
 def _report(title, plan, chains, seconds, global_batch, seed):
     draw = random.Random(seed)
     stages = plan.stages()
-    rows: list[TimelineRow] = []
+    rows: list[GanttRow] = []
     idle: list[dict[str, float]] = [{} for _ in stages]
     ends = []
     for chain, microbatches in chains:
@@ -83,7 +83,7 @@ def _report(title, plan, chains, seconds, global_batch, seed):
         waiting = "waiting for vision" if stages[lane].unit == "language" else "waiting for language"
         idle[lane] = {"warm-up": first, "drain": step - last, waiting: last - first - busy}
     lanes = tuple(Lane(placed.stage.ranks, (placed.index,)) for placed in stages)
-    timeline = StepTimeline(step, lanes, tuple(rows), tuple(idle))
+    timeline = GanttChart(step, lanes, tuple(rows), tuple(idle))
     memory = tuple(
         MemoryUse(
             placed.stage.ranks,
@@ -143,7 +143,7 @@ def _report(title, plan, chains, seconds, global_batch, seed):
         ),
         memory=memory,
         candidates=(
-            Candidate(
+            ComparedPlan(
                 "parallel",
                 "vision 1×1, language 2×1",
                 len(plan.ranks),
@@ -152,7 +152,7 @@ def _report(title, plan, chains, seconds, global_batch, seed):
                 timeline.idle_fractions(),
                 True,
             ),
-            Candidate(
+            ComparedPlan(
                 "colocated",
                 "vision inside language's first stage",
                 len(plan.ranks),
@@ -160,7 +160,7 @@ def _report(title, plan, chains, seconds, global_batch, seed):
                 0.71,
                 {"warm-up": 0.12, "drain": 0.12, "imbalance": 0.15},
             ),
-            Candidate(
+            ComparedPlan(
                 "megatron",
                 "vision as first stage, frozen-unaware",
                 len(plan.ranks),
@@ -201,5 +201,5 @@ def _run_chain(chain, microbatches, seconds, rows):
                 start = max(free[stage], done.get(needed, 0.0))
                 lasting = seconds(stage, k) * (1.0 if kind == "F" else 2.0)
                 free[stage] = done[kind, stage, k] = start + lasting
-                rows.append(TimelineRow(stage, stage, kind, k, microbatches[k], start, lasting))
+                rows.append(GanttRow(stage, stage, kind, k, microbatches[k], start, lasting))
     return max(free.values())

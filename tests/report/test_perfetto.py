@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.report.perfetto import describe, summarize, trace_events, write_timeline
+from dilatant.report.perfetto import trace_events, write_timeline
 from dilatant.schedule.measured import MeasuredAction
 from dilatant.schedule.schedule import Action, ActionKind
 
@@ -27,17 +25,6 @@ MEASURED = (
     MeasuredAction(1, "language", LEARN, (4, 5), 103.0, 0.0, None, 2.0),
 )
 ARROWS = ((ENCODE, READ), (LEARN, LEARN_VISION))
-
-
-def test_busy_waiting_and_idle_make_up_the_step_on_every_rank() -> None:
-    summary = summarize(MEASURED, PLAN)
-    assert summary.seconds == pytest.approx(7.0)
-    for rank in summary.ranks:
-        assert rank.busy + sum(rank.waiting.values()) + rank.idle == pytest.approx(7.0)
-    assert summary.ranks[0].waiting == {1: 4.0}
-    assert summary.ranks[1].idle == pytest.approx(2.0)
-    assert [stage.bubble for stage in summary.stages] == pytest.approx([4 / 7, 3 / 7])
-    assert "rank 0: busy  42.9%, waited 4000.0 ms for rank 1" in describe(summary)
 
 
 def test_every_action_is_a_slice_on_its_rank_and_every_message_an_arrow_between_two_slices(

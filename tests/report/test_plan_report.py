@@ -14,8 +14,10 @@ import pytest
 from example_reports import large_report, small_report
 from rich.console import Console
 
+from dilatant.plan import Plan
+from dilatant.report.gantt_tables import cause_tones
 from dilatant.report.plan_page import render_plan_page
-from dilatant.report.plan_report import Candidate, PlanReport
+from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.plan_table import print_plan
 from dilatant.report.wording import bytes_text, count_text, percent_text, ranks_text, seconds_text
@@ -90,11 +92,11 @@ def test_suggestions_answer_the_largest_losses_with_what_they_can_save():
 
 
 def test_explanations_follow_the_figures():
-    chosen = Candidate("a", "", 8, 1.0, 0.5, {"imbalance": 0.1}, True)
-    assert "120 %" in explain(Candidate("b", "", 8, 1.1, 1.2, {}), chosen)
-    assert "20 % more" in explain(Candidate("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
-    assert "2 devices unused" in explain(Candidate("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
-    assert explain(Candidate("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
+    chosen = ComparedPlan("a", "", 8, 1.0, 0.5, {"imbalance": 0.1}, True)
+    assert "120 %" in explain(ComparedPlan("b", "", 8, 1.1, 1.2, {}), chosen)
+    assert "20 % more" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
+    assert "2 devices unused" in explain(ComparedPlan("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
+    assert explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
 
 
 def test_page_needs_nothing_from_outside():
@@ -168,3 +170,61 @@ def test_report_imports_no_torch():
         "import sys, dilatant.report.plan_page, dilatant.report.plan_table; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("factor", "words"), [(2.0, "50 % too short"), (0.5, "100 % too long")])
+def test_a_measured_step_says_how_far_off_the_prediction_was_and_where(factor, words):
+    """Actions of a lane count once for each of its ranks."""
+    report = small_report()
+    lane = next(i for i, stage in enumerate(report.plan.stages()) if stage.unit == "language")
+    rows = tuple(
+        row._replace(seconds=row.seconds * (3.0 if row.lane == lane else 1.0)) for row in report.timeline.rows
+    )
+    lanes = list(report.timeline.lanes)
+    lanes[lane] = dataclasses.replace(lanes[lane], ranks=(1, 7, 8, 9))
+    timeline = dataclasses.replace(report.timeline, lanes=tuple(lanes))
+    measured = dataclasses.replace(timeline, seconds=timeline.seconds * factor, rows=rows)
+    text = " ".join(summarize(dataclasses.replace(report, timeline=timeline, measured=measured)))
+    assert f"the prediction was {words}" in text
+    work = {
+        i: seconds * len(lanes[i].ranks)
+        for i, seconds in enumerate(timeline.busy_seconds())
+        if report.plan.stages()[i].unit == "language"
+    }
+    assert f"those of language took {percent_text(2.0 * work[lane] / sum(work.values()))} longer" in text
+
+
+def test_the_gap_to_the_bound_is_relative_to_the_bound():
+    report = small_report()
+    report = dataclasses.replace(report, proven=False, lower_bound_seconds=report.step_seconds / 1.6)
+    assert "this one is within 60 % of that" in " ".join(summarize(report))
+
+
+def test_a_cause_of_idle_time_has_one_colour_on_every_page():
+    report = small_report()
+    causes = ["warm-up", "drain", "communication", "imbalance", "between actions", "waiting for vision"]
+    alone = {cause: cause_tones(report.plan, [cause])[cause] for cause in causes}
+    assert cause_tones(report.plan, causes[::-1]) == alone
+    assert len(set(alone.values())) == len(causes)
+
+
+def test_markup_in_what_users_write_is_shown_and_not_read():
+    name = "[red]a[/]"
+    report = small_report(name)
+    units = tuple(
+        dataclasses.replace(unit, name=f"{name}{unit.name}", feeds=()) for unit in report.plan.units
+    )
+    report = dataclasses.replace(
+        report,
+        plan=Plan(units),
+        warnings=(name,),
+        candidates=tuple(dataclasses.replace(one, name=name, layout=name) for one in report.candidates),
+    )
+    for columns in (80, 160):
+        console = Console(width=columns, record=True, file=io.StringIO())
+        print_plan(report, console)
+        text = console.export_text()
+        assert text.startswith(name)
+        assert f"warning: {name}" in text
+        assert f"{name}vision 0" in text
+        assert text.count(name) > 2 + 2 * len(report.candidates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -48,17 +49,24 @@ def test_sentences_compare_the_first_replay_with_the_others(replays):
 
 def test_binned_rates_keep_the_samples(replays):
     for one in replays:
-        rates = _rates(one)
+        rates = _rates(one, 60)
         trained = sum(segment.samples for segment in one.segments)
         assert sum(rates) / len(rates) * one.seconds == pytest.approx(trained)  # sums of doubles
 
 
-def test_terminal_shows_every_cause_of_lost_time(replays):
+@pytest.mark.parametrize("columns", [80, 140])
+def test_terminal_shows_every_cause_of_lost_time(replays, columns):
+    """With the names that `simulate --failures` has, and nothing cut off."""
+    names = ("templates", "restart from checkpoint", "templates at no cost")
+    named = [replace(one, name=name) for one, name in zip([*replays, replays[0]], names, strict=True)]
     text = io.StringIO()
-    print_replays(replays, Console(file=text, width=140))
-    for one in replays:
-        assert one.name in text.getvalue()
-        assert all(cause in text.getvalue() for cause in one.lost)
+    print_replays(named, Console(file=text, width=columns))
+    shown = " ".join(text.getvalue().split())
+    assert "…" not in shown
+    assert max(map(len, text.getvalue().splitlines())) <= columns
+    for one in named:
+        assert one.name in shown
+        assert all(cause in shown for cause in one.lost)
 
 
 def test_json_holds_every_segment(replays):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
-from dilatant.plan import Cluster, Evaluation, Link, Workload, search
+from dilatant.plan import Cluster, Link, PlanScore, Workload, search
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.stable_batch import minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
@@ -66,7 +68,7 @@ def report():
         )
         timelines[plan, microbatches] = timeline
         idle = dict(zip(timeline.causes, timeline.idle.sum(axis=0).tolist()))
-        return Evaluation(
+        return PlanScore(
             timeline.seconds + 0.01, BATCH / timeline.seconds, timeline.bubble, idle,
             tuple(timeline.peak_bytes.tolist()), sync_seconds=0.01, schedule="1F1B",
         )  # fmt: skip
@@ -134,3 +136,12 @@ def test_intervals_of_shares_cover_the_truth_as_often_as_they_say():
         hits += ratio.low["a"] <= truth <= ratio.high["a"]
         assert sum(ratio.shares.values()) == pytest.approx(1.0)
     assert 0.91 <= hits / 400 <= 0.985  # 95 % within three standard errors of 400 trials, and a little skew
+
+
+def test_reasons_name_the_shape_the_slowest_stage_and_how_sure_the_search_is(report):
+    text = " ".join(report.reasons)
+    assert "Summing gradients adds 10.0 ms" in text
+    assert re.search(
+        r"(slowest stage, (vision|language) stage \d,|One stage) takes [\d.]+ m?s for a mean microbatch", text
+    )
+    assert re.search(r"\d+ of [\d,]+ candidates were simulated; no other can be faster", text)

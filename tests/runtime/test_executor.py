@@ -14,7 +14,6 @@ from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.models import Encoder, MultimodalModel
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.report.perfetto import summarize
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.holders import trainable_layers
@@ -188,9 +187,7 @@ def test_every_action_is_measured_in_order_and_reaches_every_rank(workers: Worke
     by_rank = {rank: [a for a in measured if a.rank == rank] for rank in range(3)}
     for actions in by_rank.values():  # a rank does one thing at a time
         assert all(a.end <= b.start + 1e-4 for a, b in itertools.pairwise(actions))
-    summary = summarize(measured, PLAN)
-    assert all(rank.idle >= -1e-4 for rank in summary.ranks)
-    assert 1 in summary.ranks[2].waiting
+    assert 1 in {a.waited_for for a in by_rank[2]}
 
 
 def _most_kept_sends(worker: Worker) -> tuple[int, int]:

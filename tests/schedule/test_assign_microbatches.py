@@ -14,8 +14,8 @@ from dilatant.schedule import entrain_kernels as kernels
 from dilatant.schedule.assign import POLICIES
 from dilatant.schedule.disttrain import inter_reorder, intra_reorder
 from dilatant.schedule.entrain import effective_microbatches, entrain_microbatches
+from dilatant.schedule.joint_search import order_search, step_model
 from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
-from dilatant.schedule.search import order_search, step_model
 from oracles import microbatches as oracle
 
 SMALL = st.integers(0, 2**32 - 1)
@@ -317,3 +317,16 @@ def test_assign_names_what_is_missing():
         assign(plan, {}, 2)
     with pytest.raises(UserError, match="2 replicas, but there are 3 microbatch counts"):
         assign(plan, {"language": np.ones(4)}, [1, 2, 3])
+
+
+def test_entrain_uses_fewer_microbatches_where_the_longest_sample_makes_that_quicker():
+    rng = np.random.default_rng(5)
+    samples, asked = int(rng.integers(8, 40)), int(rng.integers(4, 20))
+    spread = rng.uniform(0.2, 2.0)
+    seconds = np.stack([rng.lognormal(0, spread, samples), rng.lognormal(0, 0.5, samples)], axis=1)
+    fewer = effective_microbatches(seconds[:, 0], asked)
+    assert fewer < asked
+    found = assign_microbatches(seconds, asked, "entrain")
+    assert sum(bool(batch) for batch in found.microbatches[0]) == fewer
+    all_asked = entrain_microbatches(seconds[:, 0], seconds[:, 1], asked)
+    assert found.seconds < shape_seconds(default_shape(2), seconds, all_asked)

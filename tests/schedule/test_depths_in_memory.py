@@ -49,5 +49,5 @@ def test_what_cannot_hold_one_microbatch_is_named_with_what_it_lacks():
     with pytest.raises(UserError) as raised:
         depths_in_memory(plan, costs, {"language": [7]}, 2.5e9)
     text = str(raised.value)
-    assert "ranks [1] (language stage 1, language stage 3) lack 1.50 GB" in text
+    assert "ranks [1] (language stage 1, language stage 3) lack 1.40 GiB" in text
     assert "ranks [0]" not in text

@@ -226,3 +226,13 @@ def test_a_frozen_encoder_runs_forward_only_and_is_not_cut_into_parts():
     # A frozen language model after a trainable projector: input gradients only, so its backward is not split.
     assert "W" not in words(schedule, 1)
     assert words(schedule, 0).count("I") == words(schedule, 0).count("W") == 4
+
+
+@pytest.mark.parametrize("family", [zero_bubble_h1, zero_bubble_h2])
+def test_weight_gradients_run_in_the_order_of_their_input_gradients(family):
+    """Oldest first: the one that waits longest holds its activations longest."""
+    plan, assignment = chain(4, 12)
+    for actions in family(plan, assignment).actions.values():
+        halves = {kind: [a.microbatch for a in actions if a.kind == kind] for kind in "IW"}
+        assert halves["W"] == halves["I"]
+        assert len(halves["W"]) == 12

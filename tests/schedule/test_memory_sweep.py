@@ -20,7 +20,7 @@ from dilatant.schedule import (
     trainability_of,
     zero_bubble_h1,
 )
-from dilatant.schedule.memory import StepBytes
+from dilatant.schedule.memory_sweep import StepBytes
 
 
 def replay(graph, size, timeline, arrival):

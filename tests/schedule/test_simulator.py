@@ -23,7 +23,7 @@ from dilatant.schedule import (
     step_seconds,
 )
 from dilatant.schedule.graph import ScheduleError
-from dilatant.schedule.simulate import Links, edge_lag
+from dilatant.schedule.simulate import edge_lag
 from oracles import event_simulator as oracle
 
 FAMILIES = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager": eager}
@@ -67,34 +67,6 @@ def test_equals_the_event_simulator_on_random_schedules(seed):
             assert (start, end) == (expected.start[action], expected.end[action])
     array = np.asarray([seconds[graph.action(op)] for op in range(graph.num_ops)])
     assert step_seconds(graph, array, edge_lag(graph, lag)) == expected.seconds
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_equals_the_event_simulator_when_messages_queue_for_links(seed):
-    rng = np.random.default_rng(seed)
-    step = random_step(seed)
-    schedule = random_schedule(step, rng)
-    graph = build(step.plan, step.assignment, schedule)
-    seconds = {graph.action(op): float(rng.random()) for op in range(graph.num_ops)}
-    link = rng.integers(-1, 3, graph.num_messages)
-    occupancy = np.where(link < 0, 0.0, rng.random(graph.num_messages))
-    latency = rng.random(graph.num_messages)
-    timeline = run(graph, seconds.__getitem__, links=Links(link, occupancy, latency))
-    expected = oracle.simulate(
-        step.plan,
-        step.assignment,
-        schedule,
-        seconds,
-        lag=message_times(graph, latency),
-        link={edge: int(number) for edge, number in message_times(graph, link).items() if number >= 0},
-        occupancy=message_times(graph, occupancy),
-        priority={graph.action(op): int(graph.piece[op]) for op in range(graph.num_ops)},
-    )
-    assert timeline.seconds == expected.seconds
-    for rank in schedule.actions:
-        for action, start, end in timeline.of_rank(rank):
-            assert (start, end) == (expected.start[action], expected.end[action])
 
 
 @settings(max_examples=100, deadline=None)

@@ -42,12 +42,11 @@ def plan(
     Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
 
     from dilatant.profiling.planning import plan_run
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
+    from dilatant.report.terminal import print_indented, print_line
 
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
@@ -63,9 +62,9 @@ def plan(
         print(report.to_json())
         return
     print_plan(report, console)
-    console.print("[bold]Why this plan[/]")
+    print_line(console, ("Why this plan", "bold"))
     for sentence in report.reasons:
-        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+        print_indented(console, sentence)
     show_places(
         console,
         {
@@ -74,10 +73,10 @@ def plan(
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
-    if problem.target.is_here and len(planned.result.winner.plan.ranks) > 1:
-        console.print("\nTo train with it:", highlight=False)
+    if problem.target.is_local and len(planned.result.winner.plan.ranks) > 1:
+        print_line(console, "\nTo train with it:")
         command = train_command(config, out or folder / "plan.json", planned)
-        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        print_line(console, f"  {command}", wrap=False)
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:
@@ -156,7 +155,7 @@ def _warnings(planned: PlannedRun) -> list[str]:
             "rough. Measure again with `dilatant profile`"
         )
     fixed = sum(constant for _, constant in parts.values()) / whole
-    if fixed > fixed_at_most and problem.target.is_here:
+    if fixed > fixed_at_most and problem.target.is_local:
         warnings.append(
             f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
             "predicted, for calls also take time between layers"
@@ -171,7 +170,7 @@ def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
     winner = planned.result.winner
     # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
-    section = f"plan: {path}, microbatches: {winner.num_microbatches}, schedule: {winner.evaluation.schedule}"
+    section = f"plan: {path}, microbatches: {winner.num_microbatches}, schedule: {winner.score.schedule}"
     return f"dilatant train {config} --set 'parallel={{{section}}}'"
 
 
@@ -186,10 +185,10 @@ def plan_document(planned: PlannedRun) -> str:
     config = planned.problem.config
     step = {
         "num_microbatches": winner.num_microbatches,
-        "schedule": winner.evaluation.schedule,
+        "schedule": winner.score.schedule,
         "assignment": config.plan.assignment,
         "global_batch": planned.problem.global_batch,
-        "predicted_seconds": winner.evaluation.seconds,
+        "predicted_seconds": winner.score.seconds,
     }
     return json.dumps({**json.loads(winner.plan.to_json()), "step": step}, indent=1) + "\n"
 
@@ -209,7 +208,9 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
 
 
 def show_places(console: Console, places: dict[Path, str]) -> None:
-    """Where to look."""
+    """The files that were written, and what each is."""
+    from dilatant.report.terminal import print_line
+
     console.print()
     for path, what in places.items():
-        console.print(f"  {_seen_from_here(path)}  [dim]{what}[/]", highlight=False, soft_wrap=True)
+        print_line(console, f"  {_seen_from_here(path)}  ", (what, "dim"), wrap=False)

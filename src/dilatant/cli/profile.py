@@ -71,6 +71,7 @@ def profile(
     from dilatant.profiling.describe_model import describe_model, skeleton
     from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
     from dilatant.profiling.planned_hardware import entry_name, plan_target, with_links
+    from dilatant.report.terminal import print_line
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
@@ -89,7 +90,7 @@ def profile(
         return  # layers are measured once, where nothing else runs
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
-        if target.is_here:
+        if target.is_local:
             degrees = planned_degrees(plan, (1,))
             costs = measure_layers(
                 model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
@@ -110,15 +111,15 @@ def profile(
     _show(costs, counts, console)
     if links is not None and found is not None:
         _show_links(found, console)
-        console.print(
+        print_line(
+            console,
             f"{links}: plan with it by `cluster.hardware: {name}` and `cluster.hardware_file: {links}`",
-            highlight=False,
-            soft_wrap=True,
+            wrap=False,
         )
-    console.print(
+    print_line(
+        console,
         f"{out}: plan with it by `plan.costs: {out}`, or share it with others on {costs.hardware}",
-        highlight=False,
-        soft_wrap=True,
+        wrap=False,
     )
 
 
@@ -130,9 +131,9 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
     from dilatant.config.environment import place_from
     from dilatant.profiling.link_probe import measure_links
 
-    if not target.is_here:
+    if not target.is_local:
         raise UserError(
-            f"--links: {target.asked_for} is not here, so its links cannot be measured; run `dilatant profile` there"
+            f"--links: {target.requested} is not here, so its links cannot be measured; run `dilatant profile` there"
         )
     if torch.cuda.device_count() == 1 and place_from() is None:
         raise UserError(
@@ -144,17 +145,18 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
 
 
 def _show_links(found: MeasuredLinks, console: Console) -> None:
+    from dilatant.report.terminal import print_line
     from dilatant.report.wording import percent_text, seconds_text
 
     for where, measured in (("inside a node", found.inside), ("between nodes", found.between)):
         if measured is None:
-            console.print(f"links {where}: not measured, no two ranks are placed so", highlight=False)
+            print_line(console, f"links {where}: not measured, no two ranks are placed so")
             continue
         link = measured.link
-        console.print(
+        print_line(
+            console,
             f"links {where}: {link.bandwidth / 1e9:.3g} GB/s, {seconds_text(link.latency)} a message "
             f"(fit off by {percent_text(measured.error)})",
-            highlight=False,
         )
 
 
@@ -175,16 +177,14 @@ def _at(kind: str, counts: tuple[int, ...]) -> int:
 
 
 def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
+    from dilatant.report.terminal import plain_table, print_line, print_table
     from dilatant.report.wording import bytes_text, count_text, seconds_text
 
-    console.print(f"[bold]{costs.hardware}[/], {costs.dtype}, {costs.origin}", highlight=False)
+    print_line(console, (costs.hardware, "bold"), f", {costs.dtype}, {costs.origin}")
     if costs.origin != "measured":
-        console.print(f"[yellow]not measured:[/] {costs.note}", highlight=False)
+        print_line(console, ("not measured: ", "yellow"), costs.note)
     elif any(degree != (1, 1) for degrees in costs.layers.values() for degree in degrees):
-        console.print(f"[dim]{costs.note}[/]", highlight=False)
+        print_line(console, (costs.note, "dim"))
     times: dict[str, Callable[[LayerCost], Quadratic]] = {
         "forward": lambda cost: cost.forward,
         "input": lambda cost: cost.input_gradient,
@@ -196,11 +196,9 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
             "if first trained": lambda cost: cost.first_trainable,
             "again": lambda cost: cost.recompute,
         }
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("layer type", no_wrap=True)
     sizes = ("parameters", "activations") if wide else ()
-    for title in ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit"):
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit")
+    table = plain_table(("layer type", *figures), right=figures, whole=("layer type", *figures))
     for kind, degrees in costs.layers.items():
         for name, cost in _row_names(kind, degrees):
             at = _at(kind, counts)
@@ -213,12 +211,10 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
                 *held,
                 "" if cost.fit_error is None else f"{cost.fit_error:.0%}",
             )
-    console.print(table)
+    print_table(console, table)
     if not wide:
-        console.print(
-            "[dim]at: tokens; input, weights: their gradients; fit: its worst error. All of it is in the file[/]",
-            highlight=False,
-        )
+        about = "at: tokens; input, weights: their gradients; fit: its worst error. All of it is in the file"
+        print_line(console, (about, "dim"))
 
 
 def _row_names(kind: str, degrees: Mapping[Degree, LayerCost]) -> Iterator[tuple[str, LayerCost]]:

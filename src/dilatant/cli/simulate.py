@@ -136,7 +136,7 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
     resolved = read_config(config, overrides)
     target = plan_target(resolved.cluster, resolved.train.precision)
     costs = load_costs(path)
-    fits = is_same_hardware(costs.hardware, target.asked_for) and costs.dtype == target.dtype
+    fits = is_same_hardware(costs.hardware, target.requested) and costs.dtype == target.dtype
     return [f"plan.costs={path.resolve()}"] if fits else []
 
 
@@ -207,15 +207,15 @@ def _show(
 def _beside(report: PlanReport, measured: MeasuredStep, planned: PlannedRun) -> PlanReport:
     """The report with a measured step, and the prediction of the very same actions instead of a typical step."""
     from dilatant.profiling.planning import predicted_step
-    from dilatant.report.step_timeline import measured_timeline, step_timeline
+    from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 
     config = planned.problem.config
     predicted = predicted_step(planned.problem, report.plan, measured)
     return replace(
         report,
         schedule=config.parallel.schedule if config.parallel is not None else report.schedule,
-        timeline=step_timeline(predicted),
-        measured=measured_timeline(measured.actions, report.plan),
+        timeline=predicted_chart(predicted),
+        measured=measured_chart(measured.actions, report.plan),
     )
 
 
@@ -225,29 +225,25 @@ def _print_steps(
     problem: PlanningProblem,
     console: Console,
 ) -> None:
-    from rich import box
-    from rich.table import Table
-
+    from dilatant.report.terminal import plain_table, print_line, print_table
     from dilatant.report.wording import bytes_text, count_text, counted, percent_text, seconds_text
 
     mean = sum(steps) / len(steps)
-    console.print(
+    print_line(
+        console,
         f"{counted(len(steps), 'global batch')} of {problem.global_batch:,} samples: {seconds_text(min(steps))} to "
         f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
         f"{count_text(problem.global_batch / mean)} samples per second",
-        highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("schedule", no_wrap=True)
-    for title in ("a step computes for", "fullest rank", "of its memory"):
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ("a step computes for", "fullest rank", "of its memory")
+    table = plain_table(("schedule", *figures), right=figures, whole=("schedule", *figures))
     capacity = problem.target.cluster.bytes_per_device
     for name, (seconds, peak) in sorted(schedules.items(), key=lambda item: item[1]):
         style = "red" if peak > capacity else None
         table.add_row(
             name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _replay(
@@ -260,17 +256,32 @@ def _replay(
 ) -> None:
     from dilatant.plan.node_trace import load_node_trace
     from dilatant.profiling.failures import replay_failures
-    from dilatant.report.replay_page import print_replays, replays_to_plain, write_replay_page
+    from dilatant.report.replay_page import (
+        print_replays,
+        replay_setting,
+        replays_to_plain,
+        write_replay_page,
+    )
     from dilatant.report.run_folder import RunFolder
 
     trace = load_node_trace(path, seed=problem.config.seed)
     with console.status("replaying"):
-        replays = replay_failures(problem, trace, fault_tolerance)
+        found = replay_failures(problem, trace, fault_tolerance)
+    target = problem.target
+    setting = replay_setting(
+        problem.model.names,
+        target.hardware.name,
+        target.cluster.gpus_per_node,
+        found.nodes,
+        target.cluster.nodes,
+        fault_tolerance,
+        found.recovery,
+    )
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
-    written = write_replay_page(replays, page)
+    written = write_replay_page(found.replays, page, setting)
     if as_json:
-        print(json.dumps(replays_to_plain(replays)))
+        print(json.dumps(replays_to_plain(found.replays, setting)))
         return
-    print_replays(replays, console)
+    print_replays(found.replays, console, setting)
     show_places(console, {written: "the same as a page: open it in a browser"})

@@ -13,7 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 RANK_PRELOAD = (
     "dilatant.training.run",
     "dilatant.schedule.assign_kernels",
-    "dilatant.schedule.kernels",
+    "dilatant.schedule.graph_kernels",
 )
 """What a rank needs; its imports are the bulk of its start, and the server does them once."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dilatant.config.model import LanguageModelConfig as LanguageModelConfig
     from dilatant.config.model import ModelConfig as ModelConfig
     from dilatant.config.parallel import ParallelConfig as ParallelConfig
-    from dilatant.config.parallel import UnitLayout as UnitLayout
+    from dilatant.config.parallel import UnitParallelism as UnitParallelism
     from dilatant.config.plan import ClusterConfig as ClusterConfig
     from dilatant.config.plan import PlanConfig as PlanConfig
     from dilatant.config.train import EvaluationConfig as EvaluationConfig
@@ -42,7 +42,7 @@ _HOME = {
     "PlanConfig": "plan",
     "RateSchedule": "train",
     "TrainConfig": "train",
-    "UnitLayout": "parallel",
+    "UnitParallelism": "parallel",
     "UserError": "errors",
     "list_problems": "errors",
     "load_config": "config",

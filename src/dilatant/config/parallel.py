@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from dilatant.config.base import Section
 
 
-class UnitLayout(Section):
+class UnitParallelism(Section):
     """How one unit is laid out: `replicas` chains of `pp` stages of `tp * cp` ranks."""
 
     replicas: int = Field(1, ge=1)
@@ -25,7 +25,7 @@ class UnitLayout(Section):
 
 
 class ParallelConfig(Section):
-    units: dict[str, UnitLayout] | None = None
+    units: dict[str, UnitParallelism] | None = None
     """A layout for each unit, `language` included."""
     colocated: dict[str, str] = Field(default_factory=dict)
     """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`)."""

@@ -1,4 +1,4 @@
-"""What a parameter takes in memory: weight, gradient, optimizer state."""
+"""What parameters take in memory, and bytes in words."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ class ParameterBytes:
 
 FP32 = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0)
 BF16 = ParameterBytes()
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in binary units: `38.2 GiB`, `512 MiB`."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 0.9995 * 1024**power:
+            return f"{three_digits(count / 1024**power)} {unit}"
+    return f"{count:.0f} B"
+
+
+def three_digits(value: float) -> str:
+    """`1.84`, `12.4`, `820`."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"

@@ -67,8 +67,8 @@ def profile_layers(
 ) -> CostModel:
     """Measure every probe and fit T(x) = ax² + bx + c to it.
 
-    `progress` is told what is being measured. Raises UserError when two probes are of the same type and degree, or a
-    layer's first argument or output is not a floating-point tensor.
+    `progress` gets the name of what is being measured. Raises UserError when two probes are of the same type and
+    degree, or a layer's first argument or output is not a floating-point tensor.
     """
     layers: dict[str, dict[Degree, LayerCost]] = {}
     for probe in probes:

@@ -3,25 +3,24 @@
 Importing this room compiles nothing and loads no torch; planners load numba when they are first called.
 """
 
-from dilatant.plan.candidates import Mode, Placement
+from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.cluster import Cluster, Link, cluster_of
-from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches, template_node_counts
+from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches
 from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
-from dilatant.plan.evaluation import Evaluation, Evaluator
-from dilatant.plan.explain import reasons
-from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
-from dilatant.plan.orchestrate import ModuleCost, ModuleLayout, Orchestration, orchestrate
+from dilatant.plan.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 from dilatant.plan.partition import partition_layers, partition_layers_in_memory
 from dilatant.plan.plan import ParallelSpec, PlacedStage, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.reinstantiate import LayerCopy, NodePipeline, Origin, Reinstantiation, reinstantiate
 from dilatant.plan.sample_work import sample_work
+from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.search import RankedPlan, SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import LayerTable, StageCosts, layer_table, stage_costs
+from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.templates import LayerMemory, Template, plan_templates, seconds_by_layer_type
-from dilatant.plan.validate import InvalidPlanError, plan_bytes, plan_problems, validate
+from dilatant.plan.validate import InvalidPlanError, plan_problems, validate
 from dilatant.plan.workload import Workload
 
 __all__ = [
@@ -29,8 +28,7 @@ __all__ = [
     "Cluster",
     "Composition",
     "DoesNotFitError",
-    "Evaluation",
-    "Evaluator",
+    "EncoderPosition",
     "InvalidPlanError",
     "LayerCopy",
     "LayerMemory",
@@ -39,16 +37,17 @@ __all__ = [
     "Link",
     "Mode",
     "ModelSpec",
+    "ModuleAllocation",
     "ModuleCost",
-    "ModuleLayout",
     "NodePipeline",
     "Orchestration",
     "Origin",
     "ParallelSpec",
     "PlacedStage",
-    "Placement",
     "Plan",
     "PlanError",
+    "PlanScore",
+    "PlanScorer",
     "RankedPlan",
     "Reinstantiation",
     "Replica",
@@ -72,10 +71,8 @@ __all__ = [
     "partition_layers",
     "partition_layers_in_memory",
     "path_depths",
-    "plan_bytes",
     "plan_problems",
     "plan_templates",
-    "reasons",
     "reinstantiate",
     "sample_work",
     "search",
@@ -83,6 +80,5 @@ __all__ = [
     "share_microbatches",
     "stage_costs",
     "sync_seconds",
-    "template_node_counts",
     "validate",
 ]

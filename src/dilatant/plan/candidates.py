@@ -13,11 +13,11 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import Option, OptionTable
-from dilatant.plan.placement import Chain
+from dilatant.plan.rank_mapping import Chain
 from dilatant.plan.stable_batch import feasible_allocations, minimum_stable_batch
 
 
-class Placement(StrEnum):
+class EncoderPosition(StrEnum):
     """Where the encoders run."""
 
     PARALLEL = "parallel"
@@ -79,7 +79,7 @@ class Candidate:
     of this candidate beats: the work of its slowest stage.
     """
 
-    placement: Placement
+    encoders_at: EncoderPosition
     replicas: int
     microbatch_size: int
     num_microbatches: int
@@ -130,7 +130,9 @@ class Space:
     unaware: OptionTable
     cluster: Cluster
     global_batch: int
-    _sides: dict[tuple[int, ...], dict[int, list[_Side]]] = field(default_factory=dict)
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], dict[int, list[_Side]]] = field(
+        default_factory=dict
+    )
 
     def candidates(
         self, mode: Mode, devices: int, replicas: int, microbatch_size: int
@@ -143,15 +145,15 @@ class Space:
         elif mode is Mode.ENTRAIN:
             yield from shape.entrain(budget)
         else:
-            yield from shape.beside(budget, Placement.PARALLEL)
+            yield from shape.beside(budget, EncoderPosition.PARALLEL)
             if len(self.roles.encoders) > 1:
-                yield from shape.beside(budget, Placement.COLOCATED)
+                yield from shape.beside(budget, EncoderPosition.COLOCATED)
             if mode is Mode.BEST and self.roles.encoders:
                 yield from shape.inside(budget)
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> dict[int, list[_Side]]:
         """{devices: the undominated ways to run one option of each list side by side on them}."""
-        key = (budget, *(id(option) for options in each for option in options), *map(len, each))
+        key = budget, tuple(tuple(options) for options in each)
         if key not in self._sides:
             sides = {0: [_Side()]}
             for options in each:
@@ -189,7 +191,7 @@ class _Shape:
     microbatches: int
 
     def beside(
-        self, budget: int, placement: Placement, allocation: tuple[int, int] | None = None
+        self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, int] | None = None
     ) -> Iterator[Candidate]:
         """Encoders on devices of their own; `allocation` fixes the devices of encoders and language model."""
         for after in self._after(budget):
@@ -198,8 +200,8 @@ class _Shape:
                 if allocation is not None and (left, language.gpus) != allocation:
                     continue
                 behind = language.stages + after.stages
-                for before in self._before(placement, budget, behind).get(left, ()):
-                    yield self._candidate(placement, before, language, after)
+                for before in self._before(encoders_at, budget, behind).get(left, ()):
+                    yield self._candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[Candidate]:
         """Encoders on the devices of the language model's first stage."""
@@ -220,7 +222,7 @@ class _Shape:
                     roles.encoders,
                 )
                 if option is not None:
-                    yield self._candidate(Placement.IN_LANGUAGE, _Side(), option, after)
+                    yield self._candidate(EncoderPosition.IN_LANGUAGE, _Side(), option, after)
 
     def megatron(self, budget: int) -> Iterator[Candidate]:
         """One stage for all encoders, one for all generators, the language model's degrees everywhere.
@@ -235,39 +237,32 @@ class _Shape:
             if rest or not 1 <= stages <= len(space.model.unit(roles.language).layers):
                 continue
             after = len(ends) - bool(roles.encoders)
-            given = tp, cp, stages, self.samples, self.microbatches, after
             balance = space.unaware.layers(roles.language, tp, cp, self.samples).seconds
-            language = space.table.chain(roles.language, *given, balance=balance)
-            sides = [
-                space.table.colocated(units, tp, cp, 1, self.samples, self.microbatches) for units in ends
-            ]
-            believed = [
-                space.unaware.colocated(units, tp, cp, 1, self.samples, self.microbatches) for units in ends
-            ]
-            if language is None or None in sides:
-                continue
-            slowest = max(
-                float(np.add.reduceat(balance, language.cuts[roles.language]).max()),
-                *(option.slowest for option in believed if option),
+            language = space.table.chain(
+                roles.language, tp, cp, stages, self.samples, self.microbatches, after, balance=balance
             )
-            total = float(balance.sum()) + sum(option.total for option in believed if option)
-            before, behind = _Side(), _Side()
-            if roles.encoders:
-                before = before.beside(sides[0])  # type: ignore[arg-type]
-            if roles.generators:
-                behind = behind.beside(sides[-1])  # type: ignore[arg-type]
-            candidate = self._candidate(Placement.COLOCATED, before, language, behind)
+            shape = tp, cp, 1, self.samples, self.microbatches
+            sides = [option for units in ends if (option := space.table.colocated(units, *shape))]
+            as_trained = [option for units in ends if (option := space.unaware.colocated(units, *shape))]
+            if language is None or len(sides) < len(ends):
+                continue
+            stage_seconds = np.add.reduceat(balance, language.cuts[roles.language])
+            slowest = max([float(stage_seconds.max()), *(option.slowest for option in as_trained)])
+            total = float(balance.sum()) + sum(option.total for option in as_trained)
+            before = _Side().beside(sides[0]) if roles.encoders else _Side()
+            behind = _Side().beside(sides[-1]) if roles.generators else _Side()
+            candidate = self._candidate(EncoderPosition.COLOCATED, before, language, behind)
             yield replace(candidate, estimate=total + (self.microbatches - 1) * slowest)
 
     def entrain(self, budget: int) -> Iterator[Candidate]:
         """Devices in proportion to mean work among the allocations that exist; then all factors of these."""
         roles = self.space.roles
-        placement = Placement.COLOCATED if len(roles.encoders) > 1 else Placement.PARALLEL
+        encoders_at = EncoderPosition.COLOCATED if len(roles.encoders) > 1 else EncoderPosition.PARALLEL
         if not roles.encoders:
-            yield from self.beside(budget, placement)
+            yield from self.beside(budget, encoders_at)
             return
         sizes = [
-            [devices for devices in self._before(placement, budget, 1) if devices],
+            [devices for devices in self._before(encoders_at, budget, 1) if devices],
             [option.gpus for option in self._language(budget, 0)],
         ]
         if not all(sizes):
@@ -280,7 +275,7 @@ class _Shape:
             sum(self._device_seconds(unit) for unit in units) for units in (roles.encoders, (roles.language,))
         ]
         chosen = minimum_stable_batch([work], allocations, rule="nearest").allocation
-        yield from self.beside(budget, placement, (chosen[0], chosen[1]))
+        yield from self.beside(budget, encoders_at, (chosen[0], chosen[1]))
 
     def _device_seconds(self, unit: str) -> float:
         """Device seconds of the mean sample in a unit, at the smallest degrees that it has costs for."""
@@ -301,9 +296,9 @@ class _Shape:
     def _language(self, budget: int, behind: int) -> list[Option]:
         return self._chains(self.space.roles.language, budget, behind)
 
-    def _before(self, placement: Placement, budget: int, behind: int) -> dict[int, list[_Side]]:
+    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> dict[int, list[_Side]]:
         encoders = self.space.roles.encoders
-        if placement is Placement.COLOCATED:
+        if encoders_at is EncoderPosition.COLOCATED:
             most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
             options = [
                 self.space.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
@@ -319,12 +314,14 @@ class _Shape:
         chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
         return [side for group in self.space.joined(chains, budget).values() for side in group]
 
-    def _candidate(self, placement: Placement, before: _Side, language: Option, after: _Side) -> Candidate:
+    def _candidate(
+        self, encoders_at: EncoderPosition, before: _Side, language: Option, after: _Side
+    ) -> Candidate:
         options = (*before.options, language, *after.options)
         slowest = max(before.slowest, language.slowest, after.slowest)
         fill = before.fill + language.total + after.fill
         return Candidate(
-            placement=placement,
+            encoders_at=encoders_at,
             replicas=self.replicas,
             microbatch_size=self.samples,
             num_microbatches=self.microbatches,

@@ -27,46 +27,6 @@ class Composition(Answer):
     wall_seconds: float = field(default=0.0, compare=False)
 
 
-def template_node_counts(
-    num_nodes: int, smallest: int, fault_tolerance: int, largest: int | None = None
-) -> range:
-    """The node counts that need a template so that every later cluster can be used in full.
-
-    From `smallest` (the fewest nodes whose memory holds the model) to num_nodes - fault_tolerance * smallest,
-    what one pipeline takes when all others are smallest; `largest` caps it (no template has more nodes than the
-    model has layers). With all of these, any N' nodes between (fault_tolerance + 1) * smallest and num_nodes
-    form at least fault_tolerance + 1 pipelines.
-
-    Source: Oobleck, thesis 2.4.1.1 and App. A.1, whose formula and proof are garbled and never count pipelines.
-    k pipelines use exactly N' nodes iff k * smallest <= N' <= k * largest (reference planning.md O9, O10), hence
-    the smallest sufficient cap. Raises PlanError when `largest` is below it, TooFewDevicesError when
-    fault_tolerance + 1 pipelines do not exist at all.
-    """
-    if smallest < 1 or fault_tolerance < 0:
-        raise PlanError(f"smallest ({smallest}) must be at least 1, fault_tolerance ({fault_tolerance}) 0")
-    needed = (fault_tolerance + 1) * smallest
-    if num_nodes < needed:
-        raise TooFewDevicesError(
-            f"{num_nodes} nodes cannot hold {fault_tolerance + 1} replicas of {smallest} nodes each: "
-            f"have at least {needed} nodes or lower the fault tolerance",
-            needed,
-        )
-    end = num_nodes - fault_tolerance * smallest
-    if largest is not None and largest < end:
-        if not all(_covers(n, smallest, largest, fault_tolerance + 1) for n in range(needed, num_nodes + 1)):
-            raise PlanError(
-                f"templates of {smallest} to {largest} nodes cannot use every cluster of {needed} to {num_nodes} "
-                f"nodes; allow stages to share a node, or fewer nodes per pipeline"
-            )
-        end = largest
-    return range(smallest, end + 1)
-
-
-def _covers(num_nodes: int, smallest: int, largest: int, fewest: int) -> bool:
-    """Whether at least `fewest` parts between smallest and largest add up to num_nodes."""
-    return max(fewest, -(-num_nodes // largest)) * smallest <= num_nodes
-
-
 def compose_pipelines(
     templates: Mapping[int, Template], num_nodes: int, fault_tolerance: int, num_microbatches: int
 ) -> Composition:

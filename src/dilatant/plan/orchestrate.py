@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dilatant.cost.memory import bytes_text
 from dilatant.plan.answer import Answer
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 
@@ -31,7 +32,7 @@ class ModuleCost:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleLayout:
+class ModuleAllocation:
     """`replicas` chains of `pp` stages on `tp` GPUs each; a stage takes `stage_seconds` per microbatch."""
 
     name: str
@@ -47,13 +48,13 @@ class ModuleLayout:
 
 @dataclass(frozen=True, slots=True)
 class Orchestration(Answer):
-    """The layout of every module, in the order encoders, language model, generators.
+    """The devices of every module, in the order encoders, language model, generators.
 
     A step takes `seconds`: `warm_up_seconds` for the first microbatch of `num_microbatches` (the language model's,
     per replica), then the slowest stage once for each of the others.
     """
 
-    modules: tuple[ModuleLayout, ...]
+    modules: tuple[ModuleAllocation, ...]
     seconds: float
     warm_up_seconds: float
     num_microbatches: int
@@ -76,7 +77,7 @@ def orchestrate(
     microbatch_size: int = 1,
     capacity_bytes: float = math.inf,
 ) -> Orchestration:
-    """The layout with the least warm-up + (microbatches - 1) * slowest stage on at most `num_gpus`; exact.
+    """The allocation with the least warm-up + (microbatches - 1) * slowest stage on at most `num_gpus`; exact.
 
     Searched: every number of language replicas whose microbatches divide the global batch, for every other module
     every number of replicas that divides it, every tensor degree in `seconds`, every pipeline degree up to the
@@ -93,18 +94,20 @@ def orchestrate(
 
     modules = [*encoders, language_model, *generators]
     _check(modules, num_gpus, global_batch, microbatch_size)
-    tables = {id(module): _Table.of(module, num_gpus) for module in modules}
+    tables = [_Table.of(module, num_gpus) for module in modules]
+    table = tables[len(encoders)]  # the language model's
     best, found = math.inf, None
     replicated = global_batch // microbatch_size
     for replicas in [d for d in range(1, min(num_gpus, replicated) + 1) if replicated % d == 0]:
         count = replicated // replicas
         limits = (replicas, microbatch_size, capacity_bytes, count)
-        middle = tables[id(language_model)].options(*limits, exact=True)
+        middle = table.options(*limits, exact=True)
         if not len(middle[0]) or float((middle[1][:, 2] + (count - 1) * middle[1][:, 1]).min()) >= best:
             continue
-        before = _fold([tables[id(module)].options(*limits) for module in encoders], num_gpus, ANY_DEPTH)
-        after = _fold([tables[id(module)].options(*limits, after=True) for module in generators], num_gpus, 0)
-        stages = tables[id(language_model)].pp[middle[0]]
+        before = _fold([one.options(*limits) for one in tables[: len(encoders)]], num_gpus, ANY_DEPTH)
+        behind = tables[len(encoders) + 1 :]
+        after = _fold([one.options(*limits, after=True) for one in behind], num_gpus, 0)
+        stages = table.pp[middle[0]]
         if not len(before[1]) or not len(after[1]):
             continue
         seconds, b, m, a = join(before[1], middle[1], stages, after[1], num_gpus, count, best)
@@ -113,13 +116,12 @@ def orchestrate(
     if found is None:
         raise _nothing_fits(modules, num_gpus, replicated, microbatch_size, capacity_bytes)
     replicas, rows = found
-    layouts = tuple(
-        tables[id(module)].layout(module, row, replicas, microbatch_size)
-        for module, row in zip(modules, rows)
+    allocations = tuple(
+        one.allocation(row, replicas, microbatch_size) for one, row in zip(tables, rows, strict=True)
     )
-    slowest = max(layout.stage_seconds for layout in layouts)
+    slowest = max(one.stage_seconds for one in allocations)
     return Orchestration(
-        modules=layouts,
+        modules=allocations,
         seconds=best,
         warm_up_seconds=best - (replicated // replicas - 1) * slowest,
         num_microbatches=replicated // replicas,
@@ -184,10 +186,10 @@ class _Table:
         )  # fmt: skip
         return rows[kept], options
 
-    def layout(self, module: ModuleCost, row: int, replicas: int, samples: int) -> ModuleLayout:
+    def allocation(self, row: int, replicas: int, samples: int) -> ModuleAllocation:
         own = int(self.replicas[row])
         seconds = float(self.seconds[row]) * samples * (replicas // own) * float(self.share[row])
-        return ModuleLayout(module.name, own, int(self.tp[row]), int(self.pp[row]), seconds)
+        return ModuleAllocation(self.module.name, own, int(self.tp[row]), int(self.pp[row]), seconds)
 
 
 def _fold(tables: Iterable[Options], num_gpus: int, depth: int) -> tuple[list[list[int]], np.ndarray]:
@@ -245,12 +247,12 @@ def _nothing_fits(
     if problems:
         excess, name = max(problems)
         return DoesNotFitError(
-            f"unit {name!r} does not fit devices of {capacity / 2**30:.2f} GiB: laid out as thinly as {num_gpus} "
-            f"devices allow it needs {excess / 2**30:.2f} GiB more on each",
+            f"unit {name!r} does not fit devices of {bytes_text(capacity)}: laid out as thinly as {num_gpus} "
+            f"devices allow it needs {bytes_text(excess)} more on each",
             name,
             excess,
         )
     return DoesNotFitError(
-        f"each unit fits {num_gpus} devices of {capacity / 2**30:.2f} GiB, but not all of them together; "
+        f"each unit fits {num_gpus} devices of {bytes_text(capacity)}, but not all of them together; "
         "add devices or use smaller microbatches"
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dilatant.cost.memory import bytes_text
 from dilatant.plan.errors import DoesNotFitError, PlanError
 
 
@@ -106,8 +107,8 @@ def _does_not_fit(
             low = middle
     name = f"unit {unit!r}" if unit else "the unit"
     return DoesNotFitError(
-        f"{name} does not fit {held.size} stages of {capacity.min() / 2**30:.2f} GiB: every cut leaves a stage "
-        f"at least {high / 2**30:.2f} GiB short; use more stages, more tensor or context parallelism, smaller "
+        f"{name} does not fit {held.size} stages of {bytes_text(capacity.min())}: every cut leaves a stage "
+        f"at least {bytes_text(high)} short; use more stages, more tensor or context parallelism, smaller "
         "microbatches or recomputation",
         unit,
         high,

@@ -11,10 +11,10 @@ from dilatant.plan.compose import compose_pipelines, share_microbatches
 from dilatant.plan.errors import PlanError
 from dilatant.plan.node_trace import NodeTrace
 from dilatant.plan.reinstantiate import Reinstantiation, node_layers, reinstantiate
-from dilatant.plan.replay import Layout, Reaction, RecoveryCosts, Replay, replay
+from dilatant.plan.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
 from dilatant.plan.templates import Template
 
-_STOPPED = Layout((), math.inf)
+_STOPPED = RunningPipelines((), math.inf)
 
 
 def from_templates(
@@ -33,11 +33,11 @@ def from_templates(
     spans = {size: node_layers(template, size) for size, template in templates.items()}
     usable = _usable(templates, fault_tolerance, num_microbatches * max(templates))
 
-    def react(layout: Layout | None, alive: frozenset[int]) -> Layout:
+    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         number, tolerance = usable(len(alive))
         if not number or num_microbatches < tolerance + 1:
             return _STOPPED
-        old = layout.pipelines if layout else ()
+        old = before.pipelines if before else ()
         running = {node for nodes in old for node in nodes}
         idle = len(alive) - number
         joined = sorted(alive - running)
@@ -46,7 +46,7 @@ def from_templates(
             order = [node for nodes in reversed(old) for node in reversed(nodes) if node in alive]
             dropped = [*dropped, *order[: idle - len(dropped)]]
         if not old:
-            return _fresh(templates, sorted(alive - set(dropped)), tolerance, num_microbatches, layout)
+            return _fresh(templates, sorted(alive - set(dropped)), tolerance, num_microbatches, before)
         change = reinstantiate(
             templates,
             old,
@@ -58,7 +58,9 @@ def from_templates(
             slack=slack,
         )
         pipelines = tuple(pipeline.nodes for pipeline in change.pipelines)
-        return Layout(pipelines, change.seconds, _busiest_link(change), kept=_state_kept(old, alive, spans))
+        return RunningPipelines(
+            pipelines, change.seconds, _busiest_link(change), kept=_state_kept(old, alive, spans)
+        )
 
     return react
 
@@ -83,7 +85,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
 
     known: dict[int, tuple[float, int]] = {}
 
-    def react(layout: Layout | None, alive: frozenset[int]) -> Layout:
+    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         if len(alive) not in known:
             known[len(alive)] = grid(len(alive))
         seconds, size = known[len(alive)]
@@ -92,7 +94,7 @@ def restart_from_checkpoint(templates: Mapping[int, Template], num_microbatches:
         ordered = sorted(alive)
         replicas = min(len(ordered) // size, num_microbatches)
         pipelines = tuple(tuple(ordered[first : first + size]) for first in range(0, replicas * size, size))
-        return Layout(pipelines, seconds, restarted=True)
+        return RunningPipelines(pipelines, seconds, restarted=True)
 
     return react
 
@@ -127,11 +129,11 @@ def compare_recovery(
 
 
 def without_cost(reaction: Reaction) -> Reaction:
-    """The same layouts for nothing: with zero recovery costs, the throughput no reaction of this kind can exceed."""
+    """The same pipelines for nothing: with zero recovery costs, the throughput no reaction of this kind can exceed."""
 
-    def react(layout: Layout | None, alive: frozenset[int]) -> Layout:
-        after = reaction(layout, alive)
-        return Layout(after.pipelines, after.step_seconds)
+    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
+        after = reaction(before, alive)
+        return RunningPipelines(after.pipelines, after.step_seconds)
 
     return react
 
@@ -139,8 +141,8 @@ def without_cost(reaction: Reaction) -> Reaction:
 def from_rates(step_seconds: Callable[[int], float]) -> Reaction:
     """Only the number of nodes matters: `step_seconds(nodes)`, infinite where it cannot train; for measured tables."""
 
-    def react(layout: Layout | None, alive: frozenset[int]) -> Layout:
-        return Layout((tuple(sorted(alive)),), step_seconds(len(alive)))
+    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
+        return RunningPipelines((tuple(sorted(alive)),), step_seconds(len(alive)))
 
     return react
 
@@ -184,8 +186,8 @@ def _fresh(
     nodes: list[int],
     tolerance: int,
     num_microbatches: int,
-    before: Layout | None,
-) -> Layout:
+    before: RunningPipelines | None,
+) -> RunningPipelines:
     """A first composition, or one after a stop: its state then comes from a checkpoint."""
     try:
         composition = compose_pipelines(templates, len(nodes), tolerance, num_microbatches)
@@ -195,7 +197,7 @@ def _fresh(
     for size, _ in composition.pipelines:
         pipelines.append(tuple(nodes[used : used + size]))
         used += size
-    return Layout(tuple(pipelines), composition.seconds, kept=before is None)
+    return RunningPipelines(tuple(pipelines), composition.seconds, kept=before is None)
 
 
 def _state_kept(

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from dilatant.cost.memory import bytes_text
 from dilatant.plan.candidates import Candidate, Mode, Roles, Space
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
-from dilatant.plan.evaluation import Evaluation
 from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.plan import Plan
+from dilatant.plan.score import PlanScore
 
 
 def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
@@ -64,13 +65,13 @@ def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
 def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
     """Which unit overflows by most with one pipeline and the smallest microbatches, or that only all together do."""
     excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
-    capacity = _bytes(space.cluster.bytes_per_device)
+    capacity = bytes_text(space.cluster.bytes_per_device)
     devices = space.cluster.num_devices
     unit = max(excess, key=lambda name: excess[name])
     remedy = "add devices, use recomputation or smaller microbatches, or freeze more layers"
     if 0.0 < excess[unit] < math.inf:
         return DoesNotFitError(
-            f"no plan fits memory: unit {unit!r} needs about {_bytes(excess[unit])} more than the {capacity} of a "
+            f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than the {capacity} of a "
             f"device, spread over {devices} devices as thinly as it can be; {remedy}",
             unit,
             excess[unit],
@@ -114,15 +115,15 @@ def _halving(number: int) -> Iterator[int]:
         number //= 2
 
 
-def rejection(plan: Plan, candidate: Candidate, evaluation: Evaluation, excess: float) -> tuple[Option, str]:
+def rejection(plan: Plan, candidate: Candidate, score: PlanScore, excess: float) -> tuple[Option, str]:
     """(the option that overflows, what to tell the user) of a plan that does not fit once it is simulated."""
-    rank = plan.ranks[int(np.argmax(evaluation.peak_bytes))]
+    rank = plan.ranks[int(np.argmax(score.peak_bytes))]
     held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
     where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)
     culprit = next(option for option in candidate.options if held[0].unit in option.cuts)
     return culprit, (
-        f"{candidate.replicas} pipelines, {candidate.placement}: rank {rank} ({where}) overflows by "
-        f"{_bytes(excess)}"
+        f"{candidate.replicas} pipelines, {candidate.encoders_at}: rank {rank} ({where}) overflows by "
+        f"{bytes_text(excess)}"
     )
 
 
@@ -137,8 +138,3 @@ def nothing_survived(rejected: Sequence[tuple[float, str]], cluster: Cluster) ->
         "recomputation or smaller microbatches",
         excess_bytes=excess,
     )
-
-
-def _bytes(count: float) -> str:
-    """Bytes for a reader: GiB, or MiB where that would be 0."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.3g} MiB"

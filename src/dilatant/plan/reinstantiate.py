@@ -98,11 +98,11 @@ def reinstantiate(
     must receive (weights and optimizer state; 1 each if not given).
 
     The composition is the fastest (`compose_pipelines`), or one within a fraction `slack` of its time; of these
-    the one that moves the fewest bytes. Up to `budget` compositions are compared, the most like the running one
-    first. Nodes are placed exactly: pipelines that go on under their template stay as they are (never worse,
-    since missing layers obey the triangle inequality), the others by a transport problem over the layers that
-    nodes hold. The thesis' simple, borrowing and merging reinstantiation are outcomes, not cases. Each copy
-    comes from the holder that has sent least.
+    the one that moves the fewest bytes. Up to `budget` compositions as fast as the fastest are compared, and as many
+    slower ones, the most like the running one first. Nodes are placed exactly: pipelines that go on under their
+    template stay as they are (never worse, since missing layers obey the triangle inequality), the others by a
+    transport problem over the layers that nodes hold. The thesis' simple, borrowing and merging reinstantiation are
+    outcomes, not cases. Each copy comes from the holder that has sent least.
 
     Raises what `compose_pipelines` raises, and PlanError for nodes that are unknown or named twice.
 
@@ -128,10 +128,13 @@ def reinstantiate(
         if not lost.intersection(nodes):
             intact[len(nodes)].append(number)
 
-    compositions, complete = _compositions(
-        templates, intact, fastest.seconds + slack * abs(fastest.seconds), len(held), fault_tolerance + 1,
-        num_microbatches, budget,
-    )  # fmt: skip
+    # The fastest one, and those as fast, are always compared: more slack must not mean more bytes.
+    compositions, complete = [Counter(size for size, _ in fastest.pipelines)], False
+    for limit in dict.fromkeys((fastest.seconds, fastest.seconds + slack * abs(fastest.seconds))):
+        more, complete = _compositions(
+            templates, intact, limit, len(held), fault_tolerance + 1, num_microbatches, budget
+        )
+        compositions += more
     best_bytes, best_sizes, best_flow = -1, Counter[int](), {}
     for sizes in compositions:
         moved, flow = _place(sizes, intact, pipelines, held, spans, prefix)

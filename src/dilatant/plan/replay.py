@@ -1,7 +1,7 @@
 """A run replayed against a node trace: what throughput is left while nodes come and go, and what time is lost to.
 
 Whole steps are simulated. A step commits or did not happen; a change of membership stops training for a while, and
-a *reaction* says how to go on: a function from one layout to the next (`reactions`).
+a *reaction* says how to go on: a function from the pipelines that run to those that shall (`reactions`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecoveryCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunningPipelines:
     """How a cluster runs at some moment: node ids of each pipeline.
 
     `step_seconds` is infinite while it cannot train. `moved_bytes` is the most that any node sent or received to get
@@ -66,8 +66,8 @@ class Layout:
     restarted: bool = False
 
 
-Reaction = Callable[[Layout | None, frozenset[int]], Layout]
-"""(the layout so far or None, the nodes alive now) to the layout to go on with."""
+Reaction = Callable[[RunningPipelines | None, frozenset[int]], RunningPipelines]
+"""(the pipelines so far or None, the nodes alive now) to the pipelines to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def replay(
         end = following.seconds if following else trace.seconds
         run.train(event.seconds if event.lost else min(run.step_end(event.seconds), end))
         alive = (alive - set(event.lost)) | set(event.joined)
-        run.change(reaction(run.layout, alive), event, len(alive))
+        run.change(reaction(run.current, alive), event, len(alive))
     run.train(trace.seconds)
     return Replay(
         name=name,
@@ -149,7 +149,7 @@ class _Run:
     """The clock, the work that was committed, and how much of it a checkpoint holds."""
 
     def __init__(self, start: float, samples_per_step: float, costs: RecoveryCosts) -> None:
-        self.layout: Layout | None = None
+        self.current: RunningPipelines | None = None
         self.samples = 0.0
         self.lost: defaultdict[str, float] = defaultdict(float)
         self.changes = self.rollbacks = 0
@@ -167,10 +167,10 @@ class _Run:
     def step_end(self, moment: float) -> float:
         """When the step that runs at `moment` ends; `moment` itself while nothing trains."""
         available = moment - self._now - sum(seconds for _, seconds in self._recovery)
-        if self.layout is None or math.isinf(self.layout.step_seconds) or available <= 0.0:
+        if self.current is None or math.isinf(self.current.step_seconds) or available <= 0.0:
             return moment
         rest = self._progress(available).rest
-        return moment + (self.layout.step_seconds - rest if rest > 0.0 else 0.0)
+        return moment + (self.current.step_seconds - rest if rest > 0.0 else 0.0)
 
     def train(self, end: float) -> None:
         """Recover, then train until `end`. A step that does not end by then is lost."""
@@ -180,34 +180,34 @@ class _Run:
             self.lost[cause] += spent
             self._now += spent
         self._recovery = []
-        if self.layout is not None and self._now < end:
-            if math.isinf(self.layout.step_seconds):
+        if self.current is not None and self._now < end:
+            if math.isinf(self.current.step_seconds):
                 self.lost[TOO_FEW] += end - self._now
             else:
-                samples = self._steps(end - self._now, self.layout.step_seconds)
+                samples = self._steps(end - self._now, self.current.step_seconds)
         if end > begin:
-            replicas = len(self.layout.pipelines) if self.layout else 0
+            replicas = len(self.current.pipelines) if self.current else 0
             self.segments.append(Segment(begin, end - begin, self._nodes, replicas, samples))
             self._now = end
 
-    def change(self, layout: Layout, event: NodeEvent, nodes: int) -> None:
-        """Go on with `layout` after `event`. The first layout of a run, and one that cannot train, need no recovery."""
+    def change(self, after: RunningPipelines, event: NodeEvent, nodes: int) -> None:
+        """Go on with `after` once `event` is met; the first pipelines of a run, and none, need no recovery."""
         costs, self._nodes = self._costs, nodes
-        self.changes += self.layout is not None
-        if self.layout is not None and math.isfinite(layout.step_seconds):
+        self.changes += self.current is not None
+        if self.current is not None and math.isfinite(after.step_seconds):
             announced = not event.lost or costs.notice_seconds >= costs.checkpoint_seconds
-            if layout.restarted and announced and self._unsaved.steps:
+            if after.restarted and announced and self._unsaved.steps:
                 self._recovery.append((SAVING, costs.checkpoint_seconds))
                 self._unsaved = _Unsaved(0, 0.0)
-            elif layout.restarted or not layout.kept:
+            elif after.restarted or not after.kept:
                 self._roll_back()
-            if layout.restarted or not layout.kept:
+            if after.restarted or not after.kept:
                 self._credit = 0.0
                 self._recovery.append((RESTARTING, costs.restart_seconds))
             else:
                 self._recovery.append((RECONFIGURING, costs.reconfigure_seconds))
-                self._recovery.append((COPYING, layout.moved_bytes / costs.copy_bytes_per_second))
-        self.layout = layout
+                self._recovery.append((COPYING, after.moved_bytes / costs.copy_bytes_per_second))
+        self.current = after
 
     def _roll_back(self) -> None:
         self.rollbacks += self._unsaved.steps > 0
@@ -231,9 +231,9 @@ class _Run:
 
     def _progress(self, available: float) -> _Progress:
         """What `available` seconds of training hold: steps, and a checkpoint after every `checkpoint_steps`."""
-        assert self.layout is not None
+        assert self.current is not None
         step, every, saving = (
-            self.layout.step_seconds,
+            self.current.step_seconds,
             self._costs.checkpoint_steps,
             self._costs.checkpoint_seconds,
         )

@@ -12,15 +12,14 @@ import numpy as np
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.answer import Answer
-from dilatant.plan.candidates import Candidate, Mode, Placement, Space, roles_of
+from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
-from dilatant.plan.evaluation import Evaluation, Evaluator
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.options import OptionTable
+from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
-from dilatant.plan.placement import place
 from dilatant.plan.plan import Plan
+from dilatant.plan.rank_mapping import map_ranks
 from dilatant.plan.refusals import (
     check_devices,
     does_not_fit,
@@ -29,6 +28,7 @@ from dilatant.plan.refusals import (
     nothing_survived,
     rejection,
 )
+from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.workload import Workload
 
 
@@ -39,7 +39,7 @@ class RankedPlan:
     simulation."""
 
     plan: Plan
-    placement: Placement
+    encoders_at: EncoderPosition
     replicas: int
     microbatch_size: int
     num_microbatches: int
@@ -47,7 +47,7 @@ class RankedPlan:
     idle_devices: int
     estimate: float
     bound: float
-    evaluation: Evaluation
+    score: PlanScore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ def search(
     cluster: Cluster,
     workload: Workload,
     global_batch: int,
-    evaluate: Evaluator,
+    scorer: PlanScorer,
     mode: Mode = Mode.BEST,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     rules: ParameterBytes = BF16,
@@ -86,10 +86,10 @@ def search(
     """The plan with the fastest simulated step among all that use every device.
 
     Enumerated: the number of pipelines, samples per microbatch, for every unit tensor and context degree (those with
-    costs) and number of stages, and where encoders run (`Placement`); `mode` restricts this to what a published
+    costs) and number of stages, and where encoders run (`EncoderPosition`); `mode` restricts this to what a published
     system would consider, `split_layers` False to tp = cp = 1. Stages are cut aware of freezing, and under memory
     where the free cut does not fit. In the order of their closed-form estimate, candidates become plans and are
-    simulated by `evaluate` on the samples of `workload`, until `finalists` of them fitted memory or no other can be
+    simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or no other can be
     faster. When no shape uses all devices exactly, the largest usable number is taken and the rest reported as idle.
 
     Subsumes Cornstarch's Alg. 1 and Entrain's Alg. 3 (reference planning.md 2e, 2f, C8, E12, E13).
@@ -115,37 +115,36 @@ def search(
     feeds = {unit.name: unit.feeds for unit in model.units}
     ranked: list[RankedPlan] = []
     rejected: list[tuple[float, str]] = []
-    overflowing: set[tuple[int, int]] = set()
-    """Options that overflowed once, by number of pipelines: they are not tried again."""
+    overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
     seen: set[tuple[Plan, int]] = set()
     skipped = math.inf
     done = 0
     for candidate in found:
-        best = min((one.evaluation.seconds for one in ranked), default=math.inf)
+        best = min((one.score.seconds for one in ranked), default=math.inf)
         if len(ranked) >= finalists or remaining_bound[done] >= best:
             break
         done += 1
-        if any((id(option), candidate.replicas) in overflowing for option in candidate.options):
+        if any((option, candidate.replicas) in overflowing for option in candidate.options):
             skipped = min(skipped, candidate.bound)
             continue
         try:
-            plan = place(candidate.chains, layers, feeds, cluster)
+            plan = map_ranks(candidate.chains, layers, feeds, cluster)
         except PlanError:
             continue  # tensor groups do not pack into nodes
         if (plan, candidate.num_microbatches) in seen:
             continue  # DistTrain's search finds some of the others' plans
         seen.add((plan, candidate.num_microbatches))
-        evaluation = evaluate(plan, candidate.num_microbatches)
-        excess = max(evaluation.peak_bytes, default=0.0) - cluster.bytes_per_device
+        score = scorer(plan, candidate.num_microbatches)
+        excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
         if excess > 0.0:
-            culprit, text = rejection(plan, candidate, evaluation, excess)
+            culprit, text = rejection(plan, candidate, score, excess)
             rejected.append((excess, text))
-            overflowing.add((id(culprit), candidate.replicas))
+            overflowing.add((culprit, candidate.replicas))
             continue
-        ranked.append(_ranked(plan, candidate, evaluation, cluster.num_devices))
+        ranked.append(_ranked(plan, candidate, score, cluster.num_devices))
     if not ranked:
         raise nothing_survived(rejected, cluster)
-    ranked.sort(key=lambda one: one.evaluation.seconds)
+    ranked.sort(key=lambda one: one.score.seconds)
     winner = ranked[0]
     unseen = min(skipped, remaining_bound[done] if done < len(found) else math.inf)
     return SearchResult(
@@ -154,9 +153,9 @@ def search(
         rejected=tuple(text for _, text in rejected),
         candidates=len(found),
         mode=mode,
-        seconds=winner.evaluation.seconds,
-        proven=unseen >= winner.evaluation.seconds,
-        lower_bound=min(winner.evaluation.seconds, unseen),
+        seconds=winner.score.seconds,
+        proven=unseen >= winner.score.seconds,
+        lower_bound=min(winner.score.seconds, unseen),
         wall_seconds=time.perf_counter() - started,
     )
 
@@ -203,12 +202,12 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             )
         except PlanError:
             continue
-        layout = {module.name: module for module in answer.modules}
-        language = layout[roles.language]
-        last = max((layout[name].pp for name in roles.generators), default=0)
+        allocations = {module.name: module for module in answer.modules}
+        language = allocations[roles.language]
+        last = max((allocations[name].pp for name in roles.generators), default=0)
         options = []
         for name in roles.units:
-            own = layout[name]
+            own = allocations[name]
             behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
             samples = size * (language.replicas // own.replicas)
             options.append(table.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
@@ -216,12 +215,12 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             continue
         chains = tuple(option for option in options if option is not None)
         yield Candidate(
-            placement=Placement.PARALLEL,
+            encoders_at=EncoderPosition.PARALLEL,
             replicas=language.replicas,
             microbatch_size=size,
             num_microbatches=answer.num_microbatches,
             options=chains,
-            counts=tuple(layout[name].replicas for name in roles.units),
+            counts=tuple(allocations[name].replicas for name in roles.units),
             estimate=answer.seconds,
             bound=answer.num_microbatches * max(float(option.work.max()) for option in chains),
         )
@@ -245,10 +244,10 @@ def _module(space: Space, name: str) -> ModuleCost:
     )
 
 
-def _ranked(plan: Plan, candidate: Candidate, evaluation: Evaluation, devices: int) -> RankedPlan:
+def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, devices: int) -> RankedPlan:
     return RankedPlan(
         plan=plan,
-        placement=candidate.placement,
+        encoders_at=candidate.encoders_at,
         replicas=candidate.replicas,
         microbatch_size=candidate.microbatch_size,
         num_microbatches=candidate.num_microbatches,
@@ -256,7 +255,7 @@ def _ranked(plan: Plan, candidate: Candidate, evaluation: Evaluation, devices: i
         idle_devices=devices - candidate.gpus,
         estimate=candidate.estimate,
         bound=candidate.bound,
-        evaluation=evaluation,
+        score=score,
     )
 
 

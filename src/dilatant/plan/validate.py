@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.depth import path_depths
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.stage_costs import StageCosts, polynomial
 
 
 class InvalidPlanError(UserError):
@@ -24,29 +20,14 @@ def validate(
     cluster: Cluster,
     *,
     split_layers: bool = True,
-    costs: StageCosts | None = None,
-    tokens: Mapping[str, Sequence[int]] | None = None,
-    num_microbatches: int = 1 << 30,
-    depths: Sequence[int] | None = None,
 ) -> None:
     """Return if the plan is valid; else raise InvalidPlanError listing all that is wrong.
 
     Every layer of every unit must be held once in every replica, in order; a rank belongs to one group of ranks, which
     may hold stages of several units or several stages of one replica, but not two replicas of one unit; ranks exist
     in the cluster; the tensor-parallel ranks of a stage share a node. `split_layers` False refuses tp and cp above 1.
-    With `costs` and `tokens` (those of the samples of a large microbatch, by unit) every device must hold what its
-    stages keep, with `depths` microbatches in flight by stage (by default 1F1B's, the least that runs full speed).
     """
-    problems = plan_problems(
-        plan,
-        model,
-        cluster,
-        split_layers=split_layers,
-        costs=costs,
-        tokens=tokens,
-        num_microbatches=num_microbatches,
-        depths=depths,
-    )
+    problems = plan_problems(plan, model, cluster, split_layers=split_layers)
     if problems:
         raise InvalidPlanError(str(list_problems("this plan cannot train:", problems)))
 
@@ -57,20 +38,13 @@ def plan_problems(
     cluster: Cluster,
     *,
     split_layers: bool = True,
-    costs: StageCosts | None = None,
-    tokens: Mapping[str, Sequence[int]] | None = None,
-    num_microbatches: int = 1 << 30,
-    depths: Sequence[int] | None = None,
 ) -> list[str]:
     """Everything `validate` would complain about."""
-    problems = [
+    return [
         *_unit_problems(plan, model),
         *_layer_problems(plan, model),
         *_rank_problems(plan, cluster, split_layers),
     ]
-    if costs is not None and tokens is not None and not problems:
-        problems += _memory_problems(plan, cluster, costs, tokens, num_microbatches, depths)
-    return problems
 
 
 def _place(entry: PlacedStage) -> str:
@@ -192,51 +166,3 @@ def _rank_problems(plan: Plan, cluster: Cluster, split_layers: bool) -> list[str
     if len(plan.ranks) > cluster.num_devices:
         problems.append(f"the plan needs {len(plan.ranks)} devices, the cluster has {cluster.num_devices}")
     return problems
-
-
-def _memory_problems(
-    plan: Plan,
-    cluster: Cluster,
-    costs: StageCosts,
-    tokens: Mapping[str, Sequence[int]],
-    num_microbatches: int,
-    depths: Sequence[int] | None,
-) -> list[str]:
-    """Devices that cannot hold what their stages keep."""
-    needed = plan_bytes(plan, costs, tokens, num_microbatches, depths)
-    on_rank: dict[tuple[int, ...], list[PlacedStage]] = {}
-    for entry in plan.stages():
-        on_rank.setdefault(entry.stage.ranks, []).append(entry)
-    problems = []
-    for ranks, entries in on_rank.items():
-        total = sum(float(needed[entry.index]) for entry in entries)
-        if total > cluster.bytes_per_device:
-            largest = max(entries, key=lambda entry: float(needed[entry.index]))
-            problems.append(
-                f"ranks {list(ranks)} need {total / 1e9:.2f} GB, "
-                f"{(total - cluster.bytes_per_device) / 1e9:.2f} GB more than a device has, most of it for "
-                f"{_place(largest)} ({float(needed[largest.index]) / 1e9:.2f} GB); "
-                f"give {largest.unit} more stages, more tensor parallelism, smaller microbatches or recomputation"
-            )
-    return problems
-
-
-def plan_bytes(
-    plan: Plan,
-    costs: StageCosts,
-    tokens: Mapping[str, Sequence[int]],
-    num_microbatches: int = 1 << 30,
-    depths: Sequence[int] | None = None,
-) -> np.ndarray:
-    """Bytes per rank that every stage needs: `[stages]`.
-
-    Parameters, gradients and optimizer states, the activations of `depths` microbatches of `tokens[unit]` in flight
-    (at most `num_microbatches`; by default 1F1B's depth along the stage's path), and what it holds while it runs.
-    """
-    in_flight = np.minimum(path_depths(plan) if depths is None else depths, num_microbatches)
-    result = costs.static_bytes.copy()
-    for entry in plan.stages():
-        sums = tokens[entry.unit]
-        result[entry.index] += in_flight[entry.index] * polynomial(costs.kept_bytes[entry.index], sums)
-        result[entry.index] += polynomial(costs.transient_bytes[entry.index], sums)
-    return result

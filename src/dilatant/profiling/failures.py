@@ -43,12 +43,16 @@ class TemplateSet:
         return best
 
 
-def replay_failures(
-    problem: PlanningProblem,
-    trace: NodeTrace,
-    fault_tolerance: int = 1,
-    recovery: RecoveryCosts | None = None,
-) -> tuple[Replay, ...]:
+@dataclass(frozen=True, slots=True)
+class FailureReplay:
+    """Replays of one trace, with the most `nodes` that it has at once and what changes were taken to cost."""
+
+    replays: tuple[Replay, ...]
+    nodes: int
+    recovery: RecoveryCosts
+
+
+def replay_failures(problem: PlanningProblem, trace: NodeTrace, fault_tolerance: int = 1) -> FailureReplay:
     """Three replays of `trace` with nodes like the problem's (see `compare_recovery`).
 
     A template runs the units one after another, as one chain of layers (Oobleck, thesis 2.4): what it gains is that any
@@ -61,11 +65,11 @@ def replay_failures(
         for unit in problem.model.spec.units
         for layer in unit.layers
     ]
-    if recovery is None:
-        recovery = recovery_costs(problem, sum(layer_bytes), most, best.seconds(most))
-    return compare_recovery(
+    recovery = recovery_costs(problem, sum(layer_bytes), most, best.seconds(most))
+    replays = compare_recovery(
         trace, best.templates, fault_tolerance, best.microbatches, best.size, layer_bytes, recovery
     )
+    return FailureReplay(replays, most, recovery)
 
 
 def recovery_costs(

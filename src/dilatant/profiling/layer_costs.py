@@ -36,7 +36,7 @@ def layer_costs(
     """
     if config.plan.costs is not None:
         return read_costs(Path(config.plan.costs), model, target)
-    if target.is_here:
+    if target.is_local:
         degrees = planned_degrees(config.plan, (1,))
         return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
     degrees = planned_degrees(config.plan, tensor_degrees(model, target.cluster.gpus_per_node))
@@ -55,9 +55,9 @@ def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel
         costs = load_costs(path)
     except OSError as error:
         raise UserError(f"plan.costs: {str(path)!r} cannot be read: {error.strerror}") from None
-    if not is_same_hardware(costs.hardware, target.asked_for):
+    if not is_same_hardware(costs.hardware, target.requested):
         raise UserError(
-            f"{path} holds costs of {costs.hardware!r}, but the plan is for {target.asked_for!r}; profile there "
+            f"{path} holds costs of {costs.hardware!r}, but the plan is for {target.requested!r}; profile there "
             f"(`dilatant profile`), or plan for that hardware (cluster.hardware)"
         )
     if costs.dtype != target.dtype:

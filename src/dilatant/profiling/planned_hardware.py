@@ -27,16 +27,16 @@ _UNKNOWN_GPU = "A40"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The devices to plan for. Cost files must be of `asked_for`: the entry that the config names, or this device.
+    """The devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
 
-    `is_here` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
+    `is_local` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
     process. `dtype` is that of matrix products, `rules` what a parameter takes.
     """
 
     hardware: Hardware
-    asked_for: str
+    requested: str
     cluster: Cluster
-    is_here: bool
+    is_local: bool
     threads: int
     dtype: str
     rules: ParameterBytes
@@ -55,12 +55,12 @@ def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
     if path is not None and not path.is_file():
         raise UserError(f"cluster.hardware_file: {str(path)!r} does not exist")
     listed = load_hardware(config.hardware, path) if config.hardware else here
-    is_here = config.hardware is None or is_same_hardware(here.name, listed.name)
+    is_local = config.hardware is None or is_same_hardware(here.name, listed.name)
     # What was written by hand counts; only the name tells whose costs these are.
-    hardware = replace(listed, name=here.name) if is_here else listed
+    hardware = replace(listed, name=here.name) if is_local else listed
     if config.memory_gib is not None:
         hardware = replace(hardware, memory=config.memory_gib * 2**30)
-    if is_here:
+    if is_local:
         device = torch.device("cuda" if gpus else "cpu")
         dtype = str(pick_precision(precision, device).compute).removeprefix("torch.")
     else:
@@ -68,9 +68,9 @@ def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
         dtype = "bfloat16" if precision == "bf16" or (precision == "auto" and on_gpu) else "float32"
     return Target(
         hardware=hardware,
-        asked_for=config.hardware or here.name,
+        requested=config.hardware or here.name,
         cluster=cluster_of(hardware, config.nodes, per_node),
-        is_here=is_here,
+        is_local=is_local,
         threads=threads,
         dtype=dtype,
         rules=FP32 if dtype == "float32" else AUTOCAST,

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from dilatant.config import Config
 from dilatant.cost.model import CostModel
 from dilatant.data.sizes import Progress
-from dilatant.plan.candidates import Mode, Placement
+from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
-from dilatant.plan.evaluation import Evaluation
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work
+from dilatant.plan.score import PlanScore
 from dilatant.plan.search import RankedPlan, SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
@@ -28,7 +28,7 @@ from dilatant.profiling.describe_model import ModelDescription, describe_model, 
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples, squares
-from dilatant.schedule import FAMILIES, evaluate, predict, trainability_of
+from dilatant.schedule import FAMILIES, plan_scorer, predict, trainability_of
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
@@ -90,7 +90,7 @@ def planning_problem(
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> PlanningProblem:
-    """Everything that is to be known before a search. `say` is told what is being measured. Raises UserError."""
+    """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision)
     _microbatch_sizes(config)  # before anything is measured
     model = describe_model(
@@ -111,7 +111,7 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
         target.cluster,
         problem.simulated(),
         problem.global_batch,
-        _evaluator(problem),
+        _scorer(problem),
         mode=Mode(config.plan.mode),
         microbatch_sizes=config.plan.microbatch_sizes,
         rules=target.rules,
@@ -134,7 +134,7 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     train this model on this cluster, or a batch that does not divide among its pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
-    score = _evaluator(problem)
+    score = _scorer(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
     found = {count: score(plan, count) for count in counts}
@@ -151,7 +151,7 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
         rejected=(),
         candidates=1,
         mode=Mode.BEST,
-        seconds=ranked.evaluation.seconds,
+        seconds=ranked.score.seconds,
         proven=False,
         lower_bound=0.0,
     )
@@ -159,16 +159,16 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
 
 
-def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> evaluate.Step:
+def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> plan_scorer.Step:
     """Of the simulated steps the one whose time is nearest to their mean."""
     steps = simulated_steps(problem, plan, num_microbatches)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
 
 
-def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[evaluate.Step]:
+def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[plan_scorer.Step]:
     """One step for every simulated global batch."""
-    return evaluate.simulated_steps(
+    return plan_scorer.simulated_steps(
         plan,
         num_microbatches,
         problem.model.spec,
@@ -208,7 +208,7 @@ def compare_schedules(
     samples = problem.samples.first(problem.global_batch)
     assignment = assign(
         plan,
-        evaluate.sample_seconds(plan, table, samples),
+        plan_scorer.sample_seconds(plan, table, samples),
         num_microbatches,
         problem.config.plan.assignment,
         problem.config.seed,
@@ -240,8 +240,8 @@ def _work(problem: PlanningProblem) -> NDArray[np.float64]:
     return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
 
 
-def _evaluator(problem: PlanningProblem) -> Callable[[Plan, int], Evaluation]:
-    return evaluate.evaluator(
+def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
+    return plan_scorer.plan_scorer(
         problem.model.spec,
         problem.costs,
         problem.target.cluster,
@@ -259,7 +259,7 @@ def _stable_batch(
     """How large a batch must be to ask for the same devices per unit: those of one pipeline; where the winner does not
     keep units apart, of the longest pipelines that could."""
     devices = problem.target.cluster.num_devices
-    budget = devices // winner.replicas if winner.placement is not Placement.IN_LANGUAGE else devices
+    budget = devices // winner.replicas if winner.encoders_at is not EncoderPosition.IN_LANGUAGE else devices
     if work.shape[1] == 1 or not work.any():
         return None
     for share in range(budget, 0, -1):
@@ -286,7 +286,7 @@ def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...
 
 
 def _as_ranked(
-    problem: PlanningProblem, plan: Plan, pipelines: int, num_microbatches: int, evaluation: Evaluation
+    problem: PlanningProblem, plan: Plan, pipelines: int, num_microbatches: int, score: PlanScore
 ) -> RankedPlan:
     table = stage_costs(plan, problem.model.spec, problem.costs, problem.target.rules)
     seconds: dict[str, tuple[float, ...]] = {}
@@ -298,15 +298,15 @@ def _as_ranked(
         seconds[unit.name] = tuple(((table.seconds[first, 0] + table.seconds[first, 1]) @ row).tolist())
     return RankedPlan(
         plan=plan,
-        placement=Placement.PARALLEL,
+        encoders_at=EncoderPosition.PARALLEL,
         replicas=pipelines,
         microbatch_size=max(1, round(size)),
         num_microbatches=num_microbatches,
         stage_seconds=seconds,
         idle_devices=problem.target.cluster.num_devices - len(plan.ranks),
-        estimate=evaluation.seconds,
+        estimate=score.seconds,
         bound=0.0,
-        evaluation=evaluation,
+        score=score,
     )
 
 

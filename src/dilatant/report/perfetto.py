@@ -1,108 +1,20 @@
-"""A measured step for Perfetto, and a summary of who worked and who waited for whom."""
+"""A measured step for Perfetto."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dilatant.plan.plan import Plan
+from dilatant.report.wording import ACTION_NAMES
 from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Action, ActionKind
+from dilatant.schedule.schedule import Action
 
 Arrow = tuple[Action, Action]
 """The action that makes rows, and the one that uses them."""
-
-KIND_NAMES = {
-    ActionKind.F: "forward",
-    ActionKind.B: "backward",
-    ActionKind.I: "input gradient",
-    ActionKind.W: "weight gradient",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RankSummary:
-    """One rank in one step: seconds of work, seconds waited for rows by the rank awaited, and the rest (`idle`:
-    before its first and after its last action, and between them)."""
-
-    rank: int
-    busy: float
-    waiting: dict[int, float]
-    idle: float
-
-
-@dataclass(frozen=True, slots=True)
-class StageSummary:
-    """One stage in one step: seconds by kind of action, and the share of the step in which its rank did not work."""
-
-    stage: int
-    unit: str
-    replica: int
-    position: int
-    seconds: dict[str, float]
-    bubble: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """`seconds` from the first action's start to the last one's end, over all ranks."""
-
-    seconds: float
-    ranks: tuple[RankSummary, ...]
-    stages: tuple[StageSummary, ...]
-
-
-def summarize(actions: Sequence[MeasuredAction], plan: Plan) -> StepSummary:
-    """Who worked and who waited. Raises ValueError without actions."""
-    if not actions:
-        raise ValueError("nothing was measured")
-    seconds = max(a.end for a in actions) - min(a.start for a in actions)
-    busy: dict[int, float] = defaultdict(float)
-    waiting: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    by_stage: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for action in actions:
-        busy[action.rank] += action.seconds
-        by_stage[action.action.stage][action.action.kind.value] += action.seconds
-        if action.waited_for is not None:
-            waiting[action.rank][action.waited_for] += action.waited_seconds
-    ranks = tuple(
-        RankSummary(rank, busy[rank], dict(waiting[rank]), seconds - busy[rank] - sum(waiting[rank].values()))
-        for rank in plan.ranks
-    )
-    stages = tuple(
-        StageSummary(
-            placed.index,
-            placed.unit,
-            placed.replica,
-            placed.position,
-            dict(by_stage[placed.index]),
-            1 - busy[placed.stage.ranks[0]] / seconds if seconds else 0.0,
-        )
-        for placed in plan.stages()
-    )
-    return StepSummary(seconds, ranks, stages)
-
-
-def describe(summary: StepSummary) -> str:
-    """The summary as a table in plain text."""
-    lines = [f"step {summary.seconds * 1e3:.1f} ms"]
-    for rank in summary.ranks:
-        waits = ", ".join(
-            f"{seconds * 1e3:.1f} ms for rank {other}" for other, seconds in sorted(rank.waiting.items())
-        )
-        share = rank.busy / summary.seconds if summary.seconds else 0.0
-        lines.append(f"rank {rank.rank}: busy {share:6.1%}" + (f", waited {waits}" if waits else ""))
-    for stage in summary.stages:
-        work = ", ".join(f"{kind} {seconds * 1e3:.1f} ms" for kind, seconds in stage.seconds.items())
-        lines.append(
-            f"{stage.unit} replica {stage.replica} stage {stage.position}: {work or 'no work'}, "
-            f"bubble {stage.bubble:.1%}"
-        )
-    return "\n".join(lines)
 
 
 def write_timeline(
@@ -155,7 +67,7 @@ def trace_events(
         events.append(
             common
             | {
-                "name": f"{measured.unit} {KIND_NAMES[action.kind]}",
+                "name": f"{measured.unit} {ACTION_NAMES[action.kind]}",
                 "cat": measured.unit,
                 "ts": start + measured.waited_seconds * 1e6,
                 "dur": measured.seconds * 1e6,

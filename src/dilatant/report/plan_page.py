@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dilatant.report.model_graph import model_graph
-from dilatant.report.page import scripted, template
-from dilatant.report.plan_report import Candidate, PlanReport, SizeDistribution
-from dilatant.report.plan_summary import explain, suggest, summarize
-from dilatant.report.timeline_data import pack_timeline
-from dilatant.report.timeline_tables import (
+from dilatant.report.gantt_data import pack_chart
+from dilatant.report.gantt_tables import (
     HUES,
     action_legend,
     bar_part,
@@ -19,6 +15,10 @@ from dilatant.report.timeline_tables import (
     idle_rows,
     stage_name,
 )
+from dilatant.report.model_graph import model_graph
+from dilatant.report.page import scripted, template
+from dilatant.report.plan_report import ComparedPlan, PlanReport, SizeDistribution
+from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.wording import (
     bytes_text,
     count_text,
@@ -69,11 +69,7 @@ def render_plan_page(report: PlanReport) -> str:
         candidate_rows=_candidate_rows(report, tones),
         footer=_footer(report),
         **scripted(
-            {
-                "timelines": [
-                    pack_timeline(timeline, report.plan, title) for title, timeline in timelines.items()
-                ]
-            }
+            {"timelines": [pack_chart(timeline, report.plan, title) for title, timeline in timelines.items()]}
         ),
     )
 
@@ -223,10 +219,10 @@ def _memory_rows(report: PlanReport) -> list[dict[str, Any]]:
 def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str, Any]]:
     if not report.candidates:
         return []
-    chosen = next((candidate for candidate in report.candidates if candidate.chosen), report.candidates[0])
+    chosen = report.chosen
     slowest = max(candidate.step_seconds for candidate in report.candidates) or 1.0
 
-    def parts(candidate: Candidate) -> list[dict[str, Any]]:
+    def parts(candidate: ComparedPlan) -> list[dict[str, Any]]:
         length = candidate.step_seconds / slowest
         busy = max(1.0 - sum(candidate.idle.values()), 0.0)
         lost = [
@@ -250,7 +246,7 @@ def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str,
             "chosen": candidate.chosen,
             "why": explain(candidate, chosen),
         }
-        for candidate in sorted(report.candidates, key=lambda one: (not one.chosen, one.step_seconds))
+        for candidate in report.ranked
     ]
 
 

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 
 from dilatant.plan import Plan
+from dilatant.report.gantt import GanttChart
 from dilatant.report.plain import from_plain, to_plain
-from dilatant.report.timeline import StepTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ComparedPlan:
     """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence.
 
     `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
@@ -109,17 +109,17 @@ class PlanReport:
     schedule: str
     plan: Plan
     units: tuple[UnitFacts, ...]
-    timeline: StepTimeline
+    timeline: GanttChart
     global_batch: int
     sizes: tuple[SizeDistribution, ...] = ()
     ratio: WorkloadRatio | None = None
     memory: tuple[MemoryUse, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[ComparedPlan, ...] = ()
     lower_bound_seconds: float | None = None
     proven: bool = False
     planning_seconds: float | None = None
     allocated_devices: int | None = None
-    measured: StepTimeline | None = None
+    measured: GanttChart | None = None
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -132,6 +132,16 @@ class PlanReport:
     @property
     def samples_per_second(self) -> float:
         return self.global_batch / self.step_seconds if self.step_seconds > 0.0 else 0.0
+
+    @property
+    def ranked(self) -> tuple[ComparedPlan, ...]:
+        """The candidates, the chosen one first, then the fastest."""
+        return tuple(sorted(self.candidates, key=lambda one: (not one.chosen, one.step_seconds)))
+
+    @property
+    def chosen(self) -> ComparedPlan:
+        """The candidate that is reported; the fastest if none is marked. Raises IndexError without candidates."""
+        return self.ranked[0]
 
     def to_json(self) -> str:
         """A JSON document that `from_json` reads back to an equal value."""

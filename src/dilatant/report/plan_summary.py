@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dilatant.report.plan_report import Candidate, PlanReport
-from dilatant.report.timeline import StepTimeline
-from dilatant.report.timeline_summary import NOTABLE, losses, pace
+from dilatant.report.gantt import GanttChart
+from dilatant.report.gantt_summary import NOTABLE, losses, pace
+from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.wording import (
     bytes_text,
     count_text,
@@ -53,7 +53,7 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
     return tuple(advice)
 
 
-def explain(candidate: Candidate, chosen: Candidate) -> str:
+def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
     """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
     if candidate.why:
         return candidate.why
@@ -130,13 +130,11 @@ def _optimality(report: PlanReport) -> list[str]:
 
 
 def _rivals(report: PlanReport) -> list[str]:
-    chosen = next((candidate for candidate in report.candidates if candidate.chosen), None)
-    others = [
-        candidate for candidate in report.candidates if not candidate.chosen and candidate.peak_memory <= 1.0
-    ]
-    if chosen is None or not others:
+    chosen = report.chosen if report.candidates else None
+    others = [one for one in report.ranked if not one.chosen and one.peak_memory <= 1.0]
+    if chosen is None or not chosen.chosen or not others:
         return []
-    second = min(others, key=lambda candidate: candidate.step_seconds)
+    second = others[0]
     slower = second.step_seconds / chosen.step_seconds - 1.0
     relation = "slower" if slower >= 0.0 else "faster"
     name = f"{second.name}: {second.layout}" if second.layout else second.name
@@ -161,7 +159,7 @@ def _measurement(report: PlanReport) -> list[str]:
     return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
 
 
-def _work_by_unit(report: PlanReport, timeline: StepTimeline) -> dict[str, float]:
+def _work_by_unit(report: PlanReport, timeline: GanttChart) -> dict[str, float]:
     """Seconds of computing by unit, over all ranks."""
     unit_of = [placed.unit for placed in report.plan.stages()]
     work: dict[str, float] = {}

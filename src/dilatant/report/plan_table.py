@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from dilatant.report.plan_report import MemoryUse, PlanReport
 from dilatant.report.plan_summary import explain, suggest, summarize
+from dilatant.report.terminal import plain_table, print_indented, print_line, print_table
 from dilatant.report.wording import (
     bytes_text,
     count_text,
@@ -27,24 +25,24 @@ _WIDE = 120  # columns from which on tables show all they have
 
 def print_plan(report: PlanReport, console: Console) -> None:
     """Print the summary, the layout with what each stage does, and the plans that were compared."""
-    console.print(
-        f"[bold]{escape(report.title)}[/]  [dim]{escape(report.hardware)}, {escape(report.schedule)}, "
-        f"costs {escape(report.cost_source)}[/]",
-        highlight=False,
+    print_line(
+        console,
+        (report.title, "bold"),
+        (f"  {report.hardware}, {report.schedule}, costs {report.cost_source}", "dim"),
     )
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+        print_line(console, ("warning: ", "yellow"), warning)
     for sentence in summarize(report):
-        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+        print_indented(console, sentence)
     for sentence in suggest(report):
-        console.print(Padding(Text.assemble(("→ ", "cyan"), sentence), (0, 0, 0, 2)))
+        print_indented(console, ("→ ", "cyan"), sentence)
     wide = console.width >= _WIDE
     console.print()
-    console.print(_stages(report, wide))
+    print_table(console, _stages(report, wide))
     if report.sizes:
-        console.print(_sizes(report, wide))
+        print_table(console, _sizes(report, wide))
     if report.candidates:
-        console.print(_candidates(report, wide))
+        print_table(console, _candidates(report, wide))
 
 
 def _stages(report: PlanReport, wide: bool) -> Table:
@@ -125,13 +123,11 @@ def _sizes(report: PlanReport, wide: bool) -> Table:
 def _candidates(report: PlanReport, wide: bool) -> Table:
     extra = ("memory", "devices", "layout", "why") if wide else ()
     table = _table("plan", "step", "against ours" if wide else "slower", *extra)
-    chosen = next((one for one in report.candidates if one.chosen), report.candidates[0])
-    for one in sorted(
-        report.candidates, key=lambda candidate: (not candidate.chosen, candidate.step_seconds)
-    ):
+    chosen = report.chosen
+    for one in report.ranked:
         name = f"✓ {one.name}" if one.chosen else one.name
         table.add_row(
-            name if wide or not one.layout else f"{name}\n[dim]{escape(one.layout)}[/]",
+            name if wide or not one.layout else Text.assemble(name, "\n", (one.layout, "dim")),
             seconds_text(one.step_seconds),
             "" if one.chosen else _relative(one.step_seconds / chosen.step_seconds - 1),
             *(
@@ -160,25 +156,11 @@ def _bar(part: float, width: int = 12) -> Text:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    right = {
-        "devices",
-        "step",
-        "against ours",
-        "slower",
-        "memory",
-        "mean",
-        "median",
-        "95 %",
-        "largest",
-        "computes",
-        "busy",
-    }
-    for name in columns:
-        table.add_column(
-            name,
-            justify="right" if name in right else "left",
-            no_wrap=name
-            in ("stage", "step", "busy", "memory", "distribution", "against ours", "slower", "share of work"),
-        )
-    return table
+    return plain_table(
+        columns,
+        right={
+            "devices", "step", "against ours", "slower", "memory", "mean", "median", "95 %", "largest", "computes",
+            "busy",
+        },
+        whole={"stage", "step", "busy", "memory", "distribution", "against ours", "slower", "share of work"},
+    )  # fmt: skip

@@ -25,7 +25,7 @@ class ProgressLine:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -56,7 +56,10 @@ class ProgressLine:
         if not self._console.is_terminal and (last or now - self._last_plain >= _PLAIN_INTERVAL_SECONDS):
             self._last_plain = now
             self._console.print(
-                f"step {metrics.step}/{metrics.total_steps}  {figures}", highlight=False, soft_wrap=True
+                f"step {metrics.step}/{metrics.total_steps}  {figures}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
 
 

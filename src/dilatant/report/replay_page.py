@@ -2,27 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from dilatant.plan.replay import Replay
+from dilatant.plan.replay import (
+    COPYING,
+    RECONFIGURING,
+    RESTARTING,
+    ROLLED_BACK,
+    SAVING,
+    TOO_FEW,
+    UNFINISHED,
+    RecoveryCosts,
+    Replay,
+)
 from dilatant.report.page import asset, template
 from dilatant.report.plain import to_plain
 from dilatant.report.plan_table import sparkline
-from dilatant.report.wording import count_text, percent_text, seconds_text
+from dilatant.report.terminal import plain_table, print_line, print_table
+from dilatant.report.wording import (
+    bytes_text,
+    count_text,
+    counted,
+    listed,
+    percent_text,
+    seconds_text,
+    unbroken,
+)
 
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _SPARKS = 60
+_CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
+_TONES = {cause: f"c{order}" for order, cause in enumerate(_CAUSES)}
 
 
-def replays_to_plain(replays: Sequence[Replay]) -> dict[str, Any]:
+def replay_setting(
+    models: Mapping[str, str],
+    device: str,
+    gpus_per_node: int,
+    nodes: int,
+    nodes_asked: int,
+    fault_tolerance: int,
+    recovery: RecoveryCosts,
+) -> tuple[str, ...]:
+    """What was replayed, in sentences: model, nodes, and what changes of membership were taken to cost.
+
+    `models[unit]` says what a unit is; the trace has up to `nodes` nodes, the config asked for `nodes_asked`.
+    """
+    units = listed([f"{unit} ({model})" for unit, model in models.items()])
+    counted_nodes = f"up to {counted(nodes, 'node')} of {gpus_per_node} × {device}, as the trace has them"
+    if nodes != nodes_asked:
+        counted_nodes += f" (not the {nodes_asked} of the cluster)"
+    return (
+        f"Replayed: {units} on {counted_nodes}; {counted(fault_tolerance, 'loss')} at once must leave a replica whole.",
+        f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
+        f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
+        f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
+        f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}.",
+        "`dilatant train` restarts from a checkpoint today; going on under pipeline templates is only simulated.",
+    )
+
+
+def replays_to_plain(replays: Sequence[Replay], setting: Sequence[str] = ()) -> dict[str, Any]:
     """What `--json` prints: every replay with its rate, and segments as they are."""
-    return {"replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays]}
+    return {
+        "setting": list(setting),
+        "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
+    }
 
 
 def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
@@ -57,44 +106,45 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def print_replays(replays: Sequence[Replay], console: Console) -> None:
+def print_replays(replays: Sequence[Replay], console: Console, setting: Sequence[str] = ()) -> None:
     """Print the sentences, a line of throughput over time for each replay, and the seconds lost by cause."""
     for sentence in summarize_replays(replays):
-        console.print(sentence, highlight=False, markup=False)
-    most = max((rate for one in replays for rate in _rates(one)), default=0.0) or 1.0
-    table = _table("throughput over time", "", "samples/s", right=("samples/s",))
+        print_line(console, sentence)
+    for sentence in setting:
+        print_line(console, (sentence, "dim"))
+    names = [one.name for one in replays]
+    # Beside the longest name, the rate and the gaps between the columns.
+    bins = max(min(_SPARKS, console.width - max(map(len, names)) - 20), 10)
+    most = max((rate for one in replays for rate in _rates(one, bins)), default=0.0) or 1.0
+    table = plain_table(("over time", "", "samples/s"), right={"samples/s"}, whole={"over time", "samples/s"})
     for one in replays:
         # A last bin of full height gives all lines one scale; it is cut off again.
-        table.add_row(sparkline([*_rates(one), most])[:-1], one.name, count_text(one.samples_per_second))
-    table.add_row(sparkline(_nodes(replays[0])), "nodes alive", "", style="dim")
-    console.print(table)
-    names = [one.name for one in replays]
-    table = _table("time lost to", *names, right=names)
+        table.add_row(
+            sparkline([*_rates(one, bins), most])[:-1], one.name, count_text(one.samples_per_second)
+        )
+    table.add_row(sparkline(_nodes(replays[0], bins)), "nodes alive", "", style="dim")
+    print_table(console, table)
+    table = plain_table(("time lost to", *names), right=names, whole={"time lost to"})
     for cause in _causes(replays):
-        table.add_row(cause, *(seconds_text(one.lost[cause]) if cause in one.lost else "" for one in replays))
-    console.print(table)
+        table.add_row(
+            cause, *(unbroken(seconds_text(one.lost[cause])) if cause in one.lost else "" for one in replays)
+        )
+    print_table(console, table)
 
 
-def _table(*columns: str, right: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    return table
-
-
-def write_replay_page(replays: Sequence[Replay], path: str | Path) -> Path:
+def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: Sequence[str] = ()) -> Path:
     """Write the page to `path` and return it."""
     path = Path(path)
-    path.write_text(render_replay_page(replays), encoding="utf-8")
+    path.write_text(render_replay_page(replays, setting), encoding="utf-8")
     return path
 
 
-def render_replay_page(replays: Sequence[Replay]) -> str:
+def render_replay_page(replays: Sequence[Replay], setting: Sequence[str] = ()) -> str:
     """A page without scripts: the first replay against the others over time, and lost time by cause."""
     from markupsafe import Markup
 
     causes = _causes(replays)
-    tones = {cause: f"c{order % 6}" for order, cause in enumerate(causes)}
+    tones = {cause: _TONES[cause] for cause in causes}
     rows = []
     for order, one in enumerate(replays):
         useful = max(one.seconds - sum(one.lost.values()), 0.0)
@@ -119,6 +169,7 @@ def render_replay_page(replays: Sequence[Replay]) -> str:
     return template("replay.html").render(
         trace=replays[0].trace,
         summary=summarize_replays(replays),
+        setting=setting,
         chart=_chart(replays),
         rows=rows,
         causes=[{"name": cause, "tone": tone} for cause, tone in tones.items()],
@@ -136,24 +187,26 @@ def _causes(replays: Sequence[Replay]) -> list[str]:
     return sorted(totals, key=lambda cause: -totals[cause])
 
 
-def _binned(one: Replay, area: list[float]) -> list[float]:
-    """Averages over `_SPARKS` equal spans of time; `area[i]` is what segment i adds up to."""
-    start, span = one.segments[0].start, one.seconds / _SPARKS
-    bins = [0.0] * _SPARKS
+def _binned(one: Replay, area: list[float], bins: int) -> list[float]:
+    """Averages over `bins` equal spans of time; `area[i]` is what segment i adds up to."""
+    start, span = one.segments[0].start, one.seconds / bins
+    totals = [0.0] * bins
     for segment, amount in zip(one.segments, area):
         first, end = (segment.start - start) / span, (segment.start + segment.seconds - start) / span
-        for index in range(int(first), min(int(end) + 1, _SPARKS)):
+        for index in range(int(first), min(int(end) + 1, bins)):
             common = min(end, index + 1) - max(first, index)
-            bins[index] += amount * max(common, 0.0) * span / segment.seconds
-    return [amount / span for amount in bins]
+            totals[index] += amount * max(common, 0.0) * span / segment.seconds
+    return [amount / span for amount in totals]
 
 
-def _rates(one: Replay) -> list[float]:
-    return _binned(one, [segment.samples for segment in one.segments]) if one.segments else []
+def _rates(one: Replay, bins: int) -> list[float]:
+    return _binned(one, [segment.samples for segment in one.segments], bins) if one.segments else []
 
 
-def _nodes(one: Replay) -> list[float]:
-    return _binned(one, [segment.nodes * segment.seconds for segment in one.segments]) if one.segments else []
+def _nodes(one: Replay, bins: int) -> list[float]:
+    if not one.segments:
+        return []
+    return _binned(one, [segment.nodes * segment.seconds for segment in one.segments], bins)
 
 
 def _chart(replays: Sequence[Replay]) -> dict[str, Any]:

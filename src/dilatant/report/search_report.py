@@ -10,23 +10,23 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dilatant.cost.memory import BF16, ParameterBytes
-from dilatant.plan.candidates import Placement, roles_of
+from dilatant.plan.candidates import EncoderPosition, roles_of
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.explain import choice
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.search import RankedPlan, SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.workload import Workload
+from dilatant.report.gantt_of_step import predicted_chart
 from dilatant.report.plan_report import (
-    Candidate,
+    ComparedPlan,
     MemoryUse,
     PlanReport,
     SizeDistribution,
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.step_timeline import step_timeline
+from dilatant.report.search_reasons import search_reasons
 from dilatant.report.wording import counted
 from dilatant.schedule import Timeline
 
@@ -62,7 +62,7 @@ def search_report(
         title=title,
         hardware=hardware,
         cost_source=cost_source,
-        schedule=result.winner.evaluation.schedule or "1f1b",
+        schedule=result.winner.score.schedule or "1f1b",
         plan=result.winner.plan,
         units=tuple(
             UnitFacts(
@@ -75,7 +75,7 @@ def search_report(
             )
             for unit in model.units
         ),
-        timeline=step_timeline(timeline, result.winner.evaluation.sync_seconds),
+        timeline=predicted_chart(timeline, result.winner.score.sync_seconds),
         global_batch=global_batch,
         sizes=tuple(size_distribution(unit.name, workload.tokens[unit.name]) for unit in model.units),
         ratio=workload_ratio([unit.name for unit in model.units], work, global_batch, stable),
@@ -88,7 +88,7 @@ def search_report(
         proven=result.proven,
         planning_seconds=result.wall_seconds,
         allocated_devices=cluster.num_devices,
-        reasons=choice(result),
+        reasons=search_reasons(result),
         warnings=(warning,) if warning else (),
     )
 
@@ -177,16 +177,16 @@ def _parameter_bytes(held: Sequence[PlacedStage], model: ModelSpec, rules: Param
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
-def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Candidate:
-    evaluation, plan = ranked.evaluation, ranked.plan
-    total = evaluation.seconds * len(plan.ranks)
-    idle = {cause: seconds / total for cause, seconds in evaluation.idle_seconds.items() if seconds > 0.0}
-    return Candidate(
+def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:
+    score, plan = ranked.score, ranked.plan
+    total = score.seconds * len(plan.ranks)
+    idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
+    return ComparedPlan(
         name=_name(ranked),
         layout=f"{layout_text(plan)}; {counted(ranked.num_microbatches, 'microbatch')} of {ranked.microbatch_size}",
         devices=len(plan.ranks),
-        step_seconds=evaluation.seconds,
-        peak_memory=max(evaluation.peak_bytes, default=0.0) / cluster.bytes_per_device,
+        step_seconds=score.seconds,
+        peak_memory=max(score.peak_bytes, default=0.0) / cluster.bytes_per_device,
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
     )
@@ -198,11 +198,11 @@ def _name(ranked: RankedPlan) -> str:
     if len(ranked.plan.units) == 1:
         return pipelines
     where = {
-        Placement.PARALLEL: "units apart",
-        Placement.COLOCATED: "encoders together",
-        Placement.IN_LANGUAGE: "encoders in language",
+        EncoderPosition.PARALLEL: "units apart",
+        EncoderPosition.COLOCATED: "encoders together",
+        EncoderPosition.IN_LANGUAGE: "encoders in language",
     }
-    return f"{where[ranked.placement]}, {pipelines}"
+    return f"{where[ranked.encoders_at]}, {pipelines}"
 
 
 def layout_text(plan: Plan) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilatant.plan import Plan
+from dilatant.report.gantt_data import pack_chart
+from dilatant.report.gantt_of_step import measured_chart
+from dilatant.report.gantt_summary import losses, pace
+from dilatant.report.gantt_tables import action_legend, cause_tones, idle_legend, idle_rows
 from dilatant.report.page import scripted, template
-from dilatant.report.step_timeline import measured_timeline
-from dilatant.report.timeline_data import pack_timeline
-from dilatant.report.timeline_summary import losses, pace
-from dilatant.report.timeline_tables import action_legend, cause_tones, idle_legend, idle_rows
 from dilatant.report.wording import seconds_text, unbroken
 from dilatant.schedule.measured import MeasuredAction
 
@@ -24,7 +24,7 @@ def write_step_page(path: str | Path, actions: Sequence[MeasuredAction], plan: P
 
 def render_step_page(actions: Sequence[MeasuredAction], plan: Plan, title: str) -> str:
     """The page as text; everything given is escaped. Raises ValueError without actions."""
-    timeline = measured_timeline(actions, plan)
+    timeline = measured_chart(actions, plan)
     tones = cause_tones(plan, timeline.idle_fractions())
     samples = {sample for one in actions for sample in one.samples}
     microbatches = {(one.unit, one.action.stage, one.action.microbatch) for one in actions}
@@ -37,5 +37,5 @@ def render_step_page(actions: Sequence[MeasuredAction], plan: Plan, title: str) 
         action_legend=action_legend(plan, [timeline]),
         idle_rows=idle_rows(timeline, plan, tones),
         idle_legend=idle_legend(tones),
-        **scripted({"timelines": [pack_timeline(timeline, plan, title)]}),
+        **scripted({"timelines": [pack_chart(timeline, plan, title)]}),
     )

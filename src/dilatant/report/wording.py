@@ -5,6 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from dilatant.cost.memory import bytes_text as bytes_text
+from dilatant.cost.memory import three_digits
+
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+"""Kinds of actions in words."""
+
 _LOST = {
     "warm-up": "filling the pipeline",
     "drain": "draining the pipeline",
@@ -22,29 +28,25 @@ def seconds_text(seconds: float) -> str:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 0.9995 or unit == "µs":
-            return f"{_three_digits(seconds * factor)} {unit}"
+            return f"{three_digits(seconds * factor)} {unit}"
     raise AssertionError
-
-
-def bytes_text(count: float) -> str:
-    """Binary units: `38.2 GiB`, `512 MiB`."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 0.9995 * 1024**power:
-            return f"{_three_digits(count / 1024**power)} {unit}"
-    return f"{count:.0f} B"
 
 
 def count_text(count: float) -> str:
     """A large count in short: `7.24 B`, `630 M`, `48.1 k`, `512`."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if count >= factor:
-            return f"{_three_digits(count / (1e3 if unit == 'k' else factor))} {unit}"
-    return f"{count:,.0f}" if count >= 100 or float(count).is_integer() else _three_digits(count)
+            return f"{three_digits(count / (1e3 if unit == 'k' else factor))} {unit}"
+    return f"{count:,.0f}" if count >= 100 or float(count).is_integer() else three_digits(count)
 
 
 def counted(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`, `3 microbatches`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('h') else 's'}"
+    return (
+        f"{number:,} {noun}"
+        if number == 1
+        else f"{number:,} {noun}{'es' if noun.endswith(('h', 's')) else 's'}"
+    )
 
 
 def percent_text(fraction: float) -> str:
@@ -72,11 +74,6 @@ def layers_text(first: int, end: int) -> str:
 def listed(items: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
-
-
-def _three_digits(value: float) -> str:
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}"
 
 
 def lost_to(cause: str) -> str:

@@ -68,9 +68,7 @@ class StepPlanner:
         """As `plan_step`, with forwards only, and only of what the anchor's answers hang on."""
         assignment, tokens = self._assign(samples, idle=self._graph.behind_anchor)
         nothing = (False,) * len(self._plan.stages())
-        return PlannedStep(
-            assignment, gpipe(self._plan, assignment, Trainability(nothing, nothing, nothing)), tokens
-        )
+        return PlannedStep(assignment, gpipe(self._plan, assignment, Trainability(nothing, nothing)), tokens)
 
     def _assign(
         self, samples: Sequence[EncodedSample], idle: Sequence[str] = ()

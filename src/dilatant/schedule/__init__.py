@@ -8,7 +8,7 @@ from dilatant.schedule.graph import ScheduleError, ScheduleGraph, build
 from dilatant.schedule.pipeline_shape import PipelineShape
 from dilatant.schedule.predict import predict
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Microbatch, Schedule
-from dilatant.schedule.simulate import Links, run, simulate, step_seconds
+from dilatant.schedule.simulate import run, simulate, step_seconds
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability, all_trainable, trainability_of
 from dilatant.schedule.validate import schedule_problems, validate
@@ -30,7 +30,6 @@ __all__ = [
     "Action",
     "ActionKind",
     "Assignment",
-    "Links",
     "Message",
     "Microbatch",
     "Microbatches",

@@ -274,7 +274,7 @@ def _fill(batches: list[Microbatch], count: int) -> tuple[Microbatch, ...]:
 
 def _searched(problem: _Problem, evaluations: int | None) -> _Found:
     """The best of all policies, after a search from the best one whose units share their microbatches."""
-    from dilatant.schedule.search import default_evaluations, joint_search, step_model
+    from dilatant.schedule.joint_search import default_evaluations, joint_search, step_model
 
     model = step_model(problem.shape, problem.num_microbatches)
     budget = default_evaluations(model) if evaluations is None else evaluations

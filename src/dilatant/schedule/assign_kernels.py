@@ -24,29 +24,6 @@ def _draw(state, bound):
     return np.int64(z % np.uint64(bound))
 
 
-@njit(cache=True)
-def place_one_unit(order, share, speed, weight, room, slot_of):
-    """Each sample, in `order`, to the slot with the least load / speed and room; the first of equals.
-
-    `share [samples]`, `speed [slots]`, `weight [samples]` and `room [slots]` (consumed). Returns the first sample
-    for which no slot has room, or -1.
-    """
-    num_slots = len(speed)
-    load = np.zeros(num_slots)
-    for sample in order:
-        best, least = -1, np.inf
-        for slot in range(num_slots):
-            value = (load[slot] + share[sample]) / speed[slot]
-            if value < least and weight[sample] <= room[slot]:
-                best, least = slot, value
-        if best < 0:
-            return sample
-        load[best] += share[sample]
-        room[best] -= weight[sample]
-        slot_of[sample] = best
-    return -1
-
-
 # Without these two flags a maximum of doubles is not vectorised; they allow no other change of the result.
 @njit(cache=True, fastmath={"nnan", "nsz"})
 def place_two_units(order, first, second, slot_of, num_slots):

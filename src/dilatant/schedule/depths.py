@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dilatant.config.errors import list_problems
+from dilatant.cost.memory import bytes_text
 from dilatant.plan.depth import eager_depths
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import StageCosts, polynomial
@@ -41,11 +42,9 @@ def depths_in_memory(
         while (depth[stages] * kept[stages]).sum() > free:
             held = np.where(depth[stages] > 1, depth[stages] * kept[stages], 0.0)
             if not held.any():
-                lacking = (kept[stages].sum() - free) / 1e9
+                lacking = bytes_text(kept[stages].sum() - free)
                 names = ", ".join(f"{placed[s].unit} stage {placed[s].position}" for s in stages)
-                problems.append(
-                    f"ranks {list(ranks)} ({names}) lack {lacking:.2f} GB for one microbatch in flight"
-                )
+                problems.append(f"ranks {list(ranks)} ({names}) lack {lacking} for one microbatch in flight")
                 break
             depth[stages[int(np.argmax(held))]] -= 1
     if problems:

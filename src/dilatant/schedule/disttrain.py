@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.depth import path_depths
+from dilatant.schedule.joint_search import order_search
 from dilatant.schedule.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
-from dilatant.schedule.search import order_search
 
 
 def intra_reorder(
@@ -33,7 +33,7 @@ def intra_reorder(
     room = np.full(num_groups, float(len(size) if cardinality is None else cardinality))
     group = np.empty(len(size), dtype=np.int64)
     order = np.argsort(-size, kind="stable")
-    kernels.place_one_unit(order, size, np.ones(num_groups), np.ones(len(size)), room, group)
+    kernels.place_units(order, size[None], np.ones(num_groups), np.ones(len(size)), room, group)
     return group
 
 
@@ -46,7 +46,7 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np
     interval takes p - 1 of them, so that l - 2p + 2 intervals are filled (D3). With l < 2p - 1 microbatches there is
     nothing in between, and the order is searched directly.
     """
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     count = load.shape[1]
     plan = shape.plan()
@@ -76,7 +76,7 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np
     graph = shape_graph(shape, shared([(slot,) for slot in range(count)], shape.num_units))
     unit, share = op_shares(shape, graph)
     slot = graph.packed.pieces.microbatch[graph.piece]
-    stage = int(graph.layout.stages_of[root, 0])
+    stage = int(graph.arrays.stages_of[root, 0])
     backward_op = np.full(count, -1)
     mine = (graph.stage == stage) & (graph.kind == 1)
     backward_op[slot[mine]] = np.flatnonzero(mine)

@@ -15,34 +15,35 @@ makes a schedule that deadlocks, which `validate` reports.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.plan import Plan
-from dilatant.schedule.layout import Layout, layout_of
 from dilatant.schedule.packed import BACKWARD, FORWARD, PackedActions, Pieces
 from dilatant.schedule.pairs import unit_pairs
 from dilatant.schedule.parts import cut_pieces
+from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
 
 
 def depths_within(wanted: Sequence[int], limits: Sequence[int], plan: Plan) -> tuple[int, ...]:
     """The largest depths below `wanted` and `limits` that cannot deadlock: no stage deeper than one before it."""
-    layout = layout_of(plan)
+    arrays = plan_arrays(plan)
     depth = np.minimum(wanted, limits)
-    for unit in range(len(layout.units)):
-        chains = layout.chains_of(unit)
+    for unit in range(len(arrays.units)):
+        chains = arrays.chains_of(unit)
         for chain in chains:
-            first, end = layout.stages_of[chain]
+            first, end = arrays.stages_of[chain]
             depth[first:end] = np.minimum.accumulate(depth[first:end])
-        smallest = min(int(depth[layout.stages_of[chain, 1] - 1]) for chain in chains)
-        for source, target in layout.feeds:
+        smallest = min(int(depth[arrays.stages_of[chain, 1] - 1]) for chain in chains)
+        for source, target in arrays.feeds:
             if source == unit:
-                for chain in layout.chains_of(target):
-                    first = layout.stages_of[chain, 0]
+                for chain in arrays.chains_of(target):
+                    first = arrays.stages_of[chain, 0]
                     depth[first] = min(depth[first], smallest)
     return tuple(depth.tolist())
 
@@ -102,70 +103,96 @@ def pipelined(
 
     Raises ValueError when `depths` does not name every stage, or one is less than 1.
     """
-    layout = layout_of(plan)
-    if len(depths) != len(layout.placed) or min(depths, default=1) < 1:
-        raise ValueError(f"depths needs {len(layout.placed)} numbers of at least 1, got {list(depths)}")
+    arrays = plan_arrays(plan)
+    if len(depths) != len(arrays.placed) or min(depths, default=1) < 1:
+        raise ValueError(f"depths needs {len(arrays.placed)} numbers of at least 1, got {list(depths)}")
     trainability = trainability or all_trainable(plan)
-    pieces = cut_pieces(layout, assignment, trainability)
-    times = _virtual_times(layout, pieces, np.asarray(depths, dtype=np.float64), forward_first, interleave)
-    return order_by_time(layout, pieces, times, trainability)
+    pieces = cut_pieces(arrays, assignment, trainability)
+    times = _virtual_times(arrays, pieces, np.asarray(depths, dtype=np.float64), forward_first, interleave)
+    return order_by_time(arrays, pieces, times, trainability)
 
 
 Times = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
 
 
 def _virtual_times(
-    layout: Layout, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
+    arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
 ) -> Times:
     """For every chain, virtual forward and backward times `[stages, pieces]`. One slot of the longest sink is 2."""
-    pairs_from, pairs_to = unit_pairs(layout, pieces)
-    chain_of_piece = np.repeat(np.arange(layout.num_chains), np.diff(pieces.first))
     counts = np.diff(pieces.first)
-    fed = {source for source, _ in layout.feeds}
-    sinks = [unit for unit in range(len(layout.units)) if unit not in fed]
-    longest = max((int(counts[chain]) for unit in sinks for chain in layout.chains_of(unit)), default=0)
-    nudge = 0.25 / (len(layout.placed) + 1)
-    half = np.ones(layout.num_chains)
-    forward = np.zeros(len(chain_of_piece))
-    backward = np.zeros(len(chain_of_piece))
-    for unit in sinks:
-        for chain in layout.chains_of(unit):
-            rows = slice(int(pieces.first[chain]), int(pieces.first[chain + 1]))
-            half[chain] = longest / max(int(counts[chain]), 1)
-            forward[rows] = 2 * half[chain] * np.arange(counts[chain])
-            backward[rows] = forward[rows] + half[chain] + (2 * longest if forward_first else 0)
-    times: Times = [(np.empty(0), np.empty(0))] * layout.num_chains
-    for unit in reversed(range(len(layout.units))):
-        for chain in layout.chains_of(unit):
-            first, end = (int(bound) for bound in layout.stages_of[chain])
-            rows = slice(int(pieces.first[chain]), int(pieces.first[chain + 1]))
+    fed = {source for source, _ in arrays.feeds}
+    sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
+    longest = max((int(counts[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
+    nudge = 0.25 / (len(arrays.placed) + 1)
+    consumers = _Consumers.of(arrays, pieces)
+    half = np.ones(arrays.num_chains)
+    times: Times = [(np.empty(0), np.empty(0))] * arrays.num_chains
+    for unit in reversed(range(len(arrays.units))):
+        for chain in arrays.chains_of(unit):
+            first, end = (int(bound) for bound in arrays.stages_of[chain])
             if unit in fed:
-                _from_consumers(
-                    layout, chain, rows, pairs_from, pairs_to, chain_of_piece, depths, half, nudge, times,
-                    pieces, forward, backward,
-                )  # fmt: skip
-            groups = _period(layout, first, end) if interleave else end - first
-            if groups < end - first:
-                times[chain] = _in_rounds(
-                    groups, end - first, half[chain], forward[rows], backward[rows], unit in fed
+                leads = depths[end - 1] - depths[arrays.stages_of[:, 0]]
+                half[chain], forward, backward = consumers.last_stage(
+                    chain, times, half, leads * half + nudge
                 )
+            else:
+                half[chain] = longest / max(int(counts[chain]), 1)
+                forward = 2 * half[chain] * np.arange(counts[chain])
+                backward = forward + half[chain] + (2 * longest if forward_first else 0)
+            groups = _period(arrays, first, end) if interleave else end - first
+            if groups < end - first:
+                times[chain] = _in_rounds(groups, end - first, half[chain], forward, backward, unit in fed)
                 continue
-            lead = (depths[first:end] - depths[end - 1]) * half[chain] + nudge * np.arange(
-                end - first - 1, -1, -1
-            )
-            times[chain] = (
-                forward[None, rows] - lead[:, None],
-                backward[None, rows] + lead[:, None],
-            )
+            lead = (depths[first:end] - depths[end - 1]) * half[chain]
+            lead += nudge * np.arange(end - first - 1, -1, -1)
+            times[chain] = forward - lead[:, None], backward + lead[:, None]
     return times
 
 
-def _period(layout: Layout, first: int, end: int) -> int:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Consumers:
+    """Which pieces consume which: `made` and `used` are the numbers of pieces that share samples on an edge between
+    units, `consumer` the chain of `used`: `[pairs]` each."""
+
+    first: NDArray[np.int64]
+    made: NDArray[np.int32]
+    used: NDArray[np.int32]
+    consumer: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, arrays: PlanArrays, pieces: Pieces) -> _Consumers:
+        made, used = unit_pairs(arrays, pieces)
+        chain_of_piece = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+        return cls(pieces.first, made, used, chain_of_piece[used])
+
+    def last_stage(
+        self, chain: int, times: Times, half: NDArray[np.float64], leads: NDArray[np.float64]
+    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        """(half a slot, forward times, backward times `[pieces]`) of a chain's last stage, from the times of its
+        consumers' first stages; `leads[chain]` is how much earlier than a consumer it runs."""
+        start, stop = int(self.first[chain]), int(self.first[chain + 1])
+        mine = (self.made >= start) & (self.made < stop)
+        made, used, consumer = self.made[mine] - start, self.used[mine], self.consumer[mine]
+        ahead, behind = np.empty(len(used)), np.empty(len(used))
+        for other in np.unique(consumer).tolist():
+            chosen = consumer == other
+            local = used[chosen] - self.first[other]
+            ahead[chosen], behind[chosen] = times[other][0][0, local], times[other][1][0, local]
+        forward, backward = np.full(stop - start, np.inf), np.full(stop - start, -np.inf)
+        np.minimum.at(forward, made, ahead - leads[consumer])
+        np.maximum.at(backward, made, behind + leads[consumer])
+        unused = np.isinf(forward)
+        forward[unused] = backward[unused] = 0.0
+        forward = np.minimum.accumulate(forward[::-1])[::-1]
+        return float(half[consumer].max()) if len(consumer) else 1.0, forward, backward
+
+
+def _period(arrays: PlanArrays, first: int, end: int) -> int:
     """After how many stages a replica comes round to its first ranks again; its length where it never does."""
-    ranks = [layout.placed[stage].stage.ranks for stage in range(first, end)]
+    ranks = [arrays.placed[stage].stage.ranks for stage in range(first, end)]
     groups = len(set(ranks))
     if any(ranks[stage] != ranks[stage % groups] for stage in range(len(ranks))) or len(ranks) % groups:
-        entry = layout.placed[first]
+        entry = arrays.placed[first]
         raise ValueError(
             f"{entry.unit} replica {entry.replica} cannot be interleaved: its {len(ranks)} stages do not go round "
             f"its {groups} rank groups in one order"
@@ -200,61 +227,25 @@ def _in_rounds(
     return ahead, behind
 
 
-def _from_consumers(
-    layout: Layout,
-    chain: int,
-    rows: slice,
-    pairs_from: NDArray[np.int32],
-    pairs_to: NDArray[np.int32],
-    chain_of_piece: NDArray[np.int64],
-    depths: NDArray[np.float64],
-    half: NDArray[np.float64],
-    nudge: float,
-    times: Times,
-    pieces: Pieces,
-    forward: NDArray[np.float64],
-    backward: NDArray[np.float64],
-) -> None:
-    """Set the times of a chain's last stage from its consumers' first stages, in place."""
-    mine = (pairs_from >= rows.start) & (pairs_from < rows.stop)
-    made, used = pairs_from[mine], pairs_to[mine]
-    consumer = chain_of_piece[used]
-    last = int(layout.stages_of[chain, 1]) - 1
-    lead = (depths[last] - depths[layout.stages_of[consumer, 0]]) * half[consumer] + nudge
-    ahead, behind = np.empty(len(used)), np.empty(len(used))
-    for other in np.unique(consumer).tolist():
-        chosen = consumer == other
-        local = used[chosen] - pieces.first[other]
-        ahead[chosen], behind[chosen] = times[other][0][0, local], times[other][1][0, local]
-    forward[rows], backward[rows] = np.inf, -np.inf
-    np.minimum.at(forward, made, ahead - lead)
-    np.maximum.at(backward, made, behind + lead)
-    half[chain] = half[consumer].max() if len(consumer) else 1.0
-    unused = np.isinf(forward[rows])
-    if unused.any():
-        forward[rows][unused] = backward[rows][unused] = 0.0
-    forward[rows] = np.minimum.accumulate(forward[rows][::-1])[::-1]
-
-
-def order_by_time(layout: Layout, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
+def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
     """The schedule in which every rank runs the actions of its stages by virtual time."""
-    on_rank: dict[int, list[int]] = {rank: [] for rank in layout.ranks}
-    for placed in layout.placed:
+    on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
+    for placed in arrays.placed:
         for rank in placed.stage.ranks:
             on_rank[rank].append(placed.index)
     made: dict[tuple[int, ...], tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]] = {}
     kinds, stages, numbers, offsets = [], [], [], [0]
-    for rank in layout.ranks:
+    for rank in arrays.ranks:
         key = tuple(on_rank[rank])
         if key not in made:
-            made[key] = _order_of_stages(layout, pieces, times, trainability, key)
+            made[key] = _order_of_stages(arrays, pieces, times, trainability, key)
         kind, stage, piece = made[key]
         kinds.append(kind)
         stages.append(stage)
         numbers.append(piece)
         offsets.append(offsets[-1] + len(kind))
     packed = PackedActions(
-        layout.ranks,
+        arrays.ranks,
         np.asarray(offsets, dtype=np.int64),
         np.concatenate(kinds),
         np.concatenate(stages),
@@ -265,12 +256,12 @@ def order_by_time(layout: Layout, pieces: Pieces, times: Times, trainability: Tr
 
 
 def _order_of_stages(
-    layout: Layout, pieces: Pieces, times: Times, trainability: Trainability, stages: tuple[int, ...]
+    arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability, stages: tuple[int, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
     when, kind, stage, piece = [], [], [], []
     for number in stages:
-        chain = int(layout.chain[number])
-        local = number - int(layout.stages_of[chain, 0])
+        chain = int(arrays.chain[number])
+        local = number - int(arrays.stages_of[chain, 0])
         own = np.arange(pieces.first[chain], pieces.first[chain + 1], dtype=np.int32)
         for code in (FORWARD, BACKWARD) if trainability.backward[number] else (FORWARD,):
             when.append(times[chain][code][local])

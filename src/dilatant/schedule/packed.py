@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import list_problems
-from dilatant.schedule.layout import Layout
+from dilatant.schedule.plan_arrays import PlanArrays
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
@@ -96,7 +96,7 @@ class PackedActions(Mapping[int, tuple[Action, ...]]):
 
 
 def pieces_of(
-    layout: Layout,
+    arrays: PlanArrays,
     assignment: Assignment,
     parts: list[list[tuple[int, tuple[int, ...] | None]]],
 ) -> Pieces:
@@ -106,7 +106,7 @@ def pieces_of(
     members: list[tuple[int, ...]] = []
     first = [0]
     for replica, entries in enumerate(parts):
-        batches = assignment.microbatches[layout.units[layout.unit_of[replica]]][layout.replica_of[replica]]
+        batches = assignment.microbatches[arrays.units[arrays.unit_of[replica]]][arrays.replica_of[replica]]
         for number, part in entries:
             microbatch.append(number)
             named.append(part)
@@ -124,7 +124,7 @@ def pieces_of(
     )
 
 
-def pack(layout: Layout, assignment: Assignment, schedule: Schedule) -> PackedActions:
+def pack(arrays: PlanArrays, assignment: Assignment, schedule: Schedule) -> PackedActions:
     """The arrays of `schedule`, whichever way it was written.
 
     Raises UserError listing the actions on a stage or a microbatch that plan and assignment do not have.
@@ -132,11 +132,11 @@ def pack(layout: Layout, assignment: Assignment, schedule: Schedule) -> PackedAc
     actions = schedule.actions
     if isinstance(actions, PackedActions):
         return actions
-    order: list[dict[tuple[int, tuple[int, ...] | None], int]] = [{} for _ in range(layout.num_chains)]
-    chain_of = layout.chain.tolist()
+    order: list[dict[tuple[int, tuple[int, ...] | None], int]] = [{} for _ in range(arrays.num_chains)]
+    chain_of = arrays.chain.tolist()
     counts = [
-        len(assignment.microbatches[layout.units[unit]][replica])
-        for unit, replica in zip(layout.unit_of.tolist(), layout.replica_of.tolist(), strict=True)
+        len(assignment.microbatches[arrays.units[unit]][replica])
+        for unit, replica in zip(arrays.unit_of.tolist(), arrays.replica_of.tolist(), strict=True)
     ]
     ranks = tuple(actions)
     rows: list[tuple[int, int, int, int]] = []
@@ -174,5 +174,5 @@ def pack(layout: Layout, assignment: Assignment, schedule: Schedule) -> PackedAc
         table[:, 0].astype(np.int8),
         table[:, 1].astype(np.int32),
         piece.astype(np.int32),
-        pieces_of(layout, assignment, parts),
+        pieces_of(arrays, assignment, parts),
     )

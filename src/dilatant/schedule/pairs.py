@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.schedule.layout import Layout
 from dilatant.schedule.packed import Pieces
+from dilatant.schedule.plan_arrays import PlanArrays
 
 
-def unit_pairs(layout: Layout, pieces: Pieces) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def unit_pairs(arrays: PlanArrays, pieces: Pieces) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Producer and consumer piece of every pair that shares a sample, unit edge by unit edge, ascending.
 
     A sample that only the consumer has (text without an image) makes no pair: no rows travel for it.
@@ -17,12 +17,12 @@ def unit_pairs(layout: Layout, pieces: Pieces) -> tuple[NDArray[np.int32], NDArr
     sources, targets = [], []
     num_samples = int(pieces.samples.max()) + 1 if len(pieces.samples) else 0
     num_pieces = len(pieces.microbatch)
-    owner = np.full((len(layout.units), num_samples), -1, dtype=np.int64)
+    owner = np.full((len(arrays.units), num_samples), -1, dtype=np.int64)
     piece_of_entry = np.repeat(np.arange(num_pieces), np.diff(pieces.offsets))
-    piece_unit = np.repeat(layout.unit_of, np.diff(pieces.first))
+    piece_unit = np.repeat(arrays.unit_of, np.diff(pieces.first))
     if num_pieces:
         owner[piece_unit[piece_of_entry], pieces.samples] = piece_of_entry
-    for source, target in layout.feeds:
+    for source, target in arrays.feeds:
         both = (owner[source] >= 0) & (owner[target] >= 0)
         code = np.unique(owner[source][both] * num_pieces + owner[target][both])
         sources.append(code // max(num_pieces, 1))

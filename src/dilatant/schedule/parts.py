@@ -7,31 +7,31 @@ consumed whole, is not cut.
 
 from __future__ import annotations
 
-from dilatant.schedule.layout import Layout
 from dilatant.schedule.packed import Pieces, pieces_of
+from dilatant.schedule.plan_arrays import PlanArrays
 from dilatant.schedule.schedule import Assignment, Microbatch
 from dilatant.schedule.trainability import Trainability
 
 
-def cut_pieces(layout: Layout, assignment: Assignment, trainability: Trainability) -> Pieces:
+def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainability) -> Pieces:
     """All pieces of a step. Samples of a microbatch that go to the same consumers stay together, in the order of
     their first consumer, then of the microbatch. Empty microbatches have no piece, hence no actions.
 
     Consumers are followed to the end: a part that a consumer's own parts split is split as well.
     """
     consumers: dict[int, list[int]] = {}
-    for source, target in layout.feeds:
+    for source, target in arrays.feeds:
         consumers.setdefault(source, []).append(target)
-    place_of: list[dict[int, int]] = [{} for _ in layout.units]
-    parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(layout.num_chains)]
-    for unit in reversed(range(len(layout.units))):
-        fed = any(target == unit for _, target in layout.feeds)
+    place_of: list[dict[int, int]] = [{} for _ in arrays.units]
+    parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
+    for unit in reversed(range(len(arrays.units))):
+        fed = any(target == unit for _, target in arrays.feeds)
         places = place_of[unit]
-        for chain in layout.chains_of(unit):
-            last = int(layout.stages_of[chain, 1]) - 1
+        for chain in arrays.chains_of(unit):
+            last = int(arrays.stages_of[chain, 1]) - 1
             by_consumer = [place_of[target] for target in consumers.get(unit, [])]
             cut = trainability.backward[last] and bool(by_consumer)
-            batches = assignment.microbatches[layout.units[unit]][layout.replica_of[chain]]
+            batches = assignment.microbatches[arrays.units[unit]][arrays.replica_of[chain]]
             for number, batch in enumerate(batches):
                 if not batch:
                     continue
@@ -39,7 +39,7 @@ def cut_pieces(layout: Layout, assignment: Assignment, trainability: Trainabilit
                     parts[chain].append((number, part))
                     if fed:
                         places.update(dict.fromkeys(batch if part is None else part, len(places)))
-    return pieces_of(layout, assignment, parts)
+    return pieces_of(arrays, assignment, parts)
 
 
 def _parts(batch: Microbatch, by_consumer: list[dict[int, int]]) -> list[tuple[int, ...] | None]:

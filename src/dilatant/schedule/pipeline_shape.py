@@ -68,7 +68,7 @@ class PipelineShape:
         backward = tuple(
             ratio > 0 for ratio, count in zip(self.backward, self.stages, strict=True) for _ in range(count)
         )
-        return Trainability(backward, backward, backward)
+        return Trainability(backward, backward)
 
 
 def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
@@ -88,7 +88,7 @@ def shape_graph(shape: PipelineShape, by_unit: ByUnit) -> ScheduleGraph:
 
 def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The unit of every op, and the share of its microbatch's seconds that it takes: `[ops]` each."""
-    unit = graph.layout.unit_of[graph.layout.chain[graph.stage]]
+    unit = graph.arrays.unit_of[graph.arrays.chain[graph.stage]]
     ratio = np.asarray(shape.backward)[unit]
     return unit, np.where(graph.kind == FORWARD, 1.0, ratio) / (1.0 + ratio)
 
@@ -100,7 +100,7 @@ def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: B
     graph = shape_graph(shape, by_unit)
     pieces = graph.packed.pieces
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    piece_unit = np.repeat(graph.layout.unit_of, np.diff(pieces.first))
+    piece_unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))
     load = np.bincount(piece, seconds[pieces.samples, piece_unit[piece]], len(piece_unit))
     load = load + np.where(load > 0, np.asarray(shape.fixed_seconds)[piece_unit], 0.0)
     _, share = op_shares(shape, graph)

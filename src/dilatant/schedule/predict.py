@@ -11,10 +11,10 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import StageCosts
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.memory import StepBytes
+from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment, Schedule
-from dilatant.schedule.simulate import Links, run
+from dilatant.schedule.simulate import run
 from dilatant.schedule.timeline import Timeline
 
 Tokens = Mapping[str, ArrayLike]
@@ -30,23 +30,18 @@ def predict(
     *,
     squares: Tokens | None = None,
     dense: Mapping[str, float] | None = None,
-    contention: bool = False,
 ) -> Timeline:
     """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
 
     `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
     each other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time
-    of its links; with `contention` they also queue for them. Raises ScheduleError for a schedule that cannot run.
+    of its links. Raises ScheduleError for a schedule that cannot run.
     """
     graph = build(plan, assignment, schedule)
     sums = piece_sums(graph, tokens, squares, dense)
     size = step_bytes(graph, costs, sums, message_sums(graph, tokens, squares))
-    lag, links = None, None
-    if cluster is not None and contention:
-        links = message_links(graph, size.message, cluster)
-    elif cluster is not None:
-        lag = message_lag(graph, size.message, cluster)
-    return run(graph, action_seconds(graph, costs, sums), lag=lag, links=links, size=size)
+    lag = None if cluster is None else message_lag(graph, size.message, cluster)
+    return run(graph, action_seconds(graph, costs, sums), lag=lag, size=size)
 
 
 def piece_sums(
@@ -59,13 +54,13 @@ def piece_sums(
     piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(graph.layout.unit_of, np.diff(pieces.first))[piece]
+    unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
     linear, square = _by_sample(graph, unit, pieces.samples, tokens, squares)
     sums = _sums(piece, linear, square, len(pieces.microbatch))
     several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
-    for number, name in enumerate(graph.layout.units):
+    for number, name in enumerate(graph.arrays.units):
         if name in (dense or {}):
-            rows = several & (np.repeat(graph.layout.unit_of, np.diff(pieces.first)) == number)
+            rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
             sums[rows, 0] = dense[name] * sums[rows, 1] ** 2  # type: ignore[index]
     return sums
 
@@ -75,14 +70,14 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
 
     A gradient has the rows of the forward message that it answers.
     """
-    pieces, layout = graph.packed.pieces, graph.layout
+    pieces, arrays = graph.packed.pieces, graph.arrays
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     forward = graph.kind[source] == FORWARD
     made = np.where(forward, graph.piece[source], graph.piece[target])
     used = np.where(forward, graph.piece[target], graph.piece[source])
     whole = piece_sums(graph, tokens, squares)
     result = whole[made]
-    chain = np.repeat(np.arange(layout.num_chains), np.diff(pieces.first))
+    chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
     across = np.flatnonzero(chain[made] != chain[used])
     if len(across):
         counts = np.diff(pieces.offsets)[made[across]]
@@ -90,8 +85,8 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
         nth = np.arange(len(message)) - np.repeat(np.cumsum(counts) - counts, counts)
         sample = pieces.samples[pieces.offsets[made[across]][message] + nth]
         owner = _owner(graph)
-        unit = layout.unit_of[chain[made[across]]][message]
-        shared = owner[layout.unit_of[chain[used[across]]][message], sample] == used[across][message]
+        unit = arrays.unit_of[chain[made[across]]][message]
+        shared = owner[arrays.unit_of[chain[used[across]]][message], sample] == used[across][message]
         linear, square = _by_sample(graph, unit[shared], sample[shared], tokens, squares)
         result[across] = _sums(message[shared], linear, square, len(across))
     return result
@@ -129,41 +124,26 @@ def step_bytes(
 
 
 def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """Seconds each message travels: `[messages]`; zero between stages on the same ranks."""
-    _, occupancy, latency = _on_cluster(graph, size, cluster)
-    return occupancy + latency
-
-
-def message_links(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> Links:
-    """The link of every message: inside a node the sending rank's own, between nodes the sending node's."""
-    link, occupancy, latency = _on_cluster(graph, size, cluster)
-    return Links(link, occupancy, latency)
-
-
-def _on_cluster(
-    graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    placed = graph.layout.placed
+    """Seconds each message of `size` bytes travels: `[messages]`; zero between stages on the same ranks."""
+    placed = graph.arrays.placed
     groups: dict[tuple[int, ...], int] = {}
     group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
-    rank = np.asarray([entry.stage.ranks[0] for entry in placed])
-    node = rank // cluster.gpus_per_node
+    node = np.asarray([entry.stage.ranks[0] for entry in placed]) // cluster.gpus_per_node
     source = graph.stage[graph.edge_source[: graph.num_messages]]
     target = graph.stage[graph.edge_target[: graph.num_messages]]
-    local = (group[source] == group[target]) | (size == 0)
     inside = node[source] == node[target]
-    bandwidth = np.where(inside, cluster.inside.bandwidth, cluster.between.bandwidth)
-    latency = np.where(inside, cluster.inside.latency, cluster.between.latency)
-    link = np.where(inside, rank[source], int(rank.max(initial=0)) + 1 + node[source])
-    return np.where(local, -1, link), np.where(local, 0.0, size / bandwidth), np.where(local, 0.0, latency)
+    seconds = np.where(inside, cluster.inside.latency, cluster.between.latency) + size / np.where(
+        inside, cluster.inside.bandwidth, cluster.between.bandwidth
+    )
+    return np.where((group[source] == group[target]) | (size == 0), 0.0, seconds)
 
 
 def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:
     """The piece that holds a sample in a unit, -1 where none: `[units, samples]`."""
-    pieces, layout = graph.packed.pieces, graph.layout
+    pieces, arrays = graph.packed.pieces, graph.arrays
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
-    unit = np.repeat(layout.unit_of, np.diff(pieces.first))[piece]
-    owner = np.full((len(layout.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
+    unit = np.repeat(arrays.unit_of, np.diff(pieces.first))[piece]
+    owner = np.full((len(arrays.units), int(pieces.samples.max(initial=-1)) + 1), -1, dtype=np.int64)
     owner[unit, pieces.samples] = piece
     return owner
 
@@ -177,7 +157,7 @@ def _by_sample(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens and their squares for pairs of unit and sample."""
     linear, square = np.zeros(len(sample)), np.zeros(len(sample))
-    for number, name in enumerate(graph.layout.units):
+    for number, name in enumerate(graph.arrays.units):
         mine = unit == number
         linear[mine] = np.asarray(tokens[name], dtype=np.float64)[sample[mine]]
         if squares is not None and name in squares:
@@ -196,6 +176,6 @@ def _sums(
 
 def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:
     """By op: does its stage run an action of one of these kinds at all?"""
-    there = np.zeros(len(graph.layout.placed), dtype=bool)
+    there = np.zeros(len(graph.arrays.placed), dtype=bool)
     there[graph.stage[np.isin(graph.kind, kinds)]] = True
     return there[graph.stage]

@@ -8,14 +8,13 @@ of units). Closed forms are 18 to 22 % off once microbatches vary (planning note
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.plan.plan import Plan
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.memory import StepBytes, peak_bytes
+from dilatant.schedule.memory_sweep import StepBytes, peak_bytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, Timeline, waiting_for
@@ -25,16 +24,6 @@ _NO_LAG: NDArray[np.float64] = np.empty(0)
 Seconds = ArrayLike | Callable[[Action], float]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Links:
-    """Links that messages queue for, all `[messages]`: the link a message occupies (-1: none), the seconds it
-    occupies it, and the seconds it then still travels. The first message that is ready is sent first."""
-
-    link: NDArray[np.int64]
-    occupancy: NDArray[np.float64]
-    latency: NDArray[np.float64]
-
-
 def simulate(
     schedule: Schedule,
     plan: Plan,
@@ -42,17 +31,15 @@ def simulate(
     seconds: Seconds,
     *,
     lag: ArrayLike | None = None,
-    links: Links | None = None,
     size: StepBytes | None = None,
 ) -> Timeline:
     """The exact timeline of `schedule`.
 
     `seconds` is a function of an action, or an array `[ops]` in the op order of `build`. `lag` is the seconds a
-    message travels, one number or `[messages]` in the edge order of `build`; with `links` messages also queue, one
-    after another on each link. `size` asks for the memory sweep. Raises ScheduleError for a schedule that cannot
-    run. `predict` makes all of these from a cost model.
+    message travels, one number or `[messages]` in the edge order of `build`. `size` asks for the memory sweep. Raises
+    ScheduleError for a schedule that cannot run. `predict` makes all of these from a cost model.
     """
-    return run(build(plan, assignment, schedule), seconds, lag=lag, links=links, size=size)
+    return run(build(plan, assignment, schedule), seconds, lag=lag, size=size)
 
 
 def step_seconds(
@@ -62,7 +49,7 @@ def step_seconds(
 
     `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 as `edge_lag` makes it.
     """
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     end = np.empty(graph.num_ops)
     return float(
@@ -86,55 +73,22 @@ def run(
     seconds: Seconds,
     *,
     lag: ArrayLike | None = None,
-    links: Links | None = None,
     size: StepBytes | None = None,
 ) -> Timeline:
     """The timeline of a compiled schedule; arguments as in `simulate`."""
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     duration = action_array(graph, seconds)
     start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
-    if links is not None:
-        if lag is not None:
-            raise ValueError("give lag or links, not both: links have a latency of their own")
-        latest, arrival = _run_on_links(graph, duration, links, start, end)
-    else:
-        lags = edge_lag(graph, lag)
-        latest = kernels.spans(
-            graph.order, graph.previous, graph.offsets, graph.source, graph.edge, duration, lags, start, end
-        )
-        arrival = end[graph.edge_source]
-        if len(lags):
-            arrival = arrival + lags
+    lags = edge_lag(graph, lag)
+    latest = kernels.spans(
+        graph.order, graph.previous, graph.offsets, graph.source, graph.edge, duration, lags, start, end
+    )
+    arrival = end[graph.edge_source]
+    if len(lags):
+        arrival = arrival + lags
     peak = None if size is None else peak_bytes(graph, size, start, end, arrival)
     return _timeline(graph, start, end, float(latest), arrival, peak)
-
-
-def _run_on_links(
-    graph: ScheduleGraph,
-    duration: NDArray[np.float64],
-    links: Links,
-    start: NDArray[np.float64],
-    end: NDArray[np.float64],
-) -> tuple[float, NDArray[np.float64]]:
-    from dilatant.schedule import kernels
-
-    num_edges, count = len(graph.edge_source), graph.num_messages
-    link = np.full(num_edges, -1, dtype=np.int64)
-    link[:count] = links.link
-    occupancy, latency, arrival = np.zeros(num_edges), np.zeros(num_edges), np.zeros(num_edges)
-    occupancy[:count], latency[:count] = links.occupancy, links.latency
-    before, after = np.arange(-1, graph.num_ops - 1), np.arange(1, graph.num_ops + 1)
-    used = np.diff(graph.list_offsets) > 0
-    before[graph.list_offsets[:-1][used]] = -1
-    after[graph.list_offsets[1:][used] - 1] = -1
-    in_offsets, _ = kernels.group_by_target(graph.edge_target, graph.num_ops)
-    out_offsets, out_edges = kernels.group_by_target(graph.edge_source, graph.num_ops)
-    latest = kernels.spans_on_links(
-        before, in_offsets, after, duration, out_offsets, out_edges, graph.edge_target, link, occupancy, latency,
-        np.zeros(int(link.max(initial=-1)) + 1), start, end, arrival,
-    )  # fmt: skip
-    return float(latest), arrival
 
 
 def action_array(graph: ScheduleGraph, seconds: Seconds) -> NDArray[np.float64]:
@@ -152,20 +106,20 @@ def _timeline(
     arrival: NDArray[np.float64],
     peak: NDArray[np.float64] | None,
 ) -> Timeline:
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
-    layout, packed = graph.layout, graph.packed
+    arrays, packed = graph.arrays, graph.packed
     row_offsets = packed.offsets
     binder = kernels.binding(
         graph.order, graph.previous, graph.offsets, graph.source, end, start, arrival, graph.edge
     )
-    unit_of_stage = layout.unit_of[layout.chain]
-    causes = (WARM_UP, DRAIN, COMMUNICATION, IMBALANCE, *map(waiting_for, layout.units))
+    unit_of_stage = arrays.unit_of[arrays.chain]
+    causes = (WARM_UP, DRAIN, COMMUNICATION, IMBALANCE, *map(waiting_for, arrays.units))
     idle = np.zeros((len(packed.ranks), len(causes)))
     warm, drain, chain_end = _phases(graph, end)
     kernels.idle_by_cause(
         row_offsets, graph.row_op, drain, warm, unit_of_stage[graph.stage], start, end, binder, chain_end,
-        len(layout.units), latest, idle,
+        len(arrays.units), latest, idle,
     )  # fmt: skip
     row_start, row_end = start[graph.row_op], end[graph.row_op]
     rows = np.concatenate([[0.0], np.cumsum(row_end - row_start)])
@@ -230,7 +184,7 @@ def _phases(
 
 def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
     """The number of the pipeline each stage belongs to: chains that exchange rows, directly or not, share it."""
-    num_chains = graph.layout.num_chains
+    num_chains = graph.arrays.num_chains
     parent = list(range(num_chains))
 
     def root(chain: int) -> int:
@@ -239,7 +193,7 @@ def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
             chain = parent[chain]
         return chain
 
-    chain = graph.layout.chain[graph.stage]
+    chain = graph.arrays.chain[graph.stage]
     one, other = (
         chain[graph.edge_source[: graph.num_messages]],
         chain[graph.edge_target[: graph.num_messages]],
@@ -248,4 +202,4 @@ def _components(graph: ScheduleGraph) -> NDArray[np.int64]:
     for code in np.unique(one[across] * num_chains + other[across]).tolist():
         parent[root(code // num_chains)] = root(code % num_chains)
     roots = np.asarray([root(index) for index in range(num_chains)])
-    return np.unique(roots, return_inverse=True)[1][graph.layout.chain]
+    return np.unique(roots, return_inverse=True)[1][graph.arrays.chain]

@@ -15,11 +15,9 @@ from dilatant.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Trainability:
-    """By stage number: does the stage run a backward, does it send an input gradient on, does it have weight
-    gradients."""
+    """By stage number: does the stage run a backward, does it have weight gradients."""
 
     backward: tuple[bool, ...]
-    input_gradient: tuple[bool, ...]
     weight_gradient: tuple[bool, ...]
 
 
@@ -34,7 +32,7 @@ def trainability_of(plan: Plan, trainable: Mapping[str, Sequence[bool]]) -> Trai
             raise ValueError(f"trainable says nothing about unit {unit.name!r}")
         for target in unit.feeds:
             before[target] |= before[unit.name] or any(trainable[unit.name])
-    backward, input_gradient, weight_gradient = [], [], []
+    backward, weight_gradient = [], []
     for placed in plan.stages():
         flags = trainable[placed.unit]
         if placed.stage.end > len(flags):
@@ -44,9 +42,8 @@ def trainability_of(plan: Plan, trainable: Mapping[str, Sequence[bool]]) -> Trai
         ahead = before[placed.unit] or any(flags[: placed.stage.first])
         own = any(flags[placed.stage.first : placed.stage.end])
         backward.append(ahead or own)
-        input_gradient.append(ahead)
         weight_gradient.append(own)
-    return Trainability(tuple(backward), tuple(input_gradient), tuple(weight_gradient))
+    return Trainability(tuple(backward), tuple(weight_gradient))
 
 
 def all_trainable(plan: Plan) -> Trainability:

@@ -9,7 +9,6 @@ import numpy as np
 from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.plan import Plan
 from dilatant.schedule.graph import ScheduleError, try_build
-from dilatant.schedule.layout import Layout, layout_of
 from dilatant.schedule.packed import (
     BACKWARD,
     FORWARD,
@@ -19,6 +18,7 @@ from dilatant.schedule.packed import (
     PackedActions,
     pack,
 )
+from dilatant.schedule.plan_arrays import PlanArrays, plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability
 
@@ -61,15 +61,15 @@ def schedule_problems(
     problems = assignment_problems(plan, assignment, samples)
     if problems:
         return problems
-    layout = layout_of(plan)
+    arrays = plan_arrays(plan)
     try:
-        packed = pack(layout, assignment, schedule)
+        packed = pack(arrays, assignment, schedule)
     except UserError as error:
         return [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
     presence = [
-        *_part_problems(layout, assignment, packed),
-        *_rank_problems(layout, packed),
-        *_presence_problems(layout, packed, trainability),
+        *_part_problems(arrays, assignment, packed),
+        *_rank_problems(arrays, packed),
+        *_presence_problems(arrays, packed, trainability),
     ]
     _, missing, disorder = try_build(plan, assignment, schedule, look_ahead)
     return [*presence, *([] if presence else missing), *disorder]
@@ -111,16 +111,16 @@ def assignment_problems(
     return problems
 
 
-def _name(layout: Layout, chain: int) -> str:
-    return f"{layout.units[layout.unit_of[chain]]} replica {layout.replica_of[chain]}"
+def _name(arrays: PlanArrays, chain: int) -> str:
+    return f"{arrays.units[arrays.unit_of[chain]]} replica {arrays.replica_of[chain]}"
 
 
-def _part_problems(layout: Layout, assignment: Assignment, packed: PackedActions) -> list[str]:
+def _part_problems(arrays: PlanArrays, assignment: Assignment, packed: PackedActions) -> list[str]:
     """Microbatches whose parts do not cover them exactly once; empty ones that are run."""
     problems = []
     pieces = packed.pieces
-    for chain in range(layout.num_chains):
-        batches = assignment.microbatches[layout.units[layout.unit_of[chain]]][layout.replica_of[chain]]
+    for chain in range(arrays.num_chains):
+        batches = assignment.microbatches[arrays.units[arrays.unit_of[chain]]][arrays.replica_of[chain]]
         parts: dict[int, list[int]] = {}
         count: dict[int, int] = {}
         for piece in range(int(pieces.first[chain]), int(pieces.first[chain + 1])):
@@ -128,7 +128,7 @@ def _part_problems(layout: Layout, assignment: Assignment, packed: PackedActions
             parts.setdefault(number, []).extend(pieces.samples_of(piece))
             count[number] = count.get(number, 0) + 1
         for number, batch in enumerate(batches):
-            place = f"{_name(layout, chain)} microbatch {number}"
+            place = f"{_name(arrays, chain)} microbatch {number}"
             if not batch and number in parts:
                 problems.append(f"{place} is empty and must not be run")
             elif batch and number not in parts:
@@ -140,21 +140,21 @@ def _part_problems(layout: Layout, assignment: Assignment, packed: PackedActions
     return problems
 
 
-def _rank_problems(layout: Layout, packed: PackedActions) -> list[str]:
+def _rank_problems(arrays: PlanArrays, packed: PackedActions) -> list[str]:
     """Actions on ranks that do not hold their stage, twice on a rank, or missing on some rank of a stage."""
     problems = []
     row_rank = np.repeat(np.asarray(packed.ranks, dtype=np.int64), np.diff(packed.offsets))
     num_pieces = max(len(packed.pieces.microbatch), 1)
     code = (packed.stage.astype(np.int64) * 4 + packed.kind) * num_pieces + packed.piece
-    if all(len(entry.stage.ranks) == 1 for entry in layout.placed):
-        held = np.asarray([entry.stage.ranks[0] for entry in layout.placed])[packed.stage] == row_rank
+    if all(len(entry.stage.ranks) == 1 for entry in arrays.placed):
+        held = np.asarray([entry.stage.ranks[0] for entry in arrays.placed])[packed.stage] == row_rank
     else:
-        holders = {(entry.index, rank) for entry in layout.placed for rank in entry.stage.ranks}
+        holders = {(entry.index, rank) for entry in arrays.placed for rank in entry.stage.ranks}
         pairs = zip(packed.stage.tolist(), row_rank.tolist(), strict=True)
         held = np.fromiter((pair in holders for pair in pairs), dtype=bool, count=len(row_rank))
     for row in np.flatnonzero(~held).tolist():
         rank = int(row_rank[row])
-        entry = layout.placed[int(packed.stage[row])]
+        entry = arrays.placed[int(packed.stage[row])]
         problems.append(
             f"rank {rank} runs {_action(packed, row)}, but {entry.unit} replica {entry.replica} stage "
             f"{entry.position} is on ranks {list(entry.stage.ranks)}"
@@ -163,7 +163,7 @@ def _rank_problems(layout: Layout, packed: PackedActions) -> list[str]:
     again = order[1:][(code[order][1:] == code[order][:-1]) & (row_rank[order][1:] == row_rank[order][:-1])]
     for row in again.tolist():
         problems.append(f"rank {int(row_rank[row])} runs {_action(packed, row)} twice")
-    for entry in layout.placed:
+    for entry in arrays.placed:
         if len(entry.stage.ranks) > 1:
             mine = packed.stage == entry.index
             everything = set(code[mine].tolist())
@@ -174,14 +174,16 @@ def _rank_problems(layout: Layout, packed: PackedActions) -> list[str]:
     return problems
 
 
-def _presence_problems(layout: Layout, packed: PackedActions, trainability: Trainability | None) -> list[str]:
+def _presence_problems(
+    arrays: PlanArrays, packed: PackedActions, trainability: Trainability | None
+) -> list[str]:
     """Actions that every stage must have for every piece, and kinds that a stage must not have."""
     problems = []
     pieces = packed.pieces
-    there = np.zeros((len(layout.placed), 4, len(pieces.microbatch)), dtype=bool)
+    there = np.zeros((len(arrays.placed), 4, len(pieces.microbatch)), dtype=bool)
     there[packed.stage, packed.kind, packed.piece] = True
-    for entry in layout.placed:
-        chain = int(layout.chain[entry.index])
+    for entry in arrays.placed:
+        chain = int(arrays.chain[entry.index])
         own = slice(int(pieces.first[chain]), int(pieces.first[chain + 1]))
         has = there[entry.index, :, own]
         backward = has[BACKWARD] | has[INPUT_GRADIENT]

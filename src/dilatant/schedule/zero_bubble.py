@@ -15,8 +15,8 @@ import numpy as np
 from dilatant.plan.depth import path_depths
 from dilatant.plan.plan import Plan
 from dilatant.schedule.families import eager, one_f_one_b
-from dilatant.schedule.layout import layout_of
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, PackedActions, pack
+from dilatant.schedule.plan_arrays import plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
 
@@ -49,7 +49,7 @@ def split_backward(
     and the rest at the end. Backwards without weight gradients stay whole.
     """
     trainability = trainability or all_trainable(plan)
-    packed = pack(layout_of(plan), assignment, schedule)
+    packed = pack(plan_arrays(plan), assignment, schedule)
     splits = np.asarray(trainability.weight_gradient)
     kinds: list[int] = []
     stages: list[int] = []

@@ -27,7 +27,9 @@ from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
-from dilatant.report.perfetto import describe, summarize, write_timeline
+from dilatant.report.gantt_of_step import measured_chart
+from dilatant.report.gantt_summary import by_lane
+from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.step_page import write_step_page
@@ -291,7 +293,7 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
     write_step_page(folder.path / "timeline.html", step.actions, plan, f"{folder.path.name}: the last step")
     folder.write_text("step.json", step.to_json() + "\n")
-    return describe(summarize(step.actions, plan))
+    return by_lane(measured_chart(step.actions, plan), plan)
 
 
 def _export(config: Config, prepared: Prepared, folder: RunFolder) -> None:

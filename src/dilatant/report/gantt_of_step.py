@@ -1,4 +1,4 @@
-"""From the steps of ranks, predicted or measured, to the lines that are drawn."""
+"""From the steps of ranks, predicted or measured, to the chart that is drawn."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from dilatant.plan import Plan
-from dilatant.report.timeline import Lane, StepTimeline, TimelineRow
+from dilatant.report.gantt import BETWEEN, GanttChart, GanttRow, Lane
 from dilatant.schedule import Action, Timeline
 from dilatant.schedule.measured import MeasuredAction
 from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
 
-BETWEEN = "between actions"
-"""Measured time in which a rank neither computed nor waited for rows."""
 
-
-def step_timeline(timeline: Timeline, sync_seconds: float = 0.0) -> StepTimeline:
+def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart:
     """One lane for all ranks that did the same at the same time (the tp x cp ranks of a predicted stage).
 
     An action's samples are its part where it names one, and its whole microbatch otherwise. After the last action
@@ -39,7 +36,7 @@ def step_timeline(timeline: Timeline, sync_seconds: float = 0.0) -> StepTimeline
         key = (tuple(held[rank]), timeline.start[rows].tobytes(), timeline.end[rows].tobytes())
         members.setdefault(key, []).append(index)
     lanes: list[Lane] = []
-    lines: list[TimelineRow] = []
+    lines: list[GanttRow] = []
     idle: list[dict[str, float]] = []
     for (stages, _, _), indices in members.items():
         lane = len(lanes)
@@ -56,12 +53,12 @@ def step_timeline(timeline: Timeline, sync_seconds: float = 0.0) -> StepTimeline
         for action, start, end in timeline.of_rank(timeline.ranks[indices[0]]):
             kind = str(action.kind)
             lines.append(
-                TimelineRow(lane, action.stage, kind, action.microbatch, samples(action), start, end - start)
+                GanttRow(lane, action.stage, kind, action.microbatch, samples(action), start, end - start)
             )
-    return StepTimeline(timeline.seconds + sync_seconds, tuple(lanes), tuple(lines), tuple(idle))
+    return GanttChart(timeline.seconds + sync_seconds, tuple(lanes), tuple(lines), tuple(idle))
 
 
-def measured_timeline(actions: Sequence[MeasuredAction], plan: Plan) -> StepTimeline:
+def measured_chart(actions: Sequence[MeasuredAction], plan: Plan) -> GanttChart:
     """One lane for every rank of `plan`, from the first action's start to the last one's end.
 
     Idle time is named as in a prediction: before a rank's first action it warms up, after its last it drains, and it
@@ -79,7 +76,7 @@ def measured_timeline(actions: Sequence[MeasuredAction], plan: Plan) -> StepTime
     of_rank: dict[int, list[MeasuredAction]] = {rank: [] for rank in plan.ranks}
     for one in sorted(actions, key=lambda action: action.start):
         of_rank[one.rank].append(one)
-    rows: list[TimelineRow] = []
+    rows: list[GanttRow] = []
     idle: list[dict[str, float]] = []
     for lane, (_, own) in enumerate(of_rank.items()):
         causes: defaultdict[str, float] = defaultdict(float)
@@ -91,7 +88,7 @@ def measured_timeline(actions: Sequence[MeasuredAction], plan: Plan) -> StepTime
             before = one.end
             start = one.start + one.waited_seconds - begin
             rows.append(
-                TimelineRow(
+                GanttRow(
                     lane,
                     one.action.stage,
                     str(one.action.kind),
@@ -104,4 +101,4 @@ def measured_timeline(actions: Sequence[MeasuredAction], plan: Plan) -> StepTime
         causes[DRAIN] += end - before
         idle.append({cause: seconds for cause, seconds in causes.items() if seconds > 0.0})
     lanes = tuple(Lane((rank,), tuple(stages)) for rank, stages in held.items())
-    return StepTimeline(end - begin, lanes, tuple(rows), tuple(idle))
+    return GanttChart(end - begin, lanes, tuple(rows), tuple(idle))

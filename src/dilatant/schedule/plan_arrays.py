@@ -15,7 +15,7 @@ from dilatant.plan.plan import PlacedStage, Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class PlanArrays:
     """Stage numbers are `PlacedStage.index`; chain numbers count unit replicas in plan order.
 
     `unit_of[chain]` indexes `units`; `stages_of[chain]` is the half-open range of its stages. `before[stage]` and
@@ -44,7 +44,7 @@ class Layout:
         return [int(chain) for chain in np.flatnonzero(self.unit_of == unit)]
 
 
-def layout_of(plan: Plan) -> Layout:
+def plan_arrays(plan: Plan) -> PlanArrays:
     """The arrays of `plan`. Raises ValueError when a unit feeds one that the plan lacks or that comes earlier."""
     placed = plan.stages()
     units = tuple(unit.name for unit in plan.units)
@@ -77,7 +77,7 @@ def layout_of(plan: Plan) -> Layout:
     after[ranges[:, 1] - 1] = -1
     ranks = plan.ranks
     position = {rank: index for index, rank in enumerate(ranks)}
-    return Layout(
+    return PlanArrays(
         placed=placed,
         units=units,
         feeds=tuple(feeds),

@@ -33,7 +33,7 @@ class Chain:
         return self.replicas * self.tp * self.cp * self.stages
 
 
-def place(
+def map_ranks(
     chains: Sequence[Chain],
     layers: Mapping[str, int],
     feeds: Mapping[str, tuple[str, ...]],

@@ -1,9 +1,12 @@
-"""The timeline of one step: who computed what, when; the same value for predicted and for measured steps."""
+"""The Gantt chart of one step, predicted or measured: lanes of ranks, and who computed what, when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+BETWEEN = "between actions"
+"""Measured time in which a rank neither computed nor waited for rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class Lane:
     stages: tuple[int, ...]
 
 
-class TimelineRow(NamedTuple):
+class GanttRow(NamedTuple):
     """One action: `kind` is F, B, I or W, or any other word for work that belongs to no stage (`stage` -1).
 
     `samples` are positions in the global batch; `start` is in seconds since the step began.
@@ -34,12 +37,12 @@ class TimelineRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimeline:
+class GanttChart:
     """`rows` sorted by lane and start; `idle[lane]` seconds by cause, empty where causes are unknown."""
 
     seconds: float
     lanes: tuple[Lane, ...]
-    rows: tuple[TimelineRow, ...]
+    rows: tuple[GanttRow, ...]
     idle: tuple[dict[str, float], ...] = ()
 
     def busy_seconds(self) -> tuple[float, ...]:

@@ -45,7 +45,7 @@ class StepModel:
 def step_model(shape: PipelineShape, num_slots: int) -> StepModel:
     """Compile the step. Ops are put in the order of their ends in a uniform step, so that a change to late
     microbatches leaves most of the computation standing."""
-    from dilatant.schedule import kernels
+    from dilatant.schedule import graph_kernels as kernels
 
     graph = shape_graph(shape, shared([(slot,) for slot in range(num_slots)], shape.num_units))
     unit, share = op_shares(shape, graph)

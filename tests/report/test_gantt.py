@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.report.step_timeline import measured_timeline, step_timeline
+from dilatant.report.gantt import GanttChart, GanttRow, Lane
+from dilatant.report.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.gantt_summary import by_lane
 from dilatant.schedule import Assignment, one_f_one_b, simulate
 from dilatant.schedule.measured import MeasuredAction
 
@@ -33,7 +35,7 @@ def pair():
     timeline = simulate(
         schedule, PLAN, ASSIGNMENT, lambda a: seconds[a.kind] * (1 + 0.1 * a.stage + 0.01 * a.microbatch)
     )
-    return timeline, step_timeline(timeline)
+    return timeline, predicted_chart(timeline)
 
 
 def test_every_rank_is_in_one_lane_and_tensor_parallel_ranks_share_it(pair):
@@ -111,7 +113,7 @@ def as_measured(timeline, epoch=1.7e9):
 
 def test_a_measured_step_is_drawn_as_the_simulated_one_it_equals(pair):
     timeline, drawn = pair
-    measured = measured_timeline(as_measured(timeline), PLAN)
+    measured = measured_chart(as_measured(timeline), PLAN)
     # Seconds since the epoch leave doubles a resolution of 2.4e-7 s.
     assert measured.seconds == pytest.approx(timeline.seconds, abs=1e-5)
     assert [lane.ranks for lane in measured.lanes] == [(rank,) for rank in PLAN.ranks]
@@ -125,10 +127,29 @@ def test_a_measured_step_is_drawn_as_the_simulated_one_it_equals(pair):
 
 def test_measured_idle_time_adds_up_and_names_the_unit_awaited(pair):
     timeline, _ = pair
-    measured = measured_timeline(as_measured(timeline), PLAN)
+    measured = measured_chart(as_measured(timeline), PLAN)
     for busy, idle in zip(measured.busy_seconds(), measured.idle, strict=True):
         assert busy + sum(idle.values()) == pytest.approx(measured.seconds, abs=1e-4)
     causes = set().union(*measured.idle)
     assert {"warm-up", "drain", "waiting for language"} <= causes
     with pytest.raises(ValueError, match="nothing was measured"):
-        measured_timeline([], PLAN)
+        measured_chart([], PLAN)
+
+
+def test_a_lane_weighs_its_ranks():
+    lanes = (Lane((0,), (0,)), Lane((1, 2, 3), (1,)))
+    rows = (GanttRow(0, 0, "F", 0, (0,), 0.0, 8.0), GanttRow(1, 1, "F", 0, (0,), 6.0, 4.0))
+    drawn = GanttChart(10.0, lanes, rows, ({"drain": 2.0}, {"warm-up": 6.0}))
+    assert drawn.busy_fraction() == pytest.approx((8 + 3 * 4) / 40)
+    assert drawn.idle_fractions() == pytest.approx({"warm-up": 18 / 40, "drain": 2 / 40})
+
+
+def test_every_lane_is_told_by_what_it_computes_and_loses():
+    plan = Plan((UnitPlan("vision", (Replica((Stage(0, 1, (0,)), Stage(1, 2, (1,)))),)),))
+    rows = (GanttRow(0, 0, "F", 0, (0,), 0.0, 1.0), GanttRow(1, 1, "F", 0, (0,), 1.0, 3.0))
+    drawn = GanttChart(4.0, (Lane((0,), (0,)), Lane((1,), (1,))), rows, ({"drain": 3.0}, {"warm-up": 1.0}))
+    assert by_lane(drawn, plan).splitlines() == [
+        "step 4.00 s",
+        "rank 0 (vision 0): computes 25 %, draining the pipeline 75 %",
+        "rank 1 (vision 1): computes 75 %, filling the pipeline 25 %",
+    ]

@@ -41,7 +41,7 @@ def peak_bytes(
     num_ranks = len(packed.ranks)
     index = {rank: number for number, rank in enumerate(packed.ranks)}
     members = [
-        [index[rank] for rank in placed.stage.ranks if rank in index] for placed in graph.layout.placed
+        [index[rank] for rank in placed.stage.ranks if rank in index] for placed in graph.arrays.placed
     ]
     row_rank = np.repeat(np.arange(num_ranks), np.diff(packed.offsets))
     op = graph.row_op

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from dilatant.plan import Plan
-from dilatant.report.timeline import StepTimeline
+from dilatant.report.gantt import GanttChart
 from dilatant.report.wording import ranks_text
 
 
-def pack_timeline(timeline: StepTimeline, plan: Plan, title: str) -> dict[str, Any]:
-    """What `timeline.js` draws. `rows` holds one base64 column for each field of `TimelineRow`.
+def pack_chart(timeline: GanttChart, plan: Plan, title: str) -> dict[str, Any]:
+    """What `timeline.js` draws. `rows` holds one base64 column for each field of `GanttRow`.
 
     131,072 actions (1,024 ranks) take 3.7 MB of page; as objects they would take 15 MB.
     """

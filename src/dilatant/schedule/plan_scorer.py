@@ -12,16 +12,17 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import roles_of
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.evaluation import Evaluation, Evaluator
-from dilatant.plan.gradient_sync import sync_seconds
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
+from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.stage_costs import StageCosts, stage_costs
+from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import eager, half_eager, one_f_one_b
-from dilatant.schedule.graph import build
+from dilatant.schedule.graph import ScheduleGraph, build
+from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
 from dilatant.schedule.simulate import edge_lag, run, step_seconds
 from dilatant.schedule.timeline import Timeline
@@ -33,7 +34,7 @@ TRIED = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 FRUGAL = "1f1b"
 
 
-def evaluator(
+def plan_scorer(
     model: ModelSpec,
     costs: CostModel,
     cluster: Cluster,
@@ -42,18 +43,18 @@ def evaluator(
     policy: Policy = "balanced",
     rules: ParameterBytes = BF16,
     seed: int = 0,
-) -> Evaluator:
+) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
     `workload` holds a whole number of global batches (`Workload.batches`), one step each. Raises PlanError if not.
     """
     parts = workload.steps(global_batch)
 
-    def evaluate(plan: Plan, num_microbatches: int) -> Evaluation:
+    def score(plan: Plan, num_microbatches: int) -> PlanScore:
         steps = simulated_steps(plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed)
         return _mean(steps, global_batch)
 
-    return evaluate
+    return score
 
 
 def simulated_steps(
@@ -70,10 +71,7 @@ def simulated_steps(
     """One step for every global batch."""
     table = stage_costs(plan, model, costs, rules)
     sync = sync_seconds(plan, model, cluster, rules)
-    return [
-        best_step(plan, model, table, batch, cluster, num_microbatches, sync, policy, seed)
-        for batch in batches
-    ]
+    return best_steps(plan, model, table, batches, cluster, num_microbatches, sync, policy, seed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,48 +83,69 @@ class Step:
     schedule: str
 
 
-def best_step(
+@dataclass(frozen=True, slots=True, eq=False)
+class _TimedGraph:
+    """A schedule of one batch with all that its simulation needs; `seconds` without gradient sync."""
+
+    graph: ScheduleGraph
+    durations: NDArray[np.float64]
+    lag: NDArray[np.float64]
+    size: StepBytes
+    seconds: float
+
+
+def best_steps(
     plan: Plan,
     model: ModelSpec,
     costs: StageCosts,
-    samples: Workload,
+    batches: Sequence[Workload],
     cluster: Cluster,
     num_microbatches: int,
     sync: dict[int, float],
     policy: Policy = "balanced",
     seed: int = 0,
-) -> Step:
-    """The quickest of the families in `TRIED` that stays in memory; the most frugal if none does."""
-    assignment = assign(
-        plan,
-        sample_seconds(plan, costs, samples),
-        num_microbatches,
-        policy,
-        seed,
-        anchor=roles_of(model).language,
-    )
+) -> list[Step]:
+    """One step for every batch, all of one family: the quickest in `TRIED`, on average, that stays in memory in each of
+    them; the most frugal if none does."""
     trainability = trainability_of(plan, model.trainable)
-    graphs = {}
-    for name, family in TRIED.items():
-        graph = build(plan, assignment, family(plan, assignment, trainability))
-        sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
-        messages = message_sums(graph, samples.tokens, samples.squares)
-        size = step_bytes(graph, costs, sums, messages)
-        seconds = action_seconds(graph, costs, sums)
-        lag = message_lag(graph, size.message, cluster)
-        graphs[name] = step_seconds(graph, seconds, edge_lag(graph, lag)), graph, seconds, lag, size
-    # The memory sweep costs more than all the rest: only the quickest is swept, unless it overflows.
-    step = None
-    for name in sorted(graphs, key=lambda name: graphs[name][0]):
-        _, graph, seconds, lag, size = graphs[name]
-        timeline = run(graph, seconds, lag=lag, size=size)
-        assert timeline.peak_bytes is not None, "the sweep was asked for"
-        if step is None or name == FRUGAL:
-            step = Step(timeline, _until_synced(timeline, sync), name)
-        if float(timeline.peak_bytes.max()) <= cluster.bytes_per_device:
-            return Step(timeline, _until_synced(timeline, sync), name)
-    assert step is not None, "TRIED is not empty"
-    return step
+    timed: dict[str, list[_TimedGraph]] = {name: [] for name in TRIED}
+    for batch in batches:
+        assignment = assign(
+            plan,
+            sample_seconds(plan, costs, batch),
+            num_microbatches,
+            policy,
+            seed,
+            anchor=roles_of(model).language,
+        )
+        for name, family in TRIED.items():
+            graph = build(plan, assignment, family(plan, assignment, trainability))
+            timed[name].append(_timed(graph, costs, batch, cluster))
+    # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
+    for name in sorted(TRIED, key=lambda name: sum(one.seconds for one in timed[name])):
+        steps: list[Step] = []
+        for one in timed[name]:
+            step = _step(one, sync, name)
+            assert step.timeline.peak_bytes is not None, "the sweep was asked for"
+            if float(step.timeline.peak_bytes.max()) > cluster.bytes_per_device:
+                break
+            steps.append(step)
+        else:
+            return steps
+    return [_step(one, sync, FRUGAL) for one in timed[FRUGAL]]
+
+
+def _timed(graph: ScheduleGraph, costs: StageCosts, batch: Workload, cluster: Cluster) -> _TimedGraph:
+    sums = piece_sums(graph, batch.tokens, batch.squares, batch.dense)
+    size = step_bytes(graph, costs, sums, message_sums(graph, batch.tokens, batch.squares))
+    durations = action_seconds(graph, costs, sums)
+    lag = message_lag(graph, size.message, cluster)
+    return _TimedGraph(graph, durations, lag, size, step_seconds(graph, durations, edge_lag(graph, lag)))
+
+
+def _step(one: _TimedGraph, sync: dict[int, float], schedule: str) -> Step:
+    timeline = run(one.graph, one.durations, lag=one.lag, size=one.size)
+    return Step(timeline, _until_synced(timeline, sync), schedule)
 
 
 def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:
@@ -153,17 +172,17 @@ def _until_synced(timeline: Timeline, sync: dict[int, float]) -> float:
     return max(timeline.seconds, *last)
 
 
-def _mean(steps: Sequence[Step], global_batch: int) -> Evaluation:
+def _mean(steps: Sequence[Step], global_batch: int) -> PlanScore:
     seconds = float(np.mean([step.seconds for step in steps]))
     causes = steps[0].timeline.causes
     idle = np.mean([step.timeline.idle.sum(axis=0) for step in steps], axis=0)
     peaks = [step.timeline.peak_bytes for step in steps if step.timeline.peak_bytes is not None]
-    return Evaluation(
+    return PlanScore(
         seconds=seconds,
         samples_per_second=global_batch / seconds if seconds else 0.0,
         bubble=float(np.mean([step.timeline.bubble for step in steps])),
         idle_seconds=dict(zip(causes, idle.tolist())),
         peak_bytes=tuple(np.max(peaks, axis=0).tolist()) if peaks else (),
         sync_seconds=float(np.mean([step.seconds - step.timeline.seconds for step in steps])),
-        schedule=max((step.schedule for step in steps), key=[step.schedule for step in steps].count),
+        schedule=steps[0].schedule,
     )

@@ -1,4 +1,4 @@
-"""What is known of a plan once a step under it has been simulated."""
+"""The score of a plan: what is known of it once a step under it has been simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dilatant.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class PlanScore:
     """A step under a plan: `seconds` from the first action to synced gradients, of which `sync_seconds` are exposed.
 
     `idle_seconds[cause]` sums over ranks, `bubble` is the idle share of all rank seconds. `peak_bytes` is by rank in
@@ -25,5 +25,5 @@ class Evaluation:
     schedule: str = ""
 
 
-Evaluator = Callable[[Plan, int], Evaluation]
+PlanScorer = Callable[[Plan, int], PlanScore]
 """Simulates a plan with a number of microbatches per unit replica and step."""

@@ -6,8 +6,6 @@ Imported only by functions that need them: importing this module imports numba. 
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-
 import numpy as np
 from numba import njit
 
@@ -272,68 +270,6 @@ def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
         end[op] = time + seconds[op]
         if end[op] > latest:
             latest = end[op]
-    return latest
-
-
-@njit(cache=True)
-def spans_on_links(
-    previous_op,
-    in_offsets,
-    next_op,
-    seconds,
-    out_offsets,
-    out_edges,
-    target_of,
-    link,
-    occupancy,
-    latency,
-    link_free,
-    start,
-    end,
-    arrival,
-):
-    """Start and end of every op when messages queue for links: first ready, first sent.
-
-    `link[edge]` is -1 for an edge that occupies none. An op's end time never precedes the event that makes it known,
-    so taking ends from a heap serves every link in order of readiness; ties go to the lower op, then the lower edge.
-    Fills `start`, `end` by op and `arrival` by edge; returns the latest end.
-    """
-    n = len(seconds)
-    missing = np.empty(n, dtype=np.int32)
-    heap = [(0.0, np.int64(0))]
-    heap.pop()  # the pair only tells the compiler what the heap holds
-    for op in range(n):
-        missing[op] = in_offsets[op + 1] - in_offsets[op] + (1 if previous_op[op] >= 0 else 0)
-        start[op] = 0.0
-    for op in range(n):
-        if missing[op] == 0:
-            end[op] = start[op] + seconds[op]
-            heappush(heap, (end[op], np.int64(op)))
-    latest = 0.0
-    while len(heap) > 0:
-        now, ended = heappop(heap)
-        latest = max(latest, now)
-        follower = next_op[ended]
-        if follower >= 0:
-            start[follower] = max(start[follower], now)
-            missing[follower] -= 1
-            if missing[follower] == 0:
-                end[follower] = start[follower] + seconds[follower]
-                heappush(heap, (end[follower], np.int64(follower)))
-        for at in range(out_offsets[ended], out_offsets[ended + 1]):
-            edge = out_edges[at]
-            time = now
-            if link[edge] >= 0:
-                time = max(now, link_free[link[edge]]) + occupancy[edge]
-                link_free[link[edge]] = time
-            time += latency[edge]
-            arrival[edge] = time
-            follower = target_of[edge]
-            start[follower] = max(start[follower], time)
-            missing[follower] -= 1
-            if missing[follower] == 0:
-                end[follower] = start[follower] + seconds[follower]
-                heappush(heap, (end[follower], np.int64(follower)))
     return latest
 
 

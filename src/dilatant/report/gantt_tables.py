@@ -7,16 +7,17 @@ from typing import Any
 
 from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
-from dilatant.report.timeline import StepTimeline
-from dilatant.report.wording import lost_to, percent_text
+from dilatant.report.gantt import BETWEEN, GanttChart
+from dilatant.report.wording import ACTION_NAMES, lost_to, percent_text
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
+
+_TONES = {WARM_UP: "c0", DRAIN: "c1", COMMUNICATION: "c2", IMBALANCE: "c3", BETWEEN: "c4"}
 
 HUES = 6
 """As many as page.css has for units, and for causes of idle time."""
 
-_ACTIONS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-
-def action_legend(plan: Plan, timelines: Iterable[StepTimeline]) -> list[dict[str, str]]:
+def action_legend(plan: Plan, timelines: Iterable[GanttChart]) -> list[dict[str, str]]:
     """An entry for every pair of unit and kind of action that is drawn."""
     stages = plan.stages()
     units = [unit.name for unit in plan.units]
@@ -27,21 +28,16 @@ def action_legend(plan: Plan, timelines: Iterable[StepTimeline]) -> list[dict[st
     }
     entries = []
     for unit, kind in sorted(seen, key=lambda pair: _shade_order(*pair)):
-        shade = kind if kind in _ACTIONS else "other"
-        name = f"{units[unit]} {_ACTIONS.get(kind, kind)}" if unit < len(units) else kind
+        shade = kind if kind in ACTION_NAMES else "other"
+        name = f"{units[unit]} {ACTION_NAMES.get(kind, kind)}" if unit < len(units) else kind
         entries.append({"name": name, "tone": f"shade u{unit % HUES} {shade}"})
     return [*entries, {"name": "idle", "tone": "idle"}]
 
 
 def cause_tones(plan: Plan, causes: Iterable[str]) -> dict[str, str]:
-    """A colour for every cause of idle time; waiting for a unit takes the unit's hue."""
-    units = [unit.name for unit in plan.units]
-    tones: dict[str, str] = {}
-    for cause in dict.fromkeys(causes):
-        awaited = cause.removeprefix("waiting for ")
-        plain = sum(1 for tone in tones.values() if tone.startswith("c"))
-        tones[cause] = f"wait u{units.index(awaited) % HUES}" if awaited in units else f"c{plain % HUES}"
-    return tones
+    """The colour of each cause of idle time: one cause, one colour on every page. Waiting for a unit takes its hue."""
+    waits = {waiting_for(unit.name): f"wait u{order % HUES}" for order, unit in enumerate(plan.units)}
+    return {cause: waits.get(cause) or _TONES.get(cause, "c5") for cause in causes}
 
 
 def idle_legend(tones: dict[str, str]) -> list[dict[str, str]]:
@@ -50,7 +46,7 @@ def idle_legend(tones: dict[str, str]) -> list[dict[str, str]]:
     return entries or [{"name": "waiting", "tone": "idle"}]
 
 
-def idle_rows(timeline: StepTimeline, plan: Plan, tones: dict[str, str]) -> list[dict[str, Any]]:
+def idle_rows(timeline: GanttChart, plan: Plan, tones: dict[str, str]) -> list[dict[str, Any]]:
     """A line for the stages of one unit and position, the mean over replicas: work by action, loss by cause."""
     stages = plan.stages()
     units = [unit.name for unit in plan.units]
@@ -58,7 +54,7 @@ def idle_rows(timeline: StepTimeline, plan: Plan, tones: dict[str, str]) -> list
     work: list[dict[tuple[int, str], float]] = [{} for _ in timeline.lanes]
     for row in timeline.rows:
         unit = units.index(stages[row.stage].unit) if row.stage >= 0 else len(units)
-        shade = row.kind if row.kind in _ACTIONS else "other"
+        shade = row.kind if row.kind in ACTION_NAMES else "other"
         work[row.lane][unit, shade] = work[row.lane].get((unit, shade), 0.0) + row.seconds / time
     rows = []
     for name, lanes in _lanes_alike(timeline, plan).items():
@@ -68,7 +64,7 @@ def idle_rows(timeline: StepTimeline, plan: Plan, tones: dict[str, str]) -> list
             for key, part in work[lane].items():
                 busy[key] = busy.get(key, 0.0) + part / len(lanes)
         for (unit, shade), part in sorted(busy.items(), key=lambda item: _shade_order(*item[0])):
-            label = f"{units[unit]} {_ACTIONS.get(shade, shade)}" if unit < len(units) else "other work"
+            label = f"{units[unit]} {ACTION_NAMES.get(shade, shade)}" if unit < len(units) else "other work"
             parts.append(bar_part(label, part, f"shade u{unit % HUES} {shade}"))
         lost = {
             cause: sum(timeline.idle[lane].get(cause, 0.0) for lane in lanes) / len(lanes) / time
@@ -103,7 +99,7 @@ def stage_name(placed: list[PlacedStage]) -> str:
     return " + ".join(dict.fromkeys(f"{stage.unit} {stage.position}" for stage in placed)) or "other"
 
 
-def _lanes_alike(timeline: StepTimeline, plan: Plan) -> dict[str, list[int]]:
+def _lanes_alike(timeline: GanttChart, plan: Plan) -> dict[str, list[int]]:
     """Lanes by unit and position, over all replicas: what the tables show as one line."""
     stages = plan.stages()
     groups: dict[str, list[int]] = {}
@@ -113,4 +109,4 @@ def _lanes_alike(timeline: StepTimeline, plan: Plan) -> dict[str, list[int]]:
 
 
 def _shade_order(unit: int, kind: str) -> tuple[int, int]:
-    return unit, list(_ACTIONS).index(kind) if kind in _ACTIONS else len(_ACTIONS)
+    return unit, list(ACTION_NAMES).index(kind) if kind in ACTION_NAMES else len(ACTION_NAMES)

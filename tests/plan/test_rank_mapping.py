@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.plan import PlanError
-from dilatant.plan.placement import Chain, place
+from dilatant.plan.rank_mapping import Chain, map_ranks
 from model_cases import cluster
 
 LAYERS = {"vision": 4, "language": 6}
@@ -28,7 +28,7 @@ def test_powers_of_two_pack_into_nodes_without_a_gap(replicas, vision, language,
         Chain(replicas, *language, {"language": tuple(range(after))}),
     ]
     needed = sum(chain.gpus for chain in chains)
-    plan = place(chains, LAYERS, FEEDS, cluster(-(-needed // 4), 4))
+    plan = map_ranks(chains, LAYERS, FEEDS, cluster(-(-needed // 4), 4))
     assert plan.ranks == tuple(range(needed))
     for placed in plan.stages():
         stage = placed.stage
@@ -39,7 +39,7 @@ def test_powers_of_two_pack_into_nodes_without_a_gap(replicas, vision, language,
 
 def test_units_of_one_chain_share_the_ranks_of_their_stages():
     chain = Chain(2, 2, 1, {"vision": (0,), "language": (0, 2)})
-    plan = place([chain], LAYERS, FEEDS, cluster(1, 8))
+    plan = map_ranks([chain], LAYERS, FEEDS, cluster(1, 8))
     for replica in range(2):
         vision = plan.unit("vision").replicas[replica].stages
         language = plan.unit("language").replicas[replica].stages
@@ -50,7 +50,7 @@ def test_units_of_one_chain_share_the_ranks_of_their_stages():
 
 def test_the_stages_of_a_pipeline_lie_side_by_side():
     chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(2, 1, 1, {"language": (0, 3)})]
-    plan = place(chains, LAYERS, FEEDS, cluster(2, 3))
+    plan = map_ranks(chains, LAYERS, FEEDS, cluster(2, 3))
     for replica in range(2):
         ranks = [
             *plan.unit("vision").replicas[replica].stages,
@@ -61,11 +61,18 @@ def test_the_stages_of_a_pipeline_lie_side_by_side():
 
 def test_what_cannot_be_placed_is_refused():
     with pytest.raises(PlanError, match="there are 4"):
-        place(
+        map_ranks(
             [Chain(1, 2, 1, {"vision": (0,)}), Chain(1, 2, 1, {"language": (0, 3)})],
             LAYERS,
             FEEDS,
             cluster(1, 4),
         )
     with pytest.raises(PlanError, match="cannot stay inside nodes of 4"):
-        place([Chain(1, 3, 3, {"vision": (0,), "language": (0,)})], LAYERS, FEEDS, cluster(3, 4))
+        map_ranks([Chain(1, 3, 3, {"vision": (0,), "language": (0,)})], LAYERS, FEEDS, cluster(3, 4))
+
+
+def test_fewer_replicas_are_spread_over_the_pipelines():
+    chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(4, 1, 1, {"language": (0,)})]
+    plan = map_ranks(chains, LAYERS, FEEDS, cluster(2, 3))
+    # Each encoder in the node of the two language replicas that it serves.
+    assert [replica.stages[0].ranks for replica in plan.unit("vision").replicas] == [(0,), (3,)]

@@ -1,0 +1,34 @@
+"""Lines and tables on a terminal. What users wrote is shown as it is: nothing here reads markup."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+
+def print_line(console: Console, *parts: str | tuple[str, str], wrap: bool = True) -> None:
+    """A line of texts and (text, style)s; without `wrap` the terminal breaks it, so that it can be copied whole."""
+    console.print(Text.assemble(*parts), soft_wrap=not wrap)
+
+
+def print_indented(console: Console, *parts: str | tuple[str, str]) -> None:
+    """A paragraph two columns in."""
+    console.print(Padding(Text.assemble(*parts), (0, 0, 0, 2)))
+
+
+def plain_table(columns: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
+    """A table with a line under its header; columns in `right` are aligned so, those in `whole` never wrap."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(Text(name), justify="right" if name in right else "left", no_wrap=name in whole)
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """The table, its cells as they are."""
+    console.print(table, markup=False, highlight=False)
