@@ -11,7 +11,7 @@ from data_builders import image_bytes, wav_bytes
 from PIL import Image
 
 from dilatant.config import UserError
-from dilatant.data.audio_unit import AudioUnit, LogMelProcessor, mel_filters
+from dilatant.data.audio_unit import AudioUnit, LogMelProcessor
 from dilatant.data.image_unit import PixelProcessor
 from dilatant.data.media import decode_audio, decode_image, media_size, resample
 from dilatant.data.processor_settings import processor_settings
@@ -132,6 +132,33 @@ def test_sixteen_bit_greys_keep_their_shades():
     assert (decode_image(Media("image", buffer.getvalue(), "x"), 1)[:, :, 0] == deep >> 8).all()
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_what_is_transparent_is_seen_on_white(mode, channels):
+    """Black drawing on nothing, as charts and formulas often are: left half drawn, right half clear."""
+    image = Image.new("RGBA", (8, 4), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 4, 4))
+    buffer = io.BytesIO()
+    if mode == "P":
+        paletted = Image.new("P", (8, 4), 1)
+        paletted.putpalette([0, 0, 0, 0, 0, 0])
+        paletted.paste(0, (0, 0, 4, 4))
+        paletted.save(buffer, "GIF", transparency=1)
+    else:
+        image.convert(mode).save(buffer, "TIFF" if mode == "PA" else "PNG")
+    pixels = decode_image(Media("image", buffer.getvalue(), "x"), channels)
+    assert (pixels[:, :4] == 0).all()
+    assert (pixels[:, 4:] == 255).all()
+
+
+def test_half_transparent_colours_are_mixed_with_white():
+    buffer = io.BytesIO()
+    Image.new("RGBA", (2, 2), (100, 0, 200, 51)).save(buffer, "PNG")
+    pixels = decode_image(Media("image", buffer.getvalue(), "x"), 3)
+    # A fifth of the colour and four fifths of white, rounded.
+    assert np.abs(pixels[0, 0].astype(int) - [224, 204, 244]).max() <= 1
+
+
 def test_photos_are_turned_upright_and_sizes_say_so():
     image = Image.fromarray(picture(20, 30))
     exif = Image.Exif()
@@ -183,7 +210,7 @@ def test_resampling_keeps_what_both_rates_can_hold_and_removes_the_rest(rate, to
 
 def test_resampling_a_short_or_odd_wave_does_not_fail():
     for length in (1, 2, 159, 160, 161, 441):
-        assert len(resample(np.ones(length, np.float32), 44100, 16000)) == -(-length * 160 // 441)
+        assert abs(len(resample(np.ones(length, np.float32), 44100, 16000)) - length * 160 / 441) <= 1
 
 
 def test_log_mel_features_equal_whispers():
@@ -200,12 +227,13 @@ def test_log_mel_features_equal_whispers():
     np.testing.assert_allclose(mine, expected, atol=2e-5)
 
 
-def test_mel_filters_equal_those_of_transformers():
-    from transformers.audio_utils import mel_filter_bank
-
-    for bins, fft, rate in ((80, 400, 16000), (128, 400, 16000), (40, 512, 8000)):
-        expected = mel_filter_bank(1 + fft // 2, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
-        np.testing.assert_allclose(mel_filters(bins, fft, rate), expected.T, atol=1e-12)
+def test_the_features_of_a_window_do_not_depend_on_the_windows_beside_it():
+    processor = LogMelProcessor(window_frames=50, mel_bins=16)
+    noise = np.random.default_rng(0).standard_normal((2, processor.window_samples)).astype(np.float32)
+    windows = noise * np.array([[1.0], [1e-4]], np.float32)
+    together = processor(windows)["input_features"]
+    alone = [processor(window[None])["input_features"] for window in windows]
+    assert (together == np.concatenate(alone)).all()
 
 
 def test_a_shorter_window_is_cut_from_the_same_features():
