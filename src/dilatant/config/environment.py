@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dilatant.config.errors import UserError
 
@@ -104,3 +105,13 @@ def _place(
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where files are kept that can be made again: `DILATANT_CACHE`, or a folder in the user's cache."""
+    named = environment.get("DILATANT_CACHE")
+    return (
+        Path(named)
+        if named
+        else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dilatant"
+    )

@@ -8,12 +8,12 @@ from typing import Any
 from dilatant.data.errors import SampleError
 
 
-def json_value(text: str | bytes, place: str, what: str = "the record") -> Any:
-    """The value that a JSON text holds. Raises SampleError, naming `place` and calling the text `what`."""
+def json_value(text: str | bytes, place: str, what: str = "") -> Any:
+    """The value that a JSON text holds, which is `what` of the record at `place`. Raises SampleError."""
     try:
         return json.loads(text)
     except RecursionError:
         problem = "nests too deep"
     except ValueError as error:  # wrong JSON, bytes that are no UTF-8, integers of thousands of digits
         problem = f"is not valid JSON: {error}"
-    raise SampleError(place, f"{what} {problem}", "correct or remove it")
+    raise SampleError(place, f"{what} {problem}".strip(), "correct or remove it")

@@ -11,7 +11,7 @@ import torch
 
 from dilatant.config import UserError
 from dilatant.data.encode import EncodedPrompt, Encoding, encode_prompt
-from dilatant.data.loader import Samples
+from dilatant.data.loader import Dataset
 from dilatant.models.multimodal import MultimodalModel
 
 
@@ -57,7 +57,7 @@ class Evaluation:
 def evaluate(
     model: MultimodalModel,
     tokenizer: Any,
-    samples: Samples,
+    samples: Dataset,
     encoding: Encoding,
     *,
     device: torch.device,
@@ -117,7 +117,7 @@ def generate_answers(
 
 
 def _prompts(
-    samples: Samples, encoding: Encoding, indices: range, skip_errors: bool, skipped: list[str]
+    samples: Dataset, encoding: Encoding, indices: range, skip_errors: bool, skipped: list[str]
 ) -> Iterator[EncodedPrompt]:
     for index in indices:
         try:

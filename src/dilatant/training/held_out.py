@@ -17,7 +17,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import exchange
 from dilatant.config.errors import UserError
 from dilatant.data.encode import Encoding, encode_prompt, encode_sample
-from dilatant.data.loader import Samples
+from dilatant.data.loader import Dataset
 from dilatant.data.sample import EncodedSample
 from dilatant.training.evaluate import Evaluation, Verdict
 
@@ -38,7 +38,7 @@ def evaluate_pipeline(
     predict: Predict,
     comm: Comm,
     tokenizer: Any,
-    samples: Samples,
+    samples: Dataset,
     encoding: Encoding,
     *,
     batch_size: int,
@@ -71,7 +71,7 @@ def evaluate_pipeline(
 
 
 def _questions(
-    samples: Samples,
+    samples: Dataset,
     encoding: Encoding,
     tokenizer: Any,
     indices: range,
