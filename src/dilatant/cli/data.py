@@ -85,12 +85,12 @@ def lint(
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
     samples = assemble_samples(resolved)
-    # What training packs into a row is the limit there, too.
+    # Training packs samples into rows, which may be shorter than what a sample may have.
     longest = min(resolved.data.max_length, resolved.train.row_tokens or resolved.data.max_length)
-    encoding = replace(samples.encoding, max_length=longest)
+    trained = replace(samples.encoding, max_length=longest)
     problems: list[Problem] = []
     checked = 0
-    for blend in (samples.train, samples.held_out):
+    for blend, encoding in ((samples.train, trained), (samples.held_out, samples.encoding)):
         if blend is None:
             continue
         with _progress(console) as progress:

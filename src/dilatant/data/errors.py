@@ -38,4 +38,6 @@ class MediaError(UserError):
 def _printable(text: str) -> str:
     """A text that quotes data, short and such that any terminal and file takes it."""
     short = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
-    return short.encode("utf-8", "backslashreplace").decode()
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short
+    )

@@ -21,18 +21,32 @@ from dilatant.data.records import Blocks, Record
 CACHE_BYTES = 256 << 20
 BLOCK_BYTES = 32 << 20
 """Of a block, as the file's footer promises."""
+OPEN_GROUPS = 4
+"""Row groups that are half read; neighbours in the order of training may be the end of one and the start of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows of one row group. first: the first of them in the file. rows: rows of the group that a block has, but for
-    the last one, which may have fewer."""
+    """Rows of one row group.
+
+    number: of the `count` blocks of the group. first: of its rows, in the file. rows: how many it has; the last block
+    may have fewer.
+    """
 
     file: int
     group: int
     number: int
+    count: int
     first: int
     rows: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The blocks of a row group as tables. next: the number of the one that comes next."""
+
+    tables: Iterator[Any]
+    next: int
 
 
 class ParquetRecords:
@@ -61,21 +75,23 @@ class ParquetRecords:
                 about = metadata.row_group(group)
                 total_bytes += about.total_byte_size
                 rows = max(1, about.num_rows * BLOCK_BYTES // max(about.total_byte_size, BLOCK_BYTES))
-                for number, start in enumerate(range(0, about.num_rows, rows)):
-                    self._blocks.append(_Block(file, group, number, first + start, rows))
+                starts = range(0, about.num_rows, rows)
+                for number, start in enumerate(starts):
+                    self._blocks.append(_Block(file, group, number, len(starts), first + start, rows))
                     lengths.append(min(rows, about.num_rows - start))
                     groups.append(groups[-1] + (number == 0) if groups else 0)
                 first += about.num_rows
         window = max(1, int(CACHE_BYTES * len(lengths) / max(total_bytes, 1)))
         self.blocks = Blocks(tuple(lengths), window, tuple(groups)) if total_bytes > CACHE_BYTES else None
         self._first = np.cumsum([0, *lengths])
-        self._forget()
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[int, _Stream] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": OrderedDict(), "_coming": iter(()), "_next": -1}
+        return {**self.__dict__, "_cache": OrderedDict(), "_open": OrderedDict()}
 
     def read(self, index: int) -> Record:
         number = int(np.searchsorted(self._first, index, side="right")) - 1
@@ -85,11 +101,6 @@ class ParquetRecords:
             f"{self._names[block.file]}:{block.first + row + 1}", self._paths[block.file].parent, fields
         )
 
-    def _forget(self) -> None:
-        self._cache: OrderedDict[int, Any] = OrderedDict()
-        self._coming: Iterator[Any] = iter(())
-        self._next = -1  # the block that comes next
-
     def _table(self, number: int) -> Any:
         """The rows of a block. Those before it in its row group are read and kept on the way."""
         from pyarrow import ArrowException
@@ -98,18 +109,22 @@ class ParquetRecords:
             self._cache.move_to_end(number)
             return self._cache[number]
         block = self._blocks[number]
-        start = number - block.number
+        group = number - block.number
+        stream = self._open.pop(group, None)
         try:
-            if not start < self._next <= number:
-                self._coming, self._next = _row_group(self._paths[block.file], block), start
-            while self._next <= number:
-                self._keep(self._next, next(self._coming))
-                self._next += 1
+            if stream is None or stream.next > number:
+                stream = _Stream(_row_group(self._paths[block.file], block), group)
+            while stream.next <= number:
+                self._keep(stream.next, next(stream.tables))
+                stream.next += 1
         except (OSError, ValueError, ArrowException, StopIteration) as error:
-            self._next = -1
             raise SampleError(
                 self._names[block.file], f"row group {block.group} is damaged: {error}", "get the file again"
             ) from None
+        if stream.next < group + block.count:
+            self._open[group] = stream
+            while len(self._open) > OPEN_GROUPS:
+                self._open.popitem(last=False)
         return self._cache[number]
 
     def _keep(self, number: int, table: Any) -> None:

@@ -102,15 +102,9 @@ def reader_sizes(
         f"{FORMAT} {reader.fingerprint} {encoding.fingerprint} {len(reader)}".encode()
     ).hexdigest()
     # Another state of the same files replaces this one; another use of them has its own file.
-    use = (
-        reader.name,
-        str(reader.home),
-        reader.prompt,
-        sorted(reader.columns.items()),
-        reader.limit,
-        encoding.fingerprint,
-    )
-    name = hashlib.sha256(repr(use).encode()).hexdigest()[:16]
+    folder = reader.home and reader.home.resolve()
+    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit)
+    name = hashlib.sha256(repr((use, encoding.fingerprint)).encode()).hexdigest()[:16]
     file = (Path(cache_dir) if cache_dir else cache_folder(os.environ) / "sizes") / f"sizes-{name}.parquet"
     known = _load(file, key)
     if known is not None:
