@@ -159,16 +159,24 @@ def test_half_transparent_colours_are_mixed_with_white():
     assert np.abs(pixels[0, 0].astype(int) - [224, 204, 244]).max() <= 1
 
 
-def test_photos_are_turned_upright_and_sizes_say_so():
-    image = Image.fromarray(picture(20, 30))
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photos_are_turned_upright_and_sizes_say_so(orientation):
+    """As cameras number them: the first row is top, top, bottom, bottom, left, right, right, left."""
+    image = Image.fromarray(np.tile(np.uint8([[0, 85], [170, 255]]).repeat(8, 0).repeat(16, 1)[..., None], 3))
     exif = Image.Exif()
-    exif[0x0112] = 6
+    exif[0x0112] = orientation
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", exif=exif)
+    image.save(buffer, "JPEG", exif=exif, quality=100)
     media = Media("image", buffer.getvalue(), "x")
     size = media_size(media)
-    assert (size.width, size.height) == (20, 30)
-    assert decode_image(media, 3).shape == (30, 20, 3)
+    assert (size.width, size.height) == ((32, 16) if orientation < 5 else (16, 32))
+    pixels = decode_image(media, 1)[:, :, 0]
+    assert pixels.shape == (size.height, size.width)
+    shades = pixels[4 :: size.height // 2, 4 :: size.width // 2].astype(int)
+    upright = {1: [[0, 85], [170, 255]], 2: [[85, 0], [255, 170]], 3: [[255, 170], [85, 0]],
+               4: [[170, 255], [0, 85]], 5: [[0, 170], [85, 255]], 6: [[170, 0], [255, 85]],
+               7: [[255, 85], [170, 0]], 8: [[85, 255], [0, 170]]}[orientation]  # fmt: skip
+    assert np.abs(shades - upright).max() < 9  # JPEG rounds
 
 
 def test_sizes_of_images_do_not_decode_them():

@@ -261,25 +261,30 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(
     extras=st.lists(JSON_VALUES, min_size=1, max_size=6),
-    indent=st.sampled_from([None, 1]),
+    gaps=st.lists(st.sampled_from([",", ", ", " ,", ",\n", ",\r\n  ", ",  "]), min_size=1, max_size=6),
     ascii_only=st.booleans(),
-    scan=st.integers(1, 40),
+    mark=st.booleans(),
 )
 def test_elements_of_a_json_array_are_found_whatever_the_strings_hold(
-    tmp_path_factory, extras, indent, ascii_only, scan
+    tmp_path_factory, extras, gaps, ascii_only, mark
 ):
     records = [{"x": extra, "question": "q", "answer": str(number)} for number, extra in enumerate(extras)]
-    path = tmp_path_factory.mktemp("json") / "x.json"
-    path.write_text(
-        json.dumps(records, indent=indent, ensure_ascii=ascii_only), encoding="utf-8", newline="\r\n"
+    text = "".join(
+        gaps[number % len(gaps)] * (number > 0) + json.dumps(record, ensure_ascii=ascii_only)
+        for number, record in enumerate(records)
     )
-    from dilatant.data import json_records
+    path = tmp_path_factory.mktemp("json") / "x.json"
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + f" [{text} ]\n".encode())
+    reader = open_source(DataSource(path=str(path)))
+    assert [reader.records.read(index).fields for index in range(len(reader))] == records
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_records, "SCAN_BYTES", scan)
-        reader = open_source(DataSource(path=str(path)))
-        read = [reader.records.read(index).fields for index in range(len(reader))]
-    assert read == records
+
+@pytest.mark.parametrize("indent", [None, 0, 1, 4])
+def test_a_large_array_is_read_as_the_standard_library_reads_it(tmp_path, indent):
+    records = [{"text": "é" * (number % 7), "deep": {"x": [[], {}]}} for number in range(500)]
+    (tmp_path / "x.json").write_text(json.dumps(records, indent=indent))
+    reader = open_source(DataSource(path=str(tmp_path / "x.json")))
+    assert [reader.records.read(index).fields for index in range(len(reader))] == records
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)

@@ -22,6 +22,7 @@ from dilatant.data.records import Blocks, Record
 SCAN_BYTES = 1 << 24
 MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
+SPACE = (9, 10, 13, 32)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -85,7 +86,7 @@ def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
     start = np.concatenate([[begin], end[:-1] + 1])
     filled = end > start
     # Few lines start with a blank; only those are looked at whole.
-    blank = np.flatnonzero(filled & np.isin(codes[np.minimum(start, len(codes) - 1)], (9, 13, 32)))
+    blank = np.flatnonzero(filled & np.isin(codes[np.minimum(start, len(codes) - 1)], SPACE))
     filled[blank] = [bool(text[start[line] : end[line]].strip()) for line in blank]
     return np.stack([start, end], axis=1)[filled]
 
@@ -99,9 +100,22 @@ def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
     except (msgspec.MsgspecError, RecursionError):
         # It is stricter than Python's own reader, which writes and reads NaN and half characters, and names no record.
         return _array_spans_one_by_one(text, begin, name)
-    origin = _address(text)
-    start = np.array([_address(element) - origin for element in elements], np.int64).reshape(-1)
-    length = np.array([len(memoryview(element)) for element in elements], np.int64).reshape(-1)
+    length = np.fromiter(map(len, elements), np.int64, len(elements))
+    start = np.zeros(len(elements), np.int64)
+    if len(elements):
+        start[:] = _address(elements[0]) - _address(text)
+    if len(elements) > 1:
+        # Most writers put the same between all elements. Where that is there, and no more, an element starts behind it.
+        gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
+        start[1:] += np.cumsum(length[:-1] + gap)
+        codes = np.frombuffer(text, np.uint8)
+        between = start[1:, None] + np.arange(-gap, 0)
+        if (
+            start[-1] + length[-1] > len(codes)
+            or (codes[between] != codes[between[0]]).any()
+            or np.isin(codes[start], SPACE).any()
+        ):
+            start = np.array([_address(element) - _address(text) for element in elements], np.int64)
     return np.stack([start, start + length], axis=1)
 
 

@@ -75,9 +75,12 @@ def decode_audio(media: Media, sampling_rate: int) -> NDArray[np.float32]:
     with _opened_sound(media) as sound, _as_media_error(media, "cannot be read"):
         promised, rate = sound.frames, sound.samplerate
         frames = max(1, BLOCK_SAMPLES // sound.channels)
+        blocks = [np.zeros(0, np.float32)]
         with np.errstate(all="ignore"):  # what is no number is found below
-            blocks = [block.mean(axis=1) for block in sound.blocks(frames, dtype="float32", always_2d=True)]
-    wave = np.concatenate([np.zeros(0, np.float32), *blocks])
+            # Not by its `blocks`, which go on with what was read before where the sound is cut off.
+            while len(block := sound.read(frames, dtype="float32", always_2d=True)):
+                blocks.append(block.mean(axis=1))
+    wave = np.concatenate(blocks)
     if len(wave) < promised:
         raise MediaError(
             f"audio {media.name!r} is cut off after {len(wave) / rate:.2f} of {promised / rate:.2f} s",
@@ -89,14 +92,15 @@ def decode_audio(media: Media, sampling_rate: int) -> NDArray[np.float32]:
     return wave
 
 
-def _refuse_cut_riff(media: Media, stream: BinaryIO) -> int:
-    """Bytes of the file. A WAV that ends early is read as a shorter sound; its header tells. A size of all ones means
-    unknown."""
+def _refuse_cut(media: Media, stream: BinaryIO) -> int:
+    """Bytes of the file. A WAV or AIFF that ends early is read as a shorter sound; its header tells. A size of all ones
+    means unknown."""
     head = stream.read(8)
     length = stream.seek(0, io.SEEK_END)
     stream.seek(0)
-    promised = int.from_bytes(head[4:8], "little") + 8
-    if head[:4] == b"RIFF" and length + 1 < promised < 0xFFFFFFF0:
+    big = head[:4] == b"FORM"
+    promised = int.from_bytes(head[4:8], "big" if big else "little") + 8
+    if (big or head[:4] == b"RIFF") and length + 1 < promised < 0xFFFFFFF0:
         raise MediaError(f"audio {media.name!r} is cut off: {length} of {promised} bytes", _REPLACE)
     return length
 
@@ -160,7 +164,7 @@ def _opened_sound(media: Media) -> Iterator[SoundFile]:
 
     with open_media(media) as stream:
         with _as_media_error(media, "cannot be read"):
-            length = _refuse_cut_riff(media, stream)
+            length = _refuse_cut(media, stream)
             sound = soundfile.SoundFile(stream)
         with sound:
             problem = None
