@@ -16,7 +16,7 @@ from dilatant.data.image_unit import PixelProcessor
 from dilatant.data.media import decode_audio, decode_image, media_size, resample
 from dilatant.data.processor_settings import processor_settings
 from dilatant.data.processors import HuggingFaceImageProcessor, audio_processor, image_processor
-from dilatant.data.sample import FileSlice, Media
+from dilatant.data.sample import FileSlice, Media, MediaSize
 
 SHAPES = [(300, 500), (640, 480), (100, 90), (30, 700), (224, 224), (333, 223)]
 
@@ -275,6 +275,13 @@ def test_windows_are_counted_alike_before_and_after_resampling():
     unit = AudioUnit("audio", 9, 5, LogMelProcessor(window_frames=3000, mel_bins=8))
     media = Media("audio", wav_bytes(30 + 1 / 44100, 44100), "x")
     assert len(unit.process(media)["input_features"]) * 5 == unit.encoder_tokens(media_size(media))
+
+
+def test_a_sound_of_whole_windows_takes_no_window_more():
+    # 161 windows of 0.1 s; as fractions they are 161.00000000000003.
+    unit = AudioUnit("audio", 9, 5, LogMelProcessor(window_frames=10))
+    assert unit.encoder_tokens(MediaSize(seconds=128_800 / 8000)) == 161 * 5
+    assert unit.encoder_tokens(MediaSize(seconds=128_801 / 8000)) == 162 * 5
 
 
 def test_a_slice_of_a_file_reads_like_the_file(tmp_path):

@@ -381,6 +381,26 @@ def test_a_row_group_is_read_once_in_blocks_that_memory_holds(tmp_path, monkeypa
         check(index)
 
 
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12))
+def test_batches_of_any_length_become_blocks_of_one(lengths, rows):
+    from dilatant.data.parquet_records import in_blocks
+
+    ends = np.cumsum(lengths, dtype=int)
+    batches = [
+        pa.record_batch({"x": pa.array(range(end - length, end), pa.int64())})
+        for length, end in zip(lengths, ends.tolist())
+    ]
+    total = sum(lengths)
+    found = [table["x"].to_pylist() for table in in_blocks(batches, rows)]
+    assert found == [list(range(start, min(start + rows, total))) for start in range(0, total, rows)]
+
+
+def test_of_several_answers_the_first_is_used(folder):
+    path = write_lines(folder / "x.jsonl", [{"question": QUESTION, "captions": [ANSWER, "eight"]}])
+    assert turns(read_all(path)[0]) == PLAIN
+
+
 def test_a_reader_travels_to_another_process(folder):
     path = write_lines(folder / "x.jsonl", [{"question": "q", "answer": "a", "image": "media/a.png"}])
     reader = open_source(DataSource(path=str(path)))

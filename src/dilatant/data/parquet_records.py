@@ -7,7 +7,7 @@ another, and the newest blocks are kept.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,20 +135,24 @@ class ParquetRecords:
 
 def _row_group(path: Path, block: _Block) -> Iterator[Any]:
     """The blocks of a row group as tables, one after another."""
-    import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     # Pages are read as they are needed, not a whole column at once.
     with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as opened:
-        rows = opened.metadata.row_group(block.group).num_rows
-        waiting: list[Any] = []
-        for batch in opened.iter_batches(batch_size=block.rows, row_groups=[block.group], use_threads=False):
-            # A batch may hold fewer rows than were asked for.
-            waiting.append(batch)
-            rows -= batch.num_rows
-            have = pa.Table.from_batches(waiting)
-            if have.num_rows >= block.rows or not rows:
-                yield have.slice(0, block.rows)
-                waiting = have.slice(block.rows).to_batches()
-        if waiting:
-            yield pa.Table.from_batches(waiting)
+        batches = opened.iter_batches(batch_size=block.rows, row_groups=[block.group], use_threads=False)
+        yield from in_blocks(batches, block.rows)
+
+
+def in_blocks(batches: Iterable[Any], rows: int) -> Iterator[Any]:
+    """Record batches of any lengths as tables of `rows` rows; the last one may have fewer. Parquet may give shorter
+    batches than were asked for where a column is large."""
+    import pyarrow as pa
+
+    waiting: list[Any] = []
+    for batch in batches:
+        waiting.append(batch)
+        while (have := pa.Table.from_batches(waiting)).num_rows >= rows:
+            yield have.slice(0, rows)
+            waiting = have.slice(rows).to_batches() or [batch.slice(0, 0)]
+    if waiting and have.num_rows:
+        yield have
