@@ -132,6 +132,8 @@ def test_blocks_are_read_one_window_after_another():
     indices, _ = sampler.take(sampler.start(), 200)
     for window in range(5):
         assert len({index // 10 for index in indices[window * 40 : window * 40 + 40]}) == 4
+    inside = [[index % 10 for index in indices[window * 40 : window * 40 + 40]] for window in range(5)]
+    assert len({tuple(order) for order in inside}) == 5  # no two windows are mixed alike
     # Inside a window the samples are mixed, and windows take blocks from anywhere.
     assert len({index // 10 for index in indices[:8]}) > 2
     assert [index // 10 for index in indices[::40]] != sorted(index // 10 for index in indices[::40])
