@@ -1,7 +1,7 @@
 """The agreement of every step: how long small values take from all ranks to all, against Gloo's own collective.
 
-Ranks of this machine gather 16 numbers of 8 bytes, our way (`Gathering`) and by Gloo's all-reduce in a ring, in turn
-in the same processes. More ranks than cores share the cores, both ways alike.
+Ranks of this machine gather 16 numbers of 8 bytes, our way (`AsyncAllGather`) and by Gloo's all-reduce in a ring, in
+turn in the same processes. More ranks than cores share the cores, both ways alike.
 
     python benchmarks/agreement.py --json benchmarks/results/agreement.json
 """
@@ -19,7 +19,7 @@ import torch
 from machine import machine
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering
+from dilatant.comm.gather import AsyncAllGather
 from dilatant.comm.launch import Worker, launch_local
 
 
@@ -30,7 +30,7 @@ def measure(worker: Worker, rounds: int) -> dict[str, float]:
     values = torch.arange(16)
     ways: dict[str, Callable[[], object]] = {
         "ring": lambda: comm.world.sum_(values.clone()).wait(),
-        "ours": lambda: Gathering(comm, values, "a benchmark").wait(),
+        "ours": lambda: AsyncAllGather(comm, values, "a benchmark").wait(),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):

@@ -84,7 +84,7 @@ def load(
     """Samples, seconds, and the share of them spent waiting, once the first two batches have come."""
     steps = len(blend) // BATCH
     sampler = blend.sampler(0, BATCH)
-    with Loader(blend, encoding, sampler, row_tokens=2048, steps=steps, workers=workers) as loader:
+    with Loader(blend, encoding, sampler, steps=steps, workers=workers) as loader:
         next(loader), next(loader)
         start, waited, samples = time.perf_counter(), 0.0, 0
         for batch in loader:

@@ -11,8 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from dilatant.data.sample import EncodedSample
-from dilatant.models.freeze import freeze
-from dilatant.models.multimodal import Encoder, MultimodalModel
+from dilatant.models import Encoder, Generator, MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -44,10 +43,42 @@ ENCODERS = {
                 "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
                 "decoder_start_token_id": 1, "dropout": 0.0},
 }  # fmt: skip
+OWN = "own module"
 DEPTH_KEY = {"whisper": "encoder_layers"}
 ITEM = {"whisper": ("input_features", (4, 6), 3)}
 """Encoder type → input name, shape of one item, tokens of one item (without leading tokens)."""
 NAMES = ("vision", "audio", "depth")
+GENERATORS = ("height", "weight")
+PLACES = 2
+"""Tokens of the text that a generator takes for one item."""
+TARGETS = 3
+"""Numbers that it is to say about an item."""
+
+
+class OwnEncoder(torch.nn.Module):
+    """An encoder that transformers does not know: the four quarters of a picture, mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(3 * 16, 12)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        quarters = pixel_values.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5)
+        return torch.tanh(self.inner(quarters.reshape(len(pixel_values), 4, -1)))
+
+
+class Regression(torch.nn.Module):
+    """A small unit behind the language model: numbers about an item from the rows at its places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(PLACES * width, 10)
+        self.norm = torch.nn.LayerNorm(10)
+        self.outer = torch.nn.Linear(10, TARGETS)
+
+    def forward(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        said = self.outer(torch.tanh(self.norm(self.inner(rows.flatten(1)))))
+        return (said - numbers).square().mean(dim=1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,10 @@ class Case:
     look_ahead: int
     check: bool
     seed: int
+    generators: tuple[tuple[str, int, str, float], ...] = ()
+    """(name, width, connector, loss weight)"""
+    drawn: tuple[tuple[int, ...], ...] = ()
+    """For each sample: items of each generator; none where the model has none."""
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -87,7 +122,9 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         "language",
     )
     encoders = {
-        name: Encoder(
+        name: _own_encoder(projector)
+        if kind == OWN
+        else Encoder(
             parse_config(
                 {"model_type": kind, **ENCODERS[kind], DEPTH_KEY.get(kind, "num_hidden_layers"): layers}, name
             ),
@@ -96,13 +133,25 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         )
         for name, kind, layers, projector, features in case.encoders
     }  # fmt: skip
+    with torch.device("meta"):
+        generators = {
+            name: Generator(
+                Regression(width), token_id(case, name), width, connector, PLACES, loss_weight=weight
+            )
+            for name, width, connector, weight in case.generators
+        }
     model = MultimodalModel(
-        encoders, language, seed=case.seed, device=device, media_attention=case.attention or "causal"
+        encoders,
+        language,
+        seed=case.seed,
+        device=device,
+        media_attention=case.attention or "causal",
+        generators=generators,
     )
     if case.attention is not None and not plain:
         use_row_attention(model)
     if case.frozen:
-        freeze(model.units, case.frozen)
+        model.freeze(case.frozen)
     if case.checkpointing:
         for unit in model.units.values():
             unit.gradient_checkpointing()
@@ -110,12 +159,23 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     return model
 
 
+def _own_encoder(projector: str) -> Encoder:
+    with torch.device("meta"):
+        module = OwnEncoder()
+    return Encoder(module, projector, kind="image", row_shape=(3, 8, 8), width=12, tokens_per_row=4)
+
+
+def token_id(case: Case, generator: str) -> int:
+    """The last ids of the vocabulary; text is drawn from those before."""
+    return VOCABULARY - 1 - [name for name, *_ in case.generators].index(generator)
+
+
 def build_samples(case: Case) -> list[EncodedSample]:
     """The global batch of a case, from its seed."""
     samples = []
-    for index, (text, items) in enumerate(case.texts):
+    for index, ((text, items), drawn) in enumerate(zip(case.texts, case.drawn or [()] * len(case.texts))):
         random = np.random.default_rng((case.seed, index))
-        ids = random.integers(3, VOCABULARY, text).tolist()
+        ids = random.integers(3, VOCABULARY - len(GENERATORS), text).tolist()
         labels = [token if random.random() < 0.7 else -100 for token in ids]
         media: dict[str, dict[str, Any]] = {}
         sizes: dict[str, int] = {}
@@ -130,6 +190,16 @@ def build_samples(case: Case) -> list[EncodedSample]:
                 place = int(random.integers(0, len(ids) + 1))
                 ids[place:place] = [VOCABULARY + position] * merged
                 labels[place:place] = [-100] * merged
+        for (name, *_), count in zip(case.generators, drawn):
+            if not count:
+                continue
+            media[name] = {"numbers": random.standard_normal((count, TARGETS)).astype(np.float32)}
+            sizes[name] = count * PLACES
+            for _ in range(count * PLACES):
+                # Not into an item of an encoder: whole items are what media attention tells apart.
+                place = int(random.choice([at for at in range(len(ids) + 1) if not _inside(ids, at)]))
+                ids[place:place] = [token_id(case, name)]
+                labels[place:place] = [token_id(case, name) if random.random() < 0.5 else -100]
         # Every sample has a target: a weight that only target-less samples pass has a zero gradient here, and none
         # where each sample is differentiated alone; AdamW decays one and not the other.
         last = max(place for place, token in enumerate(ids) if token < VOCABULARY)
@@ -148,26 +218,38 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
     encoders = tuple(
         (
             NAMES[index],
-            draw(st.sampled_from(sorted(ENCODERS))),
+            kind := draw(st.sampled_from([*sorted(ENCODERS), OWN])),
             draw(st.integers(1, 3)),
             draw(st.sampled_from(["linear", "mlp"])),
-            draw(st.sampled_from(["all", "patch"])),
+            "all" if kind == OWN else draw(st.sampled_from(["all", "patch"])),
         )
-        for index in range(draw(st.integers(1, 3)))
+        for index in range(draw(st.sampled_from([1, 2, 3, 0])))
     )
     language_layers = draw(st.integers(1, 4))
+    generators = tuple(
+        (
+            GENERATORS[index],
+            width := draw(st.sampled_from([6, HIDDEN])),
+            draw(st.sampled_from(["linear", "mlp", "identity"] if width == HIDDEN else ["linear", "mlp"])),
+            draw(st.sampled_from([1.0, 0.25, 3.0])),
+        )
+        for index in range(draw(st.sampled_from([0, 1, 1, 2])))
+    )
+    texts = tuple(
+        (draw(st.integers(2, 20)), tuple(draw(st.sampled_from([0, 0, 1, 1, 2, 3])) for _ in encoders))
+        for _ in range(draw(st.integers(2, 8)))
+    )
     case = Case(
         language=draw(st.sampled_from(sorted(LANGUAGE))),
         language_layers=language_layers,
         tied=draw(st.booleans()),
         encoders=encoders,
-        frozen=_draw_frozen(draw, encoders, language_layers),
+        generators=generators,
+        frozen=_draw_frozen(draw, encoders, generators),
         checkpointing=draw(st.sampled_from([False, False, True])),
         attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
-        texts=tuple(
-            (draw(st.integers(2, 20)), tuple(draw(st.sampled_from([0, 0, 1, 1, 2, 3])) for _ in encoders))
-            for _ in range(draw(st.integers(2, 8)))
-        ),
+        texts=texts,
+        drawn=tuple(tuple(draw(st.sampled_from([0, 1, 1, 2])) for _ in generators) for _ in texts),
         plan=Plan(()),
         assignment=Assignment({}),
         schedule=Schedule({}),
@@ -179,7 +261,7 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    plan = _draw_plan(draw, layers, most_ranks)
+    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
@@ -197,24 +279,33 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
     )
 
 
-def _draw_frozen(draw: Any, encoders: tuple, language_layers: int) -> tuple[str, ...]:
+def _inside(ids: list[int], at: int) -> bool:
+    """Whether a place is between two placeholders of one encoder."""
+    return 0 < at < len(ids) and ids[at - 1] == ids[at] >= VOCABULARY
+
+
+def _draw_frozen(draw: Any, encoders: tuple, generators: tuple) -> tuple[str, ...]:
     patterns = ["language", "language.layers.0", "language.layers.*.mlp*", "language.*norm*"]
-    for name, *_ in encoders:
-        patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector", f"{name}.layers.0"]
+    for name, kind, *_ in encoders:
+        patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector"]
+        patterns += [] if kind == OWN else [f"{name}.layers.0"]
+    for name, _, connector, _ in generators:
+        patterns += [name, f"{name}.generator", f"{name}.generator.inner"]
+        patterns += [f"{name}.connector"] if connector != "identity" else []
     chosen = draw(st.lists(st.sampled_from(patterns), max_size=4, unique=True))
-    wholes = {"language", *(name for name, *_ in encoders)}
+    wholes = {"language", *(name for name, *_ in (*encoders, *generators))}
     if wholes <= set(chosen):
         chosen.remove("language")
     return tuple(chosen)
 
 
-def _draw_plan(draw: Any, layers: dict[str, int], most_ranks: int) -> Plan:
+def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ...]], most_ranks: int) -> Plan:
     """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones."""
     budget = draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks]))
     taken: list[int] = []
     units: dict[str, UnitPlan] = {}
-    # The language model chooses first, so that encoders can be put on its ranks.
-    for name in reversed(layers):
+    # The language model chooses first, so that others can be put on its ranks.
+    for name in sorted(layers, key=lambda name: name != "language"):
         replicas = []
         shares = draw(st.booleans()) if taken and name != "language" else False
         used_by_unit: set[int] = set()
@@ -243,7 +334,7 @@ def _draw_plan(draw: Any, layers: dict[str, int], most_ranks: int) -> Plan:
             )
             used_by_unit.update(ranks)
         taken += [rank for rank in sorted(used_by_unit) if rank not in taken]
-        units[name] = UnitPlan(name, tuple(replicas), () if name == "language" else ("language",))
+        units[name] = UnitPlan(name, tuple(replicas), feeds[name])
     # Ranks that nobody took are closed up: a plan uses ranks 0 to n - 1.
     number = {rank: index for index, rank in enumerate(sorted(taken))}
     return Plan(
@@ -310,9 +401,12 @@ def _draw_split(draw: Any, schedule: Schedule) -> Schedule:
     return Schedule(ranks)
 
 
-def expected(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses of three steps, gradients of the first, and parameters after them, of one process (the oracle)."""
-    from oracles.one_process import loss_of_batch
+def expected(
+    case: Case,
+) -> tuple[list[tuple[float, dict[str, float]]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses of three steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
+    one process (the oracle)."""
+    from oracles.one_process import losses_of_batch
 
     model = build_model(case, plain=True)
     samples = build_samples(case)
@@ -321,15 +415,23 @@ def expected(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str
         name: (units[name].model, units[name].projector, units[name].skip_tokens)
         for name, *_ in case.encoders
     }
+    generators = {
+        name: (units[name].connector, units[name].model, token_id(case, name), PLACES)
+        for name, *_ in case.generators
+    }
+    weights = {"language": 1.0, **{name: weight for name, _, _, weight in case.generators}}
     parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
     optimizer = build_optimizer(parameters)
     losses, gradients = [], {}
     for step in range(3):
         seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
-        loss = loss_of_batch(units["language"].model, encoders, model.placeholder_ids, samples, seen_in)
+        parts = losses_of_batch(
+            units["language"].model, encoders, model.placeholder_ids, samples, seen_in, generators
+        )
+        loss = sum((weights[name] * part for name, part in parts.items()), start=torch.zeros(()))
         if loss.requires_grad:
             loss.backward()
-        losses.append(loss.item())
+        losses.append((loss.item(), {name: part.item() for name, part in parts.items()}))
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         optimizer.step()

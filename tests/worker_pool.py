@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import os
 import pickle
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+TOKEN = b"of the tests"
 GRACE_SECONDS = 5.0
 """What the other ranks have to end after one has failed; then they are replaced."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a function is told about the rank it runs as. `store` is a torch store that the run has to itself."""
+    """What a function is told about the rank it runs as. `store` is the run's own part of a `Store`."""
 
     rank: int
     size: int
@@ -41,12 +40,12 @@ class WorkerPool:
     """Runs `function(worker, *args)` on n ranks at once. `close()` ends the processes."""
 
     def __init__(self) -> None:
-        import torch.distributed as dist
+        from dilatant.comm.store_server import StoreServer
 
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "dilatant.models.multimodal"])
         self._members: list[tuple[Any, Connection]] = []
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._server = StoreServer("127.0.0.1", 0, TOKEN)
         self._runs = 0
 
     def run(
@@ -79,6 +78,7 @@ class WorkerPool:
             if process.is_alive():
                 process.kill()
         self._members.clear()
+        self._server.close()
 
     def _collect(self, size: int, timeout_seconds: float) -> list[Any]:
         pending = {self._members[rank][1]: rank for rank in range(size)}
@@ -113,7 +113,7 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, self._server.port), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -128,11 +128,11 @@ class WorkerPool:
 
 def _serve(connection: Connection, port: int) -> None:
     import torch
-    import torch.distributed as dist
+
+    from dilatant.comm.store import connect
 
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = connect("127.0.0.1", port, TOKEN, on_one_machine=True)
     while True:
         try:
             rank, size, run, path, payload = connection.recv()
@@ -142,7 +142,7 @@ def _serve(connection: Connection, port: int) -> None:
         importlib.invalidate_caches()
         try:
             function, args = pickle.loads(payload)
-            value = function(Worker(rank, size, dist.PrefixStore(f"run{run}", store)), *args)
+            value = function(Worker(rank, size, store.prefixed(f"run{run}")), *args)
             answer = pickle.dumps((True, value))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))

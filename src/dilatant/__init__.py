@@ -1,6 +1,70 @@
 """Dilatant: plan, balance and train multimodal LLMs on any set of devices.
 
-Importing this package imports neither torch nor transformers.
+The names below are what a program needs; each is imported when it is first used. Importing this package imports neither
+torch nor transformers.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dilatant.comm.launch import Worker, launch
+    from dilatant.config import Config, UserError, load_config
+    from dilatant.data.sample import EncodedSample
+    from dilatant.models.encoder_spec import Encoder
+    from dilatant.models.generator import Generator
+    from dilatant.models.language import MultimodalOutput
+    from dilatant.models.multimodal import MultimodalModel
+    from dilatant.plan.plan import ParallelSpec, Plan
+    from dilatant.runtime.parallelize import parallelize
+    from dilatant.training.run import train
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "Config": "config",
+    "EncodedSample": "data.sample",
+    "Encoder": "models.encoder_spec",
+    "Generator": "models.generator",
+    "MultimodalModel": "models.multimodal",
+    "MultimodalOutput": "models.language",
+    "ParallelSpec": "plan.plan",
+    "Plan": "plan.plan",
+    "UserError": "config",
+    "Worker": "comm.launch",
+    "launch": "comm.launch",
+    "load_config": "config",
+    "parallelize": "runtime.parallelize",
+    "train": "training.run",
+}
+
+__all__ = [
+    "Config",
+    "EncodedSample",
+    "Encoder",
+    "Generator",
+    "MultimodalModel",
+    "MultimodalOutput",
+    "ParallelSpec",
+    "Plan",
+    "UserError",
+    "Worker",
+    "launch",
+    "load_config",
+    "parallelize",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

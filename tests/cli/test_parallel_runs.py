@@ -18,11 +18,11 @@ import pytest
 import yaml
 from tiny_project import Dilatant, tiny_config
 
-from dilatant.cli import pipeline_run
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.timeline import StepTimeline
+from dilatant.training import run as training_run
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 THREE = {"units": {"vision": {"pp": 1}, "language": {"pp": 2}}, "microbatches": 2}
@@ -187,9 +187,9 @@ def test_held_out_answers_are_judged_through_the_stages_as_by_the_whole_model(
 
 def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
     """Rank 1's third forward fails, as a bug in a model would."""
-    from dilatant.runtime.stage_runner import LanguageRunner
+    from dilatant.models.language import LanguageStage
 
-    run, calls = LanguageRunner.run, []
+    run, calls = LanguageStage.run, []
 
     def break_down(self: Any, *given: Any) -> Any:
         calls.append(1)
@@ -197,14 +197,14 @@ def rank_that_breaks(worker: Worker, *arguments: Any) -> Any:
             raise ValueError("out of paper")
         return run(self, *given)
 
-    LanguageRunner.run = break_down  # type: ignore[method-assign]
-    return pipeline_run._train_rank(worker, *arguments)
+    LanguageStage.run = break_down  # type: ignore[method-assign]
+    return training_run.train_rank(worker, *arguments)
 
 
 def test_a_stage_that_fails_is_named_first_with_its_samples_and_nothing_else(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_run, "_train_rank", rank_that_breaks)
+    monkeypatch.setattr(training_run, "train_rank", rank_that_breaks)
     code, _, err = dilatant("train", project / "config.yaml", *layout(THREE))
     assert code == 1
     last = err.strip().splitlines()[-1]
@@ -227,7 +227,7 @@ def rank_that_never_begins(worker: Worker, config: Config, *_: Any) -> None:
 def test_a_signal_before_training_begins_just_ends_the_command(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_run, "_train_rank", rank_that_never_begins)
+    monkeypatch.setattr(training_run, "train_rank", rank_that_never_begins)
 
     def ask() -> None:
         while len([*(project / "run").glob("rank*")]) < 3:

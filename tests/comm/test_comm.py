@@ -12,7 +12,9 @@ import time
 import pytest
 import torch
 
-from dilatant.comm.comm import Comm, CommAborted, CommTimeout, announce_failure
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted, CommTimeout
+from dilatant.comm.rendezvous import announce_failure
 from worker_pool import Worker, WorkerPool, WorkersFailed
 
 
@@ -214,8 +216,6 @@ def _many_generations(worker: Worker) -> tuple[int, int]:
     for generation in range(12):
         comm = Comm(worker.store, worker.rank, worker.size, generation)
         comm.group("a", (0, 1)).barrier()
-        mesh = comm.mesh("line", {"shard": 2})
-        torch.distributed.barrier(mesh.get_group())
         comm.world.barrier()
         comm.close()
         del comm

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -98,6 +100,33 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     while left := [worker.name for worker in workers if Path("/proc", worker.name).exists()]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "started_here", "index"),
+    [(0, 1, True, 0), (3, 4, True, 3), (3, 4, False, 3), (3, 1, False, 0)],
+)
+def test_a_rank_takes_its_own_gpu_or_the_only_one_it_is_shown(
+    local_rank: int, visible: int, started_here: bool, index: int
+) -> None:
+    assert launch._gpu_index(local_rank, visible, started_here) == index
+
+
+@pytest.mark.parametrize(("visible", "started_here"), [(1, True), (2, True), (2, False)])
+def test_two_ranks_do_not_share_a_gpu(visible: int, started_here: bool) -> None:
+    with pytest.raises(UserError, match="needs a GPU of its own"):
+        launch._gpu_index(3, visible, started_here)
+
+
+def test_what_other_processes_cannot_import_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="at the top level of a module"):
+        launch_local(lambda worker: None, 2)
+    with pytest.raises(UserError, match="its arguments such that pickle takes them"):
+        launch_local(_sum_of_ranks, 2, threading.Lock())
+    monkeypatch.setattr(_sum_of_ranks, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    with pytest.raises(UserError, match="a notebook, at a prompt or on standard input"):
+        launch_local(_sum_of_ranks, 2, 1)
 
 
 TORCHRUN = {

@@ -50,14 +50,14 @@ def blend(tmp_path):
 
 
 def loader(samples, sampler, **settings):
-    return Loader(samples, ENCODING, sampler, **{"row_tokens": 120, "steps": 6, **settings})
+    return Loader(samples, ENCODING, sampler, **{"steps": 6, **settings})
 
 
 def contents(batch):
     return [
-        (row.sample_ids, row.lengths, row.input_ids.tolist(), row.labels.tolist(), row.position_ids.tolist(),
-         {unit: {name: array.tobytes() for name, array in inputs.items()} for unit, inputs in row.media.items()})
-        for row in batch.rows
+        (sample.id, sample.input_ids.tolist(), sample.labels.tolist(), dict(sample.sizes),
+         {unit: {name: array.tobytes() for name, array in inputs.items()} for unit, inputs in sample.media.items()})
+        for sample in batch.samples
     ]  # fmt: skip
 
 
@@ -74,17 +74,16 @@ def test_batches_are_the_same_for_any_number_of_workers(blend):
         assert all_of(samples=blend, sampler=sampler, workers=workers, prefetch=prefetch) == alone
 
 
-def test_every_sample_of_a_batch_is_in_one_row(blend):
+def test_a_batch_holds_what_the_sampler_drew_in_its_order(blend):
     sampler = blend.sampler(0, 8)
     indices, _ = sampler.take(sampler.start(), 48)
     with loader(blend, sampler) as batches:
         for number, batch in enumerate(batches):
             expected = [blend[int(index)].id for index in indices[number * 8 : number * 8 + 8]]
-            assert sorted(name for row in batch.rows for name in row.sample_ids) == sorted(expected)
+            assert [sample.id for sample in batch.samples] == expected
             assert batch.num_samples == 8
-            assert all(len(row.input_ids) <= 120 for row in batch.rows)
-            assert batch.tokens["language"] == sum(len(row.input_ids) for row in batch.rows)
-            assert batch.target_tokens == sum((row.labels != -100).sum() for row in batch.rows)
+            assert batch.tokens["language"] == sum(len(sample.input_ids) for sample in batch.samples)
+            assert batch.target_tokens == sum((sample.labels != -100).sum() for sample in batch.samples)
             assert batch.epoch == pytest.approx((number + 1) * 8 / 41)
 
 
@@ -152,7 +151,7 @@ def test_corrupt_samples_are_skipped_and_counted_and_the_position_moves_on(worke
     assert [position for _, position, _ in got] == [position for _, position, _ in whole]
     assert [len(problems) for _, _, problems in got] == [2, 0, 1, 0, 0, 0]
     assert got[0][2] == ("file:1: is corrupt; mend it", "file:2: is corrupt; mend it")
-    names = Counter(name for rows, _, _ in got for row in rows for name in row[0])
+    names = Counter(sample[0] for samples, _, _ in got for sample in samples)
     assert names == Counter(str(index) for index in range(24) if index not in (1, 2, 9))
 
 
@@ -168,7 +167,7 @@ def test_a_batch_of_nothing_but_corrupt_samples_stops_the_run():
 def test_a_sample_longer_than_a_row_is_an_error_of_that_sample():
     samples = Broken()
     with (
-        Loader(samples, replace(ENCODING, max_length=None), samples.sampler(4), row_tokens=4) as batches,
+        Loader(samples, replace(ENCODING, max_length=4), samples.sampler(4)) as batches,
         pytest.raises(UserError, match=r"^0: has 5 tokens, more than the 4 allowed"),
     ):
         next(batches)
@@ -331,6 +330,6 @@ class Stream:
 def test_a_stream_is_loaded_like_any_other_data(workers):
     sampler = StreamSampler((Stream(),), (1.0,), 0, 4, 6)
     with loader((), sampler, workers=workers, on_error="skip") as batches:
-        names = Counter(name for batch in batches for row in batch.rows for name in row.sample_ids)
+        names = Counter(sample.id for batch in batches for sample in batch.samples)
     assert names.total() == 24 - 1 - names["7"]
     assert set(names) == {str(number) for number in range(20)} - {"7"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, language_only, tokens, vision_language
 
 from dilatant.config import UserError
-from dilatant.models.freeze import PartAudit, apply, audit, check, freeze, select
+from dilatant.models.freeze import PartAudit, audit, check, freeze, select
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 
@@ -137,7 +137,7 @@ def test_freezing_can_be_applied_again_and_checked() -> None:
     stage.requires_grad_(True)  # as a careless transformation would
     with pytest.raises(RuntimeError, match="weights train although frozen"):
         check(stage.named_logical_parameters(), unit.frozen)
-    apply(stage, unit.frozen)
+    stage.set_frozen(unit.frozen)
     check(unit.named_logical_parameters(), unit.frozen)
 
 
@@ -196,3 +196,58 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(frozen: bool)
     runs.clear()
     train_step(mllm)
     assert sorted(runs) == ["language", "vision"]
+
+
+DROPPING = {
+    "language": ({"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3,
+                  "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32,
+                  "dropout": 0.5, "attention_dropout": 0.5}, ENCODERS["siglip"]),
+    "vision": (LANGUAGE_MODELS["llama"], {**ENCODERS["whisper"], "dropout": 0.5, "activation_dropout": 0.5}),
+}  # fmt: skip
+"""Families whose blocks drop by their own flag: frozen unit → (language model, encoder)."""
+
+
+@pytest.mark.parametrize("frozen", DROPPING)
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+def test_gradient_checkpointing_changes_neither_dropout_nor_gradients(frozen: str, trains: bool) -> None:
+    language, encoder = DROPPING[frozen]
+    mllm = MultimodalModel({"vision": Encoder(encoder)}, language, seed=0)
+    if not trains:
+        mllm.freeze([frozen if frozen == "language" else "vision.encoder"])
+    geometry = mllm["vision"].geometry
+    ids = torch.cat([torch.full((1, geometry.tokens_per_row), 64), tokens(1, 6)], dim=1)
+    given = {"vision": {geometry.input_name: torch.randn(1, *geometry.row_shape)}}
+
+    def step(seed: int) -> tuple[float, dict[str, torch.Tensor]]:
+        torch.manual_seed(seed)
+        mllm.zero_grad()
+        loss = mllm(ids, encoder_inputs=given, labels=ids.where(ids < 64, -100)).loss
+        loss.backward()
+        return loss.item(), {
+            name: p.grad.clone() for name, p in mllm.named_parameters() if p.grad is not None
+        }
+
+    mllm.train()
+    kept = [step(seed) for seed in (1, 2)]
+    for unit in mllm.units.values():
+        unit.gradient_checkpointing()
+    mllm.train()
+    recomputed = [step(seed) for seed in (1, 2)]
+    assert (kept[0][0] == kept[1][0]) == (not trains)  # what trains drops, what is frozen does not
+    for (loss, gradients), (again, regained) in zip(kept, recomputed, strict=True):
+        assert again == loss
+        assert regained.keys() == gradients.keys()
+        assert all(torch.equal(regained[name], gradient) for name, gradient in gradients.items())
+
+
+def test_a_checkpointed_block_stays_an_instance_of_its_class() -> None:
+    unit = vision_language()["vision"]
+    blocks, names = unit.blocks, [name for name, _ in unit.model.named_parameters()]
+    classes = [type(block) for block in blocks]
+    unit.gradient_checkpointing()
+    unit.gradient_checkpointing()  # twice is once
+    assert all(isinstance(block, own) for block, own in zip(blocks, classes, strict=True))
+    assert [type(block).__name__ for block in blocks] == [own.__name__ for own in classes]
+    assert [name for name, _ in unit.model.named_parameters()] == names
+    unit.gradient_checkpointing(False)
+    assert [type(block) for block in blocks] == classes

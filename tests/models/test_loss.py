@@ -103,3 +103,14 @@ def test_loss_is_computed_in_fp32() -> None:
     output = mllm(tokens(1, 8), labels=tokens(1, 8))
     assert output.logits.dtype == torch.bfloat16
     assert output.loss.dtype == torch.float32
+
+
+def test_targets_of_every_row_of_a_batch_count() -> None:
+    mllm = language_only()
+    ids = tokens(2, 6)
+    labels = torch.full_like(ids, -100)
+    labels[0, 1], labels[1, 4] = ids[0, 1], ids[1, 4]
+    mask = torch.ones_like(ids)
+    whole = mllm(ids, labels=labels, attention_mask=mask).loss.item()
+    short = mllm(ids, labels=labels, attention_mask=mask, return_logits=False).loss.item()
+    assert short == pytest.approx(whole, rel=1e-6)  # fp32 sums over fewer zeros

@@ -74,5 +74,9 @@ def test_attention_keywords_reach_the_attention_function() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register("recording", lambda *args, **kwargs: None)
     mllm = language_only()
     mllm.language.model.set_attn_implementation("recording")
-    mllm(tokens(1, 4), position_ids=positions(3, 1), sample_of_token=torch.tensor([0, 0, 0, 1]))
+    mllm(
+        tokens(1, 4),
+        position_ids=positions(3, 1),
+        attention_kwargs={"sample_of_token": torch.tensor([0, 0, 0, 1])},
+    )
     assert seen == [(None, [0, 0, 0, 1])] * 5

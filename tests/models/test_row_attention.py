@@ -11,15 +11,14 @@ import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, VOCABULARY, vision_language
 from torch import Tensor
 
+from cut_and_packed import find_problems
 from dilatant.config import UserError
-from dilatant.data.packing import collate
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import RowAttention, use_row_attention
-from dilatant.models.selfcheck import find_problems
-from dilatant.runtime.step import model_inputs
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
-from oracles.one_process import loss_of_batch
+from oracles.one_process import losses_of_batch
+from packed_row import packed_inputs
 
 AUDIO = "whisper"
 
@@ -56,9 +55,8 @@ def gradients(model: MultimodalModel) -> dict[str, Tensor]:
 
 
 def packed_loss(model: MultimodalModel, samples: list[EncodedSample]) -> Tensor:
-    row = collate(samples)
-    attention = model.language.attention_of(row.split(row.input_ids))
-    loss = model(**model_inputs(row, torch.device("cpu")), **attention, return_logits=False).loss
+    attention = model.language.attention_of([sample.input_ids for sample in samples])
+    loss = model(**packed_inputs(samples), attention_kwargs=attention, return_logits=False).loss
     assert loss is not None
     return loss
 
@@ -72,13 +70,13 @@ def check(language: str, encoder: str, media: str, seen_in: Callable[[Any], Any]
     plain.train()
     samples = make_samples(model, encoder)
     unit = plain["vision"]
-    expected = loss_of_batch(
+    expected = losses_of_batch(
         plain.language.model,
         {"vision": (unit.model, unit.projector, unit.skip_tokens)},
         plain.placeholder_ids,
         samples,
         seen_in,
-    )
+    )["language"]
     expected.backward()
     loss = packed_loss(model, samples)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)  # one float32 sum in another order
@@ -153,10 +151,10 @@ def test_what_is_generated_is_what_the_training_mask_predicts(language: str, med
             np.zeros(len(sample.input_ids) + 4, dtype=np.int64),
             media=sample.media,
         )
-        row = collate([answered])
         with torch.no_grad():
             logits = model(
-                **model_inputs(row, torch.device("cpu")), **model.language.attention_of([answered.input_ids])
+                **packed_inputs([answered]),
+                attention_kwargs=model.language.attention_of([answered.input_ids]),
             ).logits
         assert logits[0, -5:-1].argmax(-1).tolist() == answer
 
@@ -178,9 +176,10 @@ def test_a_row_without_a_plan_gets_one_from_its_positions() -> None:
     model = vision_language("llama", "siglip")
     model.media_attention = "bidirectional"
     use_row_attention(model)
-    row = collate(make_samples(model, "siglip"))
-    inputs = model_inputs(row, torch.device("cpu"))
-    expected = model(**inputs, **model.language.attention_of(row.split(row.input_ids))).logits
+    samples = make_samples(model, "siglip")
+    inputs = packed_inputs(samples)
+    attention = model.language.attention_of([sample.input_ids for sample in samples])
+    expected = model(**inputs, attention_kwargs=attention).logits
     assert torch.equal(model(**inputs).logits, expected)
 
 

@@ -18,9 +18,10 @@ from tiny_models import (
 )
 
 from dilatant.models.adapters import Adapter
+from dilatant.models.encoder import EncoderUnit
 from dilatant.models.geometry import encoder_geometry
+from dilatant.models.language import LanguageUnit
 from dilatant.models.multimodal import Encoder, MultimodalModel
-from dilatant.models.unit import EncoderUnit, LanguageUnit
 
 # Chained backward adds the same products in the same order, but autograd may join branches in another one.
 GRADIENT = {"rtol": 1e-5, "atol": 1e-7}
@@ -206,3 +207,11 @@ def test_an_adapter_may_come_from_the_user() -> None:
     inputs = {"pixel_values": images(2)}
     assert torch.equal(chain_encoder(unit, [(0, 2), (2, 7)], inputs), unit(inputs))
     assert calls == [3]
+
+
+def test_a_weight_outside_all_modules_belongs_to_the_embedding_alone() -> None:
+    model = vision_language()["vision"].model
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    unit = MultimodalModel({"vision": Encoder(model)}, LANGUAGE_MODELS["llama"], seed=0)["vision"]
+    assert "scale" in dict(unit.stage(0, 2).model.named_parameters())
+    assert "scale" not in dict(unit.stage(2, 7).model.named_parameters())

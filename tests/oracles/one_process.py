@@ -12,21 +12,29 @@ import torch
 from torch import Tensor
 
 
-def loss_of_batch(
+def losses_of_batch(
     language_model: Any,
     encoders: Mapping[str, tuple[Any, Any, int]],
     placeholder_ids: Mapping[str, int],
     samples: Sequence[Any],
     seen_in: Callable[[Any], Any] | None = None,
-) -> Tensor:
-    """The global batch's loss: the sum over all target tokens divided by their number.
+    generators: Mapping[str, tuple[Any, Any, int, int]] | None = None,
+) -> dict[str, Tensor]:
+    """The global batch's losses: "language", the sum over all target tokens divided by their number, and for every
+    generator the sum over all its items divided by their number.
 
     encoders: name → (Hugging Face encoder, projector, leading tokens to leave out). samples: each with `input_ids`,
     `labels` (not shifted) and `media` (name → input name → array with one row an item). seen_in: sample → which token
-    sees which, bool [tokens, tokens]; default: those before it.
+    sees which, bool [tokens, tokens]; default: those before it. generators: name → (connector, module, token at whose
+    places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
-    total = torch.zeros(())
+    generators = generators or {}
+    items = {
+        name: sum(len(next(iter(s.media[name].values()))) for s in samples if s.media.get(name))
+        for name in generators
+    }
+    losses = {"language": torch.zeros(()), **{name: torch.zeros(()) for name in generators}}
     for sample in samples:
         ids = torch.as_tensor(sample.input_ids)
         embed = language_model.get_input_embeddings()
@@ -34,7 +42,9 @@ def loss_of_batch(
         for name, (encoder, projector, skip) in encoders.items():
             inputs = {key: torch.as_tensor(array) for key, array in sample.media.get(name, {}).items()}
             if inputs:
-                projected = projector(encoder(**inputs).last_hidden_state[:, skip:])
+                encoded = encoder(**inputs)
+                encoded = encoded if isinstance(encoded, Tensor) else encoded.last_hidden_state
+                projected = projector(encoded[:, skip:])
                 rows[name] = iter(projected.reshape(-1, projected.shape[-1]))
         tokens = []
         for token in ids.tolist():
@@ -42,8 +52,22 @@ def loss_of_batch(
             tokens.append(next(rows[found[0]]) if found else embed(torch.tensor(token)))
         mask = None if seen_in is None else torch.as_tensor(seen_in(sample))[None, None]
         embedded = torch.stack(tokens)[None]
+        heard: list[Tensor] = []
+        listener = language_model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, given, heard=heard: heard.append(given[0])
+        )
         logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits[0]
+        listener.remove()
         for position, label in enumerate(torch.as_tensor(sample.labels)[1:].tolist()):
             if label != -100:
-                total = total - torch.log_softmax(logits[position], dim=-1)[label] / targets
-    return total
+                said = torch.log_softmax(logits[position], dim=-1)[label]
+                losses["language"] = losses["language"] - said / targets
+        for name, (connector, module, place, count) in generators.items():
+            for item in range(len(next(iter(sample.media[name].values()))) if sample.media.get(name) else 0):
+                places = (ids == place).nonzero()[:, 0].tolist()[item * count : (item + 1) * count]
+                rows = torch.stack([connector(heard[0][0, at]) for at in places])
+                wanted = {
+                    key: torch.as_tensor(array[item : item + 1]) for key, array in sample.media[name].items()
+                }
+                losses[name] = losses[name] + module(rows[None], **wanted)[0] / items[name]
+    return losses

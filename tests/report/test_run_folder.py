@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +40,90 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
         stream.write('{"step": 3, "lo')
     log_steps(tmp_path, 2, 3)
     assert steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": "x"}', "null", "[1]", '{"step": true}', '{"loss": 1}', "[" * 100_000, "{", "\x00", '"step"'],
+)
+def test_a_line_that_is_no_record_is_kept_aside_and_stops_nothing(tmp_path: Path, line: str) -> None:
+    log_steps(tmp_path, 0, 1, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write(f'{line}\n{{"step": 3}}\n')
+    run = RunFolder(tmp_path)
+    warning = run.begin_metrics(2)
+    run.close()
+    assert warning is not None
+    assert "1 lines" in warning
+    assert steps(tmp_path) == [1, 2]
+    assert (tmp_path / "metrics.damaged").read_text() == f"{line}\n"
+    assert RunFolder(tmp_path).begin_metrics(2) is None
+
+
+def test_bytes_that_are_no_text_are_kept_aside(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    assert RunFolder(tmp_path).begin_metrics(1) is not None
+    assert (tmp_path / "metrics.damaged").read_bytes() == b"\xff\xfe\n"
+
+
+HOLD = (
+    "import sys\nfrom dilatant.report.run_folder import RunFolder\n"
+    "folder = RunFolder(sys.argv[1])\nfolder.lock()\nprint('held', flush=True)\nsys.stdin.read()\n"
+)
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_command_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    folder = RunFolder(tmp_path)
+    with pytest.raises(UserError, match=rf"is in use by process {process.pid} on {socket.gethostname()};"):
+        folder.lock()
+    process.communicate("")
+    folder.lock()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        RunFolder(tmp_path).lock()
+    folder.close()
+    RunFolder(tmp_path).lock()
+
+
+def test_the_lock_of_a_killed_command_is_free(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    (tmp_path / ".config.yaml.0123.writing").write_text("half")
+    process.kill()
+    process.communicate()
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    folder.close()
+    assert not list(tmp_path.glob("*.writing"))
+
+
+def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path) for _ in range(4)]
+    texts = [str(number) * 10_000 for number in range(4)]
+
+    def write(number: int) -> None:
+        for _ in range(25):
+            folders[number].write_config(texts[number])
+            assert (tmp_path / "config.yaml").read_text() in texts
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
 
 
 def test_a_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:

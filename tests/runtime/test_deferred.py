@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears, settle
+from dilatant.runtime.weight_gradients import WeightGradients, accumulate, replace_linears, restore_linears
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ def test_two_halves_give_the_gradients_of_one_backward_pass(frozen: str, recompu
     plain, split = _pair(recompute, FROZEN[frozen])
     gradients = WeightGradients()
     replace_linears(split, gradients)
-    owed = []
+    deferred = []
     for seed in range(3):  # several microbatches in flight, some split and one whole
         ids = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(seed))
         plain(ids).square().sum().backward()
@@ -78,10 +78,10 @@ def test_two_halves_give_the_gradients_of_one_backward_pass(frozen: str, recompu
         else:
             with gradients.deferring():
                 loss.backward()
-            owed.append(gradients.take())
+            deferred.append(gradients.take())
     assert not gradients.take()
-    for piece in reversed(owed):
-        settle(piece)
+    for piece in reversed(deferred):
+        accumulate(piece)
     for (name, mine), theirs in zip(split.named_parameters(), plain.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.comm.comm import Comm, CommAborted
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
+from dilatant.models import Encoder, MultimodalModel
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.perfetto import summarize
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed
@@ -21,7 +24,7 @@ from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1
-from drawn_steps import CASE, PLAN, build_model, build_samples
+from drawn_steps import BATCHES, CASE, PLAN, build_model, build_samples
 from drawn_steps import expected as oracle
 from worker_pool import Worker, WorkerPool
 
@@ -84,7 +87,7 @@ def _loss_is_infinite(worker: Worker) -> None:
             runtime.parameters["language.head.lm_head.weight"].fill_(float("nan"))
     error = UserError if worker.rank == 2 else CommAborted
     with pytest.raises(
-        error, match="the loss became nan in a microbatch with the samples 'sample-0', 'sample-1'"
+        error, match="the language loss became nan in a microbatch with the samples 'sample-0', 'sample-1'"
     ):
         runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime))
     comm.close()
@@ -255,3 +258,82 @@ def test_blocks_are_recomputed_once_and_never_where_they_are_frozen(workers: Wor
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+ALONE = Plan(
+    (UnitPlan("language", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in (0, 1)), ()),),
+)
+
+
+def _replicas_differ(worker: Worker) -> None:
+    case = replace(CASE, encoders=(), frozen=(), texts=((6, ()),) * 2, plan=ALONE)
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), ALONE, comm, seed=5)
+    samples = build_samples(case)
+    if worker.rank == 1:
+        samples[1] = replace(samples[1], id="another")
+    assignment = Assignment({"language": (((0,),), ((1,),))})
+    begun: list[int] = []
+    runtime._sync.entering_last_backward = begun.append  # type: ignore[method-assign]
+    with pytest.raises(Diverged, match=r"the global batch of rank \d differs"):
+        runtime.execute(samples, assignment, one_f_one_b(ALONE, assignment))
+    assert not begun
+    comm.close()
+
+
+def test_ranks_that_send_no_rows_agree_before_a_gradient_is_summed(workers: WorkerPool) -> None:
+    workers.run(_replicas_differ, 2)
+
+
+def _gradients_of_frozen_rows(worker: Worker) -> list[bool]:
+    case = replace(CASE, frozen=("vision",))
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), PLAN, comm, seed=5)
+    wanted: list[bool] = []
+    for module in runtime.modules.values():
+        module.register_forward_pre_hook(
+            lambda _, given: (
+                wanted.extend(rows.requires_grad for rows in (given[1] or {}).values())
+                if len(given) == 3
+                else None
+            )
+        )
+    runtime.execute(build_samples(case), CASE.assignment, _schedule(runtime))
+    runtime.close()
+    comm.close()
+    return wanted
+
+
+def test_rows_behind_which_nothing_trains_need_no_gradient(workers: WorkerPool) -> None:
+    assert workers.run(_gradients_of_frozen_rows, 3) == [[], [], [False] * 3]
+
+
+def _too_many_tokens(worker: Worker) -> None:
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 72), torch.nn.Unflatten(1, (6, 12)))
+    stated: dict[str, Any] = {"kind": "image", "row_shape": (3, 8, 8), "width": 12, "input_name": "input"}
+    encoder = Encoder(module, "linear", tokens_per_row=4, **stated)
+    model = MultimodalModel(
+        {"vision": encoder}, build_model(replace(CASE, encoders=(), frozen=())).language.model, seed=0
+    )
+    plan = Plan(
+        (
+            UnitPlan("vision", (Replica((Stage(0, 2, (0,)),)),), ("language",)),
+            UnitPlan("language", (Replica((Stage(0, 4, (0,)),)),)),
+        )
+    )
+    comm = Comm(worker.store, worker.rank, worker.size)
+    samples = [
+        replace(s, media={"vision": {"input": s.media["vision"]["pixel_values"]}})
+        for s in build_samples(CASE)
+    ]
+    runtime = Runtime(model, plan, comm)
+    assignment = Assignment({"vision": (BATCHES,), "language": (BATCHES,)})
+    with pytest.raises(
+        UserError, match=r"vision gives rows of shape \[12, 16\] where \[8, 16\] were expected"
+    ):
+        runtime.execute(samples, assignment, one_f_one_b(plan, assignment))
+    comm.close()
+
+
+def test_a_module_that_gives_other_rows_than_are_stated_is_named(workers: WorkerPool) -> None:
+    workers.run(_too_many_tokens, 1)

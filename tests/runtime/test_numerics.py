@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from hypothesis import HealthCheck, given, settings
 
 from dilatant.comm.comm import Comm
 from dilatant.runtime.runtime import Runtime
+from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from worker_pool import Worker, WorkerPool
 
 RELATIVE = 1e-5
@@ -35,7 +35,8 @@ def _three_steps(worker: Worker, case: Case) -> dict[str, Any]:
     optimizer = build_optimizer(runtime.parameters)
     losses, gradients = [], {}
     for step in range(STEPS):
-        losses.append(runtime.execute(samples, case.assignment, case.schedule).loss)
+        result = runtime.execute(samples, case.assignment, case.schedule)
+        losses.append((result.loss, dict(result.losses)))
         if step == 0:
             norm = runtime.grad_norm()
             gradients = {name: p.grad.clone() for name, p in runtime.parameters.items() if p.grad is not None}
@@ -59,7 +60,9 @@ def check_case(workers: WorkerPool, case: Case) -> None:
     norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
     seen: set[str] = set()
     for result in results:
-        assert result["losses"] == pytest.approx(losses, rel=RELATIVE)
+        for (loss, parts), (expected_loss, expected_parts) in zip(result["losses"], losses, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=RELATIVE)
+            assert parts == pytest.approx(expected_parts, rel=RELATIVE)
         assert result["norm"] == pytest.approx(norm, rel=RELATIVE)
         assert result["only own"], "a rank gave memory to a layer that it does not hold"
         assert set(result["gradients"]) == set(gradients) & set(result["parameters"])

@@ -1,11 +1,9 @@
-"""Stages with several inbound and outbound edges and with losses of their own, as no model room makes them yet.
+"""Stages with several inbound and outbound edges, other rows for each consumer, and weighted losses of their own.
 
 Unit a feeds b and c, b feeds c; b and c have losses. What they compute is made up here, so the executor cannot know it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,13 +12,14 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.data.sample import EncodedSample
+from dilatant.models.stage import Boundary, StageOutput, StepData
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.executor import Executor, LocalStage
 from dilatant.runtime.gradient_sync import GradientSync
+from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
-from dilatant.runtime.stage_runner import StageOutput, StepData
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients
 from dilatant.schedule.families import eager
@@ -46,14 +45,13 @@ ASSIGNMENT = Assignment(
 )
 
 
-@dataclass(frozen=True)
-class RowsBehind:
-    unit: str
-    width: int = WIDTH
-    dtype: torch.dtype = torch.float64
+def _boundary(unit: str, consumer: str) -> Boundary:
+    """Unit a gives b the first of its rows, and c all of them."""
+    return Boundary(WIDTH, torch.float64, lambda sample: _given(unit, consumer))
 
-    def rows_of(self, sample: EncodedSample) -> int:
-        return ROWS[self.unit]
+
+def _given(unit: str, consumer: str) -> int:
+    return 1 if (unit, consumer) == ("a", "b") else ROWS[unit]
 
 
 def _weight(unit: str) -> nn.Parameter:
@@ -70,22 +68,22 @@ def _compute(unit: str, sample: int, weight: Tensor, inbound: dict[str, Tensor])
 
 
 class MadeUp:
-    module = None
-
     def __init__(self, unit: str, weight: nn.Parameter) -> None:
         self.unit, self.weight = unit, weight
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: dict[str, Tensor]) -> StageOutput:
         parts = []
         for position, sample in enumerate(samples):
-            given = {
-                name: rows[position * ROWS[name] : (position + 1) * ROWS[name]]
-                for name, rows in inbound.items()
-            }
+            given = {}
+            for name, rows in inbound.items():
+                count = _given(name, self.unit)
+                given[name] = rows[position * count : (position + 1) * count]
             parts.append(_compute(self.unit, sample, self.weight, given))
+        if self.unit == "a":
+            return StageOutput({"b": torch.cat([part[:1] for part in parts]), "c": torch.cat(parts)})
         rows = torch.cat(parts)
-        loss = None if self.unit == "a" else rows.square().sum()
-        return StageOutput(None if self.unit == "c" else rows, loss)
+        losses = {self.unit: rows.square().sum() / data.counts[self.unit]}
+        return StageOutput(rows if self.unit == "b" else None, losses)
 
 
 F, B = ActionKind.F, ActionKind.B
@@ -105,19 +103,28 @@ WHOLE = Schedule(
 """Without parts: one backward takes gradients of the same samples from several actions."""
 
 
-def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], float]:
+COUNTS = {"b": 5.0, "c": 2.0}
+WEIGHTS = {"b": 1.0, "c": 0.25}
+
+
+def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[str, float]]:
     comm = Comm(worker.store, worker.rank, worker.size)
     placed, before = PLAN.stages(), stages_before(PLAN)
     weights = {unit: _weight(unit) for unit in ROWS}
+    feeds = {unit.name: unit.feeds for unit in PLAN.units}
     own = [stage for stage in placed if worker.rank in stage.stage.ranks]
     stages = {
         stage.index: LocalStage(
             stage,
             MadeUp(stage.unit, weights[stage.unit]),  # type: ignore[arg-type]
-            RowsBehind(stage.unit),
-            {placed[source].unit: (RowsBehind(placed[source].unit), True) for source in before[stage.index]},
+            {taker: _boundary(stage.unit, taker) for taker in feeds[stage.unit]},
+            {
+                placed[source].unit: (_boundary(placed[source].unit, stage.unit), True)
+                for source in before[stage.index]
+            },
             True,
             WeightGradients(),
+            WEIGHTS,
         )
         for stage in own
     }
@@ -131,35 +138,43 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], float]
         sync,
         Recorder(worker.rank, comm.device),
         comm.device,
+        Precision(torch.float32),
     )
     samples = tuple(EncodedSample(f"s{i}", np.zeros(1), np.zeros(1)) for i in range(5))
     routes = derive_routes(build(PLAN, ASSIGNMENT, schedule), worker.rank, range(len(placed)))
 
     def shape(message):
-        unit = placed[boundary_of(message)].unit
-        return len(message.samples) * ROWS[unit], WIDTH, torch.float64
+        made = boundary_of(message)
+        taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
+        return len(message.samples) * _given(placed[made].unit, placed[taken].unit), WIDTH, torch.float64
 
     transport.begin(routes, shape)
     agreement = Agreement(comm, {})
-    losses = executor.run(schedule.actions[worker.rank], routes, StepData(samples, 1), agreement)
+    made = executor.run(schedule.actions[worker.rank], routes, StepData(samples, COUNTS), agreement)
     comm.world.barrier()
     comm.close()
     gradients = {unit: w.grad for unit, w in weights.items() if w.grad is not None}
-    return gradients, sum(loss.item() for loss, _ in losses)
+    losses = dict.fromkeys(COUNTS, 0.0)
+    for outcome in made:
+        losses[outcome.unit] += outcome.value.item()
+    return gradients, losses
 
 
 @pytest.mark.parametrize("schedule", [WHOLE, eager(PLAN, ASSIGNMENT)], ids=["whole", "parts"])
 def test_gradients_of_all_consumers_and_losses_add_up(workers: WorkerPool, schedule: Schedule) -> None:
     weights = {unit: _weight(unit) for unit in ROWS}
-    total = torch.zeros((), dtype=torch.float64)
+    sums = {unit: torch.zeros((), dtype=torch.float64) for unit in COUNTS}
     for sample in range(5):
         a = _compute("a", sample, weights["a"], {})
-        b = _compute("b", sample, weights["b"], {"a": a})
+        b = _compute("b", sample, weights["b"], {"a": a[:1]})
         c = _compute("c", sample, weights["c"], {"a": a, "b": b})
-        total = total + b.square().sum() + c.square().sum()
-    total.backward()
+        sums["b"] = sums["b"] + b.square().sum()
+        sums["c"] = sums["c"] + c.square().sum()
+    (1.0 * sums["b"] / 5 + 0.25 * sums["c"] / 2).backward()
     results = workers.run(_step, 3, Schedule(dict(schedule.actions)))
-    assert abs(sum(loss for _, loss in results) - total.item()) < 1e-12 * total.item()
+    for unit, total in sums.items():
+        loss = sum(losses[unit] for _, losses in results)
+        assert loss == pytest.approx(total.item() / COUNTS[unit], rel=1e-12)  # roundings of fp64 sums
     for unit, weight in weights.items():
         gradient = sum(gradients[unit] for gradients, _ in results if unit in gradients)
         torch.testing.assert_close(gradient, weight.grad)

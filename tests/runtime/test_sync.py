@@ -32,7 +32,7 @@ def _unlike(worker: Worker) -> str:
     stages = {name: frozenset({0}) for name in parameters}
     sync = GradientSync(comm, parameters, stages, [Bucket(("same", "other"), (0, 1))])
     try:
-        sync.require_equal_weights()
+        sync.require_equal()
     except UserError as error:
         return str(error)
     finally:

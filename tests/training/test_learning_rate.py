@@ -26,6 +26,17 @@ def test_the_fall_ends_at_the_final_ratio(kind: str) -> None:
     assert factors == sorted(factors, reverse=True)
 
 
+def test_the_fall_takes_the_steps_after_the_warm_up() -> None:
+    schedule = RateSchedule(kind="linear", warmup_steps=20, final_ratio=0.2)
+    factors = [rate_factor(schedule, step, 100) for step in range(101)]
+    # A straight line from 1 at step 20 to 0.2 at step 100: a hundredth a step.
+    assert factors[20:] == pytest.approx([1 - 0.01 * step for step in range(81)])
+    assert rate_factor(schedule, 500, 100) == pytest.approx(0.2)
+    cosine = RateSchedule(kind="cosine", warmup_steps=20, final_ratio=0.2)
+    assert rate_factor(cosine, 60, 100) == pytest.approx(0.6)  # half-way in steps is half-way in rate
+    assert rate_factor(cosine, 40, 100) == pytest.approx(0.2 + 0.8 * (0.5 + 2**0.5 / 4))
+
+
 def test_warm_up_longer_than_the_run_is_harmless() -> None:
     schedule = RateSchedule(kind="cosine", warmup_steps=50)
     assert rate_factor(schedule, 9, 10) == pytest.approx(10 / 51)

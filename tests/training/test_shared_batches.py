@@ -28,7 +28,7 @@ def _batch(number: int) -> GlobalBatch:
         )
         for k in range(number + 1)
     )
-    return GlobalBatch(samples, (), SamplerState((number,), (9,), 5), number / 9, ("a bad one",))
+    return GlobalBatch(samples, SamplerState((number,), (9,), 5), number / 9, ("a bad one",))
 
 
 class _Batches:

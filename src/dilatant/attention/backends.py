@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.scores import AttentionError
 from dilatant.attention.sdpa import why_not_plain
 from dilatant.attention.triton_tuning import MAX_HEAD_DIM
+from dilatant.config.environment import interprets_triton
 
 PREFERENCE = ("triton", "flex", "blockwise", "sdpa")
 """Order of the automatic choice. Blockwise comes before SDPA because it takes every mask, so that a row does not change
@@ -182,7 +182,7 @@ def installed(device: torch.device) -> Installed:
     return Installed(
         triton=_has_triton(),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        interpreter=os.environ.get("TRITON_INTERPRET") == "1",
+        interpreter=interprets_triton(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,21 +83,17 @@ def lint(
     from dilatant.profiling.assemble import assemble_samples
 
     console = Console(stderr=as_json)
-    resolved = read_config(config, overrides)
-    samples = assemble_samples(resolved)
-    # Training packs samples into rows, which may be shorter than what a sample may have.
-    longest = min(resolved.data.max_length, resolved.train.row_tokens or resolved.data.max_length)
-    trained = replace(samples.encoding, max_length=longest)
+    samples = assemble_samples(read_config(config, overrides))
     problems: list[Problem] = []
     checked = 0
-    for blend, encoding in ((samples.train, trained), (samples.held_out, samples.encoding)):
+    for blend in (samples.train, samples.held_out):
         if blend is None:
             continue
         with _progress(console) as progress:
             task = progress.add_task("reading samples", total=len(blend))
             problems += find_problems(
                 blend,
-                encoding,
+                samples.encoding,
                 deep=not headers_only,
                 held_out=blend is samples.held_out,
                 workers=workers,

@@ -50,7 +50,7 @@ def examine() -> dict[str, dict[str, Any]]:
     import torch
 
     from dilatant.attention.explain import explain_here
-    from dilatant.config.environment import place_from
+    from dilatant.config.environment import hub_is_offline, place_from
     from dilatant.runtime.precision import pick_device, pick_precision
 
     device = pick_device()
@@ -60,7 +60,7 @@ def examine() -> dict[str, dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         gpus[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    place = place_from(os.environ)
+    place = place_from()
     launcher = (
         "none: one machine" if place is None else f"{place.launcher}: rank {place.rank} of {place.size}"
     )
@@ -77,9 +77,7 @@ def examine() -> dict[str, dict[str, Any]]:
             "device": str(device),
             "precision": str(precision).removeprefix("torch."),
             "launcher": launcher,
-            "hub": "offline (HF_HUB_OFFLINE is set)"
-            if os.environ.get("HF_HUB_OFFLINE") == "1"
-            else "online if reachable",
+            "hub": "offline (HF_HUB_OFFLINE is set)" if hub_is_offline() else "online if reachable",
         },
         "Attention over block tables (attn_implementation: dilatant)": explain_here(device, precision),
     }

@@ -14,32 +14,40 @@ from dilatant.config.errors import UserError
 
 def export(
     folder: RunPath,
-    to: Annotated[Path | None, typer.Option(help="Where to; the run's own export/ by default.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="Where to: a new folder, or an earlier export. The run's own export/ by default."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the newest valid checkpoint of a run in the Hugging Face layout."""
     from rich.console import Console
 
-    from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.runtime.step import model_tensors
-    from dilatant.training.checkpoint import load, newest_valid
-    from dilatant.training.export import export_model
+    from dilatant.report.say import say, warn
+    from dilatant.training.export_folder import check_target
 
     console = Console(stderr=as_json)
     saved = folder / "config.yaml"
     if not saved.is_file():
         raise UserError(f"{str(folder)!r} is not a run folder: it has no config.yaml")
+    target = to or folder / "export"
+    check_target(target, folder)
+    config = read_config(saved)
+
+    from dilatant.models.materialize import allocate
+    from dilatant.profiling.assemble import assemble_model, assemble_samples
+    from dilatant.training.checkpoint import load, newest_valid
+    from dilatant.training.export import export_model
+
     checkpoint, warnings = newest_valid(folder / "checkpoints")
     for warning in warnings:
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+        warn(console, warning)
     if checkpoint is None:
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
-    config = read_config(saved)
     samples = assemble_samples(config)
-    model = assemble_model(config, samples)
-    load(checkpoint.path, {"model": model_tensors(model)})
-    target = to or folder / "export"
-    export_model(model, samples.encoding, target)
+    model = assemble_model(config, samples, hollow=True)
+    load(checkpoint.path, {"model": allocate(model.units)})
+    export_model(model, samples.encoding, target, folder)
     if as_json:
         print(json.dumps({"export": str(target), "step": checkpoint.step}))
-    console.print(f"step {checkpoint.step} exported to {target}", highlight=False, soft_wrap=True)
+    say(console, f"step {checkpoint.step} exported to {target}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dilatant.cli.options import AsJson
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, list_problems
 
 
 def generate(
@@ -19,35 +19,64 @@ def generate(
     ],
     image: Annotated[list[Path], typer.Option(help="An image file; may be given several times.")] = [],  # noqa: B006
     audio: Annotated[list[Path], typer.Option(help="A sound file; may be given several times.")] = [],  # noqa: B006
+    system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Ask an exported model something, with images and sounds."""
+    given = [("image", path) for path in image] + [("audio", path) for path in audio]
+    problems = [
+        f"--{kind} {str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
+        for kind, path in given
+        if not path.is_file()
+    ]
+    texts = {"--prompt": prompt, "--system": system or ""}
+    problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not _is_text(text)]
+    if temperature == 0 and (top_p is not None or top_k is not None):
+        problems.append("--top-p and --top-k choose what is drawn from; give a --temperature, such as 0.7")
+    if problems:
+        raise list_problems("the prompt has a mistake:", problems)
+
+    import torch
+
     from dilatant.data.encode import encode_prompt
+    from dilatant.data.errors import SampleError
     from dilatant.data.sample import Media, Sample, Turn
     from dilatant.runtime.precision import pick_device
-    from dilatant.training.evaluate import generate_answers
     from dilatant.training.export import load_exported
+    from dilatant.training.generation import generate_answers
 
     exported = load_exported(folder)
     kinds = {unit.kind for unit in exported.encoding.units}
-    media = [Media("image", path, str(path)) for path in image] + [
-        Media("audio", path, str(path)) for path in audio
-    ]
-    for item in media:
-        if item.kind not in kinds:
-            raise UserError(f"{item.name}: this model has no encoder for {item.kind}")
+    for kind, path in given:
+        if kind not in kinds:
+            raise UserError(f"--{kind} {str(path)!r}: this model has no encoder for {kind}")
+    media: list[Media] = [Media(kind, path, str(path)) for kind, path in given]  # type: ignore[arg-type]
+    turns = [Turn("system", (system,))] if system else []
+    sample = Sample("the prompt", (*turns, Turn("user", (prompt,))), tuple(media))
+    try:
+        encoded = encode_prompt(sample, exported.encoding)
+    except SampleError as error:
+        raise UserError(f"the prompt: {error.problem}") from None  # its remedy is about data files
+    sampling: dict[str, Any] = {}
+    if temperature > 0:
+        # Not given is all there is, whatever the model's own generation settings say.
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
     device = pick_device()
-    model = exported.model.to(device)
-    sample = Sample("the prompt", (Turn("user", (prompt,)),), tuple(media))
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    torch.manual_seed(seed)
     (answer,) = generate_answers(
-        model,
-        exported.tokenizer,
-        [encode_prompt(sample, exported.encoding)],
-        device,
-        max_new_tokens,
-        **sampling,
+        exported.model.to(device), exported.tokenizer, [encoded], device, max_new_tokens, **sampling
     )
     print(json.dumps({"answer": answer}) if as_json else answer)
+
+
+def _is_text(text: str) -> bool:
+    """What a terminal sends that is no UTF-8 arrives as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dilatant.config.environment import hide_gpus
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,5 +45,5 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     config = load_config(path, overrides)
     if config.train.device == "cpu":
         # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        hide_gpus()
     return config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,7 +83,7 @@ def profile(
             "context_parallel": _counts(cp, "--cp", "1,2,4") or resolved.plan.context_parallel,
         }
     )
-    place = place_from(os.environ)
+    place = place_from()
     found = _measure_links(target, console) if links is not None else None
     if place is not None and place.rank > 0:
         return  # layers are measured once, where nothing else runs
@@ -135,7 +134,7 @@ def _measure_links(target: Target, console: Console) -> MeasuredLinks:
         raise UserError(
             f"--links: {target.asked_for} is not here, so its links cannot be measured; run `dilatant profile` there"
         )
-    if torch.cuda.device_count() == 1 and place_from(os.environ) is None:
+    if torch.cuda.device_count() == 1 and place_from() is None:
         raise UserError(
             "--links: one GPU has no links; start `dilatant profile` on several, by torchrun or Slurm"
         )

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 
 RANK_PRELOAD = (
-    "dilatant.training.pipeline",
-    "dilatant.training.trainer",
+    "dilatant.training.run",
     "dilatant.schedule.assign_kernels",
     "dilatant.schedule.kernels",
 )

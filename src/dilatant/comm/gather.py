@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilatant.comm.comm import Comm, Pending
+from dilatant.comm.comm import Comm
+from dilatant.comm.group import Pending
 
 RADIX = 8
 
 
-class Gathering:
+class AsyncAllGather:
     """Equally shaped tensors of all ranks on their way to all. Begins at once, and goes on in `wait`.
 
     tensor: on the CPU. what: named in errors. radix: this rank and those that are one hop away. All ranks begin their
-    gatherings in the same order.
+    all-gathers in the same order.
     """
 
     def __init__(self, comm: Comm, tensor: Tensor, what: str, radix: int = RADIX) -> None:
@@ -61,11 +62,11 @@ class Gathering:
         ]
 
 
-def exchange(comm: Comm, value: Any) -> list[Any]:
+def all_gather_object(comm: Comm, value: Any) -> list[Any]:
     """Every rank's JSON value, by rank; for what happens once in a while."""
     text = json.dumps(value).encode()
-    lengths = Gathering(comm, torch.tensor([len(text)]), "lengths of values").wait().flatten().tolist()
+    lengths = AsyncAllGather(comm, torch.tensor([len(text)]), "lengths of values").wait().flatten().tolist()
     own = torch.zeros(max(lengths), dtype=torch.uint8)
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = Gathering(comm, own, "values of all ranks").wait()
+    rows = AsyncAllGather(comm, own, "values of all ranks").wait()
     return [json.loads(bytes(row[:length].numpy().tobytes())) for row, length in zip(rows, lengths)]

@@ -1,7 +1,7 @@
 """Launching: a function on every rank, in workers of our own or as one worker of torchrun, Slurm or Kubernetes.
 
-The launcher holds the store and watches its workers, so it can tell the others when one dies. The error that is
-reported first is that of the worker that failed first for a reason of its own.
+Who starts workers holds their store and watches them, so it can tell the others when one dies; under an outer launcher
+rank 0 holds it. The error that is reported first is that of the worker that failed first for a reason of its own.
 """
 
 from __future__ import annotations
@@ -9,42 +9,52 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
+import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dilatant.comm.comm import CommAborted, CommTimeout, announce_failure
+from dilatant.comm import store_of_launcher
+from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.fork_server import heed_launcher, warm_up
-from dilatant.config.environment import place_from
+from dilatant.comm.rendezvous import announce_failure
+from dilatant.comm.store import Store, connect
+from dilatant.comm.store_server import StoreServer
+from dilatant.comm.token import fresh_token
+from dilatant.config.environment import chooses_threads, place_from, prepare_cuda
 from dilatant.config.errors import UserError
 
 GRACE_SECONDS = 5.0
 """What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
 SAVE_SECONDS = 60.0
 """What they have after one has raised an error: all of them may be saving their parts of the last step."""
-_STORE_TIMEOUT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What the launched function is told. `store`: a torch store all ranks share, for `Comm`."""
+    """What the launched function is told. store: of all ranks, for `Comm`; None for a single one."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
-    store: Any
+    store: Store | None
+
+
+def local_worker() -> Worker:
+    """This process as the only rank: it has no store, and communication opens no socket."""
+    return _worker(0, 1, 0, 1, None)
 
 
 class WorkerFailed(RuntimeError):
@@ -55,6 +65,18 @@ class WorkerFailed(RuntimeError):
         super().__init__(message)
         self.details = details
         self.killed_by = killed_by
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a worker of ours is started with. folder: of the launcher, to remove when that was killed."""
+
+    rank: int
+    size: int
+    port: int
+    token: bytes
+    payload: bytes
+    folder: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +99,15 @@ def launch(
     Function (of module level), arguments and results are pickled between our own processes. Ctrl-C does not reach
     these: it is for us. started: called when all of them run. Raises UserError or WorkerFailed with the first error.
     """
-    place = place_from(os.environ)
+    place = place_from()
     if place is None:
         return launch_local(function, num_workers, *args, started=started)
-    master = place.hosts_store and place.rank == 0
-    store = dist.TCPStore(
-        place.host, place.port, is_master=master, timeout=_STORE_TIMEOUT, wait_for_workers=False
-    )
-    worker = _worker(
-        place.rank,
-        place.size,
-        place.local_rank,
-        place.local_size,
-        dist.PrefixStore(f"attempt{place.attempt}", store),
-    )
-    return [_run_here(function, worker, args)]
+    prepare_cuda()
+    with store_of_launcher.joined(place) as store:
+        worker = _worker(
+            place.rank, place.size, place.local_rank, place.local_size, store, started_here=False
+        )
+        return [_run_here(function, worker, args)]
 
 
 def launch_local(
@@ -100,19 +116,23 @@ def launch_local(
     """As `launch`, always in `num_workers` processes of our own (one: this process)."""
     if num_workers < 1:
         raise UserError(f"cannot start {num_workers} workers")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
     if num_workers == 1:
-        return [_run_here(function, _worker(0, 1, 0, 1, store), args)]
+        return [_run_here(function, local_worker(), args)]
+    payload = _pickled(function, args)
     context = multiprocessing.get_context("forkserver")
     warm_up()
-    payload = pickle.dumps((function, args))
+    # A launcher that is itself a child of multiprocessing shares the folder of its parent.
+    folder = multiprocessing.util.get_temp_dir() if multiprocessing.parent_process() is None else None
+    token = fresh_token()
+    server = StoreServer("127.0.0.1", 0, token)
     workers: dict[int, tuple[Any, Connection]] = {}
     try:
+        store = connect("127.0.0.1", server.port, token, on_one_machine=True)
         for rank in range(num_workers):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, num_workers, store.port, payload),
+                args=(theirs, _Start(rank, num_workers, server.port, token, payload, folder)),
                 name=f"dilatant-{rank}",
             )
             process.start()
@@ -128,6 +148,25 @@ def launch_local(
                 process.kill()
             connection.close()
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
+        server.close()
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What workers import and run. Raises UserError when they could not."""
+    main = sys.modules["__main__"]
+    if function.__module__ == "__main__" and not os.path.isfile(getattr(main, "__file__", None) or ""):
+        raise UserError(
+            f"several workers cannot run {function.__qualname__!r}: it is defined in a notebook, at a prompt or on "
+            "standard input, which other processes cannot import; put it into a .py file and import it, or use one "
+            "worker"
+        )
+    try:
+        return pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"several workers cannot run {getattr(function, '__qualname__', function)!r}: {error}; the function has to "
+            "be at the top level of a module, and its arguments such that pickle takes them"
+        ) from None
 
 
 def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...]) -> Any:
@@ -138,30 +177,40 @@ def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...
         raise
     except Exception as error:
         report = _report(worker.rank, error)
-        if not report.follows:
-            announce_failure(worker.store, report.message)
+        if not report.follows and worker.store is not None:
+            with contextlib.suppress(Exception):  # the error itself is what counts
+                announce_failure(worker.store, report.message)
         raise WorkerFailed(report.message, report.details) from error
 
 
-def _worker(rank: int, size: int, local_rank: int, local_size: int, store: Any) -> Worker:
+def _worker(
+    rank: int, size: int, local_rank: int, local_size: int, store: Store | None, started_here: bool = True
+) -> Worker:
+    prepare_cuda()
     if torch.cuda.is_available():
-        # Every directed edge has a stream of its own: a receive must not hold up a send that shares its queue.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"rank {rank} needs GPU {local_rank} of its machine, which has {torch.cuda.device_count()}; "
-                "start fewer workers there"
-            )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", _gpu_index(local_rank, torch.cuda.device_count(), started_here))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        if "OMP_NUM_THREADS" not in os.environ:
+        if not chooses_threads():
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     return Worker(rank, size, local_rank, device, store)
 
 
-def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Any) -> list[Any]:
+def _gpu_index(local_rank: int, visible: int, started_here: bool) -> int:
+    """Which of the visible GPUs is a rank's: the only one where an outer launcher shows each task its own.
+
+    Raises UserError.
+    """
+    if local_rank >= visible and (started_here or visible > 1):
+        raise UserError(
+            f"rank {local_rank} of a machine needs a GPU of its own, but sees {visible}; start fewer ranks there, or "
+            "let the launcher show each one its own (Slurm: --gpus-per-task=1)"
+        )
+    return local_rank % visible
+
+
+def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Store) -> list[Any]:
     """Collect what the workers return; after the first failure tell the others, and wait for them a little."""
     pending = {connection: rank for rank, (_, connection) in workers.items()}
     results: dict[int, Any] = {}
@@ -208,27 +257,31 @@ def _death(rank: int, process: Any) -> _Report:
     return _Report(rank, f"rank {rank} {how}", "", loses_a_rank=True, killed_by=killed_by)
 
 
-def _serve(connection: Connection, rank: int, size: int, port: int, payload: bytes) -> None:
-    threading.Thread(target=_end_with_launcher, name="dilatant-launcher", daemon=True).start()
+def _serve(connection: Connection, start: _Start) -> None:
+    threading.Thread(
+        target=_end_with_launcher, args=(start.folder,), name="dilatant-launcher", daemon=True
+    ).start()
     heed_launcher()
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
-        worker = _worker(rank, size, rank, size, store)
-        function, args = pickle.loads(payload)
+        store = connect("127.0.0.1", start.port, start.token, on_one_machine=True)
+        worker = _worker(start.rank, start.size, start.rank, start.size, store)
+        function, args = pickle.loads(start.payload)
         answer: Any = (function(worker, *args),)
     except BaseException as error:
-        answer = _report(rank, error)
+        answer = _report(start.rank, error)
     with contextlib.suppress(OSError):  # the launcher is gone
         connection.send_bytes(pickle.dumps(answer))
     connection.close()
 
 
-def _end_with_launcher() -> None:
+def _end_with_launcher(folder: str | None) -> None:
     """When the launcher is gone, communication ends by itself; this ends a rank that does not notice."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
     time.sleep(GRACE_SECONDS)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # multiprocessing made it for the launcher, which could not
     os._exit(1)
 
 

@@ -27,7 +27,7 @@ class Config(Section):
 
     output_dir: str = "runs/default"
     """The run folder."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Of random weights, the order of samples and dropout."""
     model: ModelConfig
     data: DataConfig
@@ -42,7 +42,7 @@ class Config(Section):
     def _layouts_are_of_units(self) -> Self:
         if self.parallel is None or self.parallel.units is None:
             return self
-        units = [*self.model.encoders, "language"]
+        units = self.model.units
         colocated = self.parallel.colocated
         problems = []
         for key, names in {
@@ -56,7 +56,8 @@ class Config(Section):
                     problems.append(f"{key}: {name!r} is no unit of this model; {hint}")
         for name in units:
             if name not in self.parallel.units and name not in colocated:
-                shared = "" if name == "language" else f", or parallel.colocated: {{{name}: language}}"
+                host = units[-1]
+                shared = "" if name == host else f", or parallel.colocated: {{{name}: {host}}}"
                 problems.append(
                     f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}"
                 )

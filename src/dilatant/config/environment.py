@@ -1,7 +1,11 @@
-"""Where an outer launcher put this process: the variables of torchrun, Slurm and Kubernetes. Imports no torch."""
+"""The environment of this process: all variables that Dilatant reads or sets, and no other file does. Imports no torch.
+
+Those of torchrun, Slurm and Kubernetes say where they put this process; the rest are small switches.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +16,11 @@ from dilatant.config.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an outer launcher put this process. `hosts_store`: rank 0 must open the store itself."""
+    """Where an outer launcher put this process.
+
+    hosts_store: rank 0 listens at host and port itself; otherwise torchrun's agent does. attempt: of torchrun.
+    one_machine: all ranks are on it.
+    """
 
     launcher: str
     rank: int
@@ -23,9 +31,15 @@ class Place:
     port: int
     hosts_store: bool
     attempt: str = "0"
+    one_machine: bool = False
 
 
-def place_from(environment: Mapping[str, str]) -> Place | None:
+def hide_gpus() -> None:
+    """Let this process, if it has not begun to use them, and those that it starts see no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Where the variables of torchrun (or anything that sets the same), Slurm or a Kubernetes indexed Job put this
     process; None when there are none, or when they describe a single process. Raises UserError when they are
     incomplete."""
@@ -47,10 +61,12 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
             rank=environment["SLURM_PROCID"],
             size=environment["SLURM_NTASKS"],
             local_rank=environment.get("SLURM_LOCALID", "0"),
-            local_size=environment.get("SLURM_NTASKS_PER_NODE", "1"),
+            local_size=environment.get("SLURM_NTASKS_PER_NODE")
+            or environment.get("SLURM_STEP_TASKS_PER_NODE", "1"),
             host=environment.get("MASTER_ADDR") or first_host(nodes),
             # Jobs of one node must not meet at one port.
             port=environment.get("MASTER_PORT") or str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
+            one_machine=environment.get("SLURM_STEP_NUM_NODES") == "1",
         )  # fmt: skip
     if "JOB_COMPLETION_INDEX" in environment:
         return _place(
@@ -80,6 +96,7 @@ def _place(
     local_size: str,
     host: str | None,
     port: str | None = None,
+    one_machine: bool = False,
 ) -> Place | None:
     port = port or environment.get("MASTER_PORT", "29500")
     missing = [name for name, value in (("WORLD_SIZE", size), ("MASTER_ADDR", host)) if not value]
@@ -91,27 +108,83 @@ def _place(
             "of rank 0 and WORLD_SIZE the number of processes"
         )
     try:
+        num_local = int(re.match(r"\d+", local_size)[0])  # type: ignore[index]  # Slurm writes "4(x2)"
         return Place(
             launcher=launcher,
             rank=int(rank),
             size=int(size),
             local_rank=int(local_rank),
-            local_size=int(re.match(r"\d+", local_size)[0]),  # type: ignore[index]  # Slurm writes "4(x2)"
+            local_size=num_local,
             host=host,
             port=int(port),
             # torchrun's agent keeps the store itself.
             hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            one_machine=one_machine or num_local >= int(size),
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"the variables of {launcher} are not numbers: {error}") from None
 
 
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where files are kept that can be made again: `DILATANT_CACHE`, or a folder in the user's cache."""
-    named = environment.get("DILATANT_CACHE")
-    return (
-        Path(named)
-        if named
-        else Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dilatant"
-    )
+def token_variables() -> tuple[str | None, str | None]:
+    """The secret that the ranks of several machines share, and the file that holds it, if they are named."""
+    return os.environ.get("DILATANT_TOKEN"), os.environ.get("DILATANT_TOKEN_FILE")
+
+
+def config_home() -> Path:
+    """Where programs keep a user's settings."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
+def cache_home() -> Path:
+    """Where programs keep what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def cache_folder() -> Path:
+    """Where we keep what can be made again: `DILATANT_CACHE`, or a folder of ours among those of other programs."""
+    named = os.environ.get("DILATANT_CACHE")
+    return Path(named) if named else cache_home() / "dilatant"
+
+
+def gloo_interfaces() -> str | None:
+    """The network interfaces that Gloo was told to use."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def prepare_cuda() -> None:
+    """Before CUDA starts: every directed edge has a stream of its own, and a receive that waits must not hold up a send
+    in the same hardware queue."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def prepare_nccl(one_machine: bool) -> None:
+    """Before the first communicator: errors and deadlines are ours, and one machine listens on loopback only.
+
+    NCCL's own error handling and heartbeat monitor kill the process; ours aborts, explains and may go on.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    if one_machine:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def chooses_threads() -> bool:
+    """Whether the user set how many threads a process computes in."""
+    return "OMP_NUM_THREADS" in os.environ
+
+
+def compute_in_one_thread() -> None:
+    """Unless the user set another number; before numerical libraries start."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def interprets_triton() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def hub_is_offline() -> bool:
+    """Whether the user keeps Hugging Face libraries from the network."""
+    return os.environ.get("HF_HUB_OFFLINE") == "1"

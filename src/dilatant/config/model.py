@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from dilatant.config.base import Section
 
+LANGUAGE = "language"
+"""What the language model's unit is called."""
+
 
 class Source(Section):
     """Where a Hugging Face model comes from: `id` (pretrained) or `config` (from scratch)."""
@@ -81,10 +84,15 @@ class ModelConfig(Section):
     """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`),
     or a pattern over parameter names (`language.layers.0.*`)."""
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What the units are called, in the order of computation."""
+        return (*self.encoders, LANGUAGE)
+
     @model_validator(mode="after")
     def _names(self) -> Self:
-        if "language" in self.encoders:
-            raise ValueError("an encoder cannot be called 'language'; that is the language model's unit")
+        if LANGUAGE in self.encoders:
+            raise ValueError(f"an encoder cannot be called {LANGUAGE!r}; that is the language model's unit")
         for name in self.encoders:
             if not name.isidentifier():
                 raise ValueError(f"encoder name {name!r} must be a plain word, as in 'vision' or 'audio_2'")

@@ -68,6 +68,8 @@ def _values(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(filter(None, map(_values, arguments)))
+    if origin is typing.Annotated:
+        return _values(arguments[0])
     if origin is tuple:
         return f"list of {_values(arguments[0])}"
     if origin is dict:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from dilatant.config.base import Section
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class GroupOverride(Section):
     """What differs for a group of weights; see `OptimizerConfig.groups`."""
 
-    learning_rate: float | None = Field(None, ge=0)
+    learning_rate: float | None = Field(None, ge=0, allow_inf_nan=False)
     """NAME is a unit (`vision`), a part (`vision.projector`) or a pattern of parameter names; of several that fit, the
     last written counts."""
-    weight_decay: float | None = Field(None, ge=0)
+    weight_decay: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 class OptimizerConfig(Section):
     """AdamW."""
 
-    learning_rate: float = Field(1e-4, gt=0)
+    learning_rate: float = Field(1e-4, gt=0, allow_inf_nan=False)
     """Of AdamW, at its peak; as `weight_decay`, `betas` and `eps` in torch."""
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
 
 
@@ -41,7 +43,7 @@ class RateSchedule(Section):
 class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)
     """Optimizer steps in all, those before a resume included."""
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Passes over the training data, when `steps` is not given. Default: 1."""
     global_batch_size: int = Field(32, gt=0)
     """Samples of one optimizer step, over all devices."""

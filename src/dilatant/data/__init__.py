@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from dilatant.data.image_unit import ImageUnit
     from dilatant.data.lint import Problem
     from dilatant.data.loader import GlobalBatch, Loader
-    from dilatant.data.packing import collate, pack_rows
     from dilatant.data.processors import audio_processor, image_processor
     from dilatant.data.reader import Reader, open_source
-    from dilatant.data.sample import EncodedSample, Media, MediaUnit, PackedRow, Sample, Turn
+    from dilatant.data.sample import EncodedSample, Media, MediaUnit, Sample, Turn
     from dilatant.data.sampler import Sampler, SamplerState
     from dilatant.data.sizes import SizesIndex, blend_sizes, reader_sizes
     from dilatant.data.stats import DataStats, describe
@@ -36,10 +35,9 @@ _NAMES = {
     "image_unit": "ImageUnit",
     "lint": "Problem",
     "loader": "GlobalBatch Loader",
-    "packing": "collate pack_rows",
     "processors": "audio_processor image_processor",
     "reader": "Reader open_source",
-    "sample": "EncodedSample Media MediaUnit PackedRow Sample Turn",
+    "sample": "EncodedSample Media MediaUnit Sample Turn",
     "sampler": "Sampler SamplerState",
     "sizes": "SizesIndex blend_sizes reader_sizes",
     "stats": "DataStats describe",
@@ -60,7 +58,6 @@ __all__ = [
     "Loader",
     "Media",
     "MediaUnit",
-    "PackedRow",
     "Problem",
     "Reader",
     "Sample",
@@ -75,7 +72,6 @@ __all__ = [
     "blend_sizes",
     "byte_tokenizer",
     "chat_tokenizer",
-    "collate",
     "describe",
     "encode_prompt",
     "encode_sample",
@@ -84,7 +80,6 @@ __all__ = [
     "measure_sample",
     "open_blend",
     "open_source",
-    "pack_rows",
     "reader_sizes",
 ]
 

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer, Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
 from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample
 
-LANGUAGE = "language"
 NO_LOSS = -100
 
 

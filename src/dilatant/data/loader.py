@@ -1,4 +1,4 @@
-"""Global batches, decoded and packed ahead of the training path."""
+"""Global batches, decoded ahead of the training path."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.ahead import Ahead
 from dilatant.data.encode import Encoding, encode_sample
 from dilatant.data.errors import SampleError
-from dilatant.data.packing import collate, pack_rows
-from dilatant.data.sample import EncodedSample, PackedRow, Sample
+from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.sampler import SamplerState
 from dilatant.data.workers import TASK_SECONDS, WorkerPool
 
@@ -32,14 +31,12 @@ class Dataset(Protocol):
 class GlobalBatch:
     """The samples of one step.
 
-    samples: in the sampler's order. rows: every sample in one of them, where the loader packs. position: of the
-    sampler after this batch, which a checkpoint written after this step must hold. epoch: passes over the data by
-    then. problems: what was wrong with the samples left out. wait_seconds: how long the trainer waited for this
-    batch.
+    samples: in the sampler's order. position: of the sampler after this batch, which a checkpoint written after this
+    step must hold. epoch: passes over the data by then. problems: what was wrong with the samples left out.
+    wait_seconds: how long the trainer waited for this batch.
     """
 
     samples: tuple[EncodedSample, ...]
-    rows: tuple[PackedRow, ...]
     position: SamplerState
     epoch: float
     problems: tuple[str, ...] = ()
@@ -108,9 +105,8 @@ class Loader:
     """Iterates over global batches, from `position` on, without end or for `steps` batches.
 
     The batches are the same for any number of workers, and after the position of any batch the same batches follow.
-    row_tokens: most tokens of a row, and of a sample. packs: off where nobody uses `GlobalBatch.rows`. workers:
-    processes that decode and tokenize; 0 works in the caller, without prefetch. prefetch: batches kept ahead of the
-    trainer, beside the one being packed.
+    workers: processes that decode and tokenize; 0 works in the caller, without prefetch. prefetch: batches kept ahead
+    of the trainer, beside the one being put together.
     on_error: a corrupt sample raises UserError when its batch is due (`error`), or is left out of its batch and
     reported (`skip`): the batch is then smaller, and the position moves on as if the sample had been used.
     sample_seconds: longest that a worker may take for a sample; afterwards it is taken for stopped or blocked, and
@@ -123,24 +119,18 @@ class Loader:
         encoding: Encoding,
         sampler: Order,
         *,
-        row_tokens: int,
         position: SamplerState = SamplerState(),  # noqa: B008 - a frozen value
         steps: int | None = None,
         workers: int = 0,
         prefetch: int = 2,
         on_error: Literal["error", "skip"] = "error",
-        packs: bool = True,
         sample_seconds: float = TASK_SECONDS,
     ) -> None:
-        if encoding.max_length is None or encoding.max_length > row_tokens:
-            encoding = replace(encoding, max_length=row_tokens)
         self._sampler = sampler
-        self._row_tokens = row_tokens
         self._start = sampler.resume(position)
         self._steps = steps
         self._skip = on_error == "skip"
-        self._packs = packs
-        # One more batch lies packed, and one waits to take its place.
+        # One more batch lies ready, and one waits to take its place.
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
         self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(
@@ -176,23 +166,18 @@ class Loader:
     def _make_batches(self) -> Generator[GlobalBatch]:
         results = self._pool.map(self._tasks(), self._ahead)
         while batch := list(islice(results, self._sampler.global_batch_size)):
-            yield self._pack(batch, self._positions.popleft())
+            yield self._batch(batch, self._positions.popleft())
 
     def _tasks(self) -> Iterator[Task]:
         for tasks, position in islice(self._sampler.batches(self._start), self._steps):
             self._positions.append(position)
             yield from tasks
 
-    def _pack(self, results: Sequence[EncodedSample | UserError], position: SamplerState) -> GlobalBatch:
+    def _batch(self, results: Sequence[EncodedSample | UserError], position: SamplerState) -> GlobalBatch:
         encoded = [result for result in results if not isinstance(result, UserError)]
         wrong = [result for result in results if isinstance(result, UserError)]
         if wrong and not self._skip:
             raise wrong[0]
         if not encoded:
             raise UserError(f"every sample of a batch is corrupt; the first: {wrong[0]}")
-        lengths = [len(sample.input_ids) for sample in encoded]
-        packed = pack_rows(lengths, self._row_tokens) if self._packs else ()
-        rows = tuple(collate([encoded[position] for position in row]) for row in packed)
-        return GlobalBatch(
-            tuple(encoded), rows, position, self._sampler.epoch(position), tuple(map(str, wrong))
-        )
+        return GlobalBatch(tuple(encoded), position, self._sampler.epoch(position), tuple(map(str, wrong)))

@@ -173,7 +173,7 @@ def _transformers_image_processor(settings_json: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "preprocessor_config.json").write_text(settings_json, encoding="utf-8")
         try:
-            return AutoImageProcessor.from_pretrained(folder, backend="pil")
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except (OSError, ValueError, ImportError, TypeError) as error:
             first = str(error).strip().partition("\n")[0]
             raise UserError(f"the image processor cannot be made from its settings: {first}") from None

@@ -1,7 +1,7 @@
 """The values of the data room, from a record on disk to what a model is fed.
 
-`Sample` (undecoded) → `EncodedSample` (token ids, labels, encoder inputs) → `PackedRow` (several samples in one
-row). A `MediaUnit` tells how one encoder sees its media.
+`Sample` (undecoded) → `EncodedSample` (token ids, labels, encoder inputs). A `MediaUnit` tells how one encoder sees its
+media.
 """
 
 from __future__ import annotations
@@ -115,29 +115,3 @@ class EncodedSample:
     labels: NDArray[np.int64]
     media: Mapping[str, Mapping[str, NDArray]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Several samples one after another in one row, no padding.
-
-    input_ids, labels, position_ids: int64 [tokens]; positions restart at 0 with each sample.
-    lengths: tokens of each sample. media: as in `EncodedSample`, items of all samples concatenated in row order.
-    """
-
-    sample_ids: tuple[str, ...]
-    lengths: tuple[int, ...]
-    input_ids: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    position_ids: NDArray[np.int64]
-    media: Mapping[str, Mapping[str, NDArray]]
-    sizes: Mapping[str, int]
-
-    @property
-    def target_tokens(self) -> int:
-        """Tokens that carry loss."""
-        return int((self.labels != -100).sum())
-
-    def split(self, tokens: NDArray) -> list[NDArray]:
-        """An array over the row's tokens, sample by sample."""
-        return np.split(tokens, np.cumsum(self.lengths)[:-1])

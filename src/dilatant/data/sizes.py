@@ -105,7 +105,7 @@ def reader_sizes(
     folder = reader.home and reader.home.resolve()
     use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit)
     name = hashlib.sha256(repr((use, encoding.fingerprint)).encode()).hexdigest()[:16]
-    file = (Path(cache_dir) if cache_dir else cache_folder(os.environ) / "sizes") / f"sizes-{name}.parquet"
+    file = (Path(cache_dir) if cache_dir else cache_folder() / "sizes") / f"sizes-{name}.parquet"
     known = _load(file, key)
     if known is not None:
         return known

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.encode import LANGUAGE
 from dilatant.data.sizes import SizesIndex
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -78,14 +77,15 @@ def describe(index: SizesIndex) -> DataStats:
     good[list(index.problems)] = False
     tokens = index.tokens[good]
     units = tuple(_unit_stats(unit, tokens[:, column]) for column, unit in enumerate(index.units))
-    language = tokens[:, index.units.index(LANGUAGE)]
+    text_unit, *_ = index.units
+    language = tokens[:, 0]
     ratios = tuple(
-        _ratio(unit, tokens[:, column], language)
+        _ratio(unit, tokens[:, column], text_unit, language)
         for column, unit in enumerate(index.units)
-        if unit != LANGUAGE and tokens[:, column].any()
+        if unit != text_unit and tokens[:, column].any()
     )
     mixes: dict[str, int] = {}
-    encoders = [(column, unit) for column, unit in enumerate(index.units) if unit != LANGUAGE]
+    encoders = [(column, unit) for column, unit in enumerate(index.units) if unit != text_unit]
     pattern = sum(
         ((tokens[:, column] > 0) << bit for bit, (column, _) in enumerate(encoders)),
         np.zeros(len(tokens), int),
@@ -128,7 +128,7 @@ def _unit_stats(unit: str, tokens: NDArray[np.int64]) -> UnitStats:
     )
 
 
-def _ratio(unit: str, tokens: NDArray[np.int64], language: NDArray[np.int64]) -> UnitRatio:
+def _ratio(unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArray[np.int64]) -> UnitRatio:
     """Ratio of means; its variance by the delta method (Cochran, "Sampling Techniques", 1977, section 2.11)."""
     ratio = float(tokens.sum() / language.sum())
     count = len(tokens)
@@ -138,4 +138,4 @@ def _ratio(unit: str, tokens: NDArray[np.int64], language: NDArray[np.int64]) ->
         error = float(np.sqrt((residual**2).sum() / (count - 1) / count) / language.mean())
     varies = tokens.std() > 0 and language.std() > 0
     correlation = float(np.corrcoef(tokens, language)[0, 1]) if varies else None
-    return UnitRatio(unit, LANGUAGE, ratio, ratio - 1.96 * error, ratio + 1.96 * error, correlation)
+    return UnitRatio(unit, text_unit, ratio, ratio - 1.96 * error, ratio + 1.96 * error, correlation)

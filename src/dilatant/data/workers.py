@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from dilatant.comm import fork_server
+from dilatant.config.environment import compute_in_one_thread
 from dilatant.config.errors import UserError
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ def _work(connection: Connection, payload: bytes) -> None:
     """The life of a worker: do tasks until the other end closes."""
     for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    compute_in_one_thread()
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:

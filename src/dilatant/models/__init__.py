@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dilatant.models.build import build_model
+    from dilatant.models.encoder_spec import Encoder
+    from dilatant.models.generator import Generator
     from dilatant.models.geometry import EncoderGeometry, encoder_geometry
-    from dilatant.models.multimodal import Encoder, MultimodalModel
-    from dilatant.models.stage import MultimodalOutput
+    from dilatant.models.language import MultimodalOutput
+    from dilatant.models.multimodal import MultimodalModel
 
 _HOME = {
     "build_model": "build",
     "EncoderGeometry": "geometry",
     "encoder_geometry": "geometry",
-    "Encoder": "multimodal",
+    "Encoder": "encoder_spec",
+    "Generator": "generator",
     "MultimodalModel": "multimodal",
-    "MultimodalOutput": "stage",
+    "MultimodalOutput": "language",
 }
 
 __all__ = [
     "Encoder",
     "EncoderGeometry",
+    "Generator",
     "MultimodalModel",
     "MultimodalOutput",
     "build_model",

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from dilatant.config.errors import UserError
-from dilatant.config.model import EncoderConfig, LanguageModelConfig, ModelConfig
-from dilatant.models.freeze import freeze
+from dilatant.config.model import LANGUAGE, EncoderConfig, LanguageModelConfig, ModelConfig
+from dilatant.models.encoder_spec import Encoder
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.materialize import seeded
-from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 
 
@@ -25,14 +25,15 @@ def build_model(
     attn_implementation: str | None = None,
     dtype: torch.dtype = torch.float32,
     hollow: Collection[str] | None = None,
+    reads_weights: bool = True,
 ) -> MultimodalModel:
     """Encoders, projectors and language model as the config says, frozen where it says so.
 
     Random weights depend on `seed`, the unit's name and the layer alone. vocab_size: how many ids the tokenizer can
     give (default: `len(tokenizer)`); it sizes a language model from scratch whose config does not say. hollow: for a
     rank of a pipeline, the units whose pretrained weights are not read here; these, and units from scratch, stay on the
-    meta device until a rank materialises its layers. (Units with code of their own are read all the same.) Raises
-    UserError that names the key.
+    meta device until a rank materialises its layers. (Units with code of their own are read all the same, unless
+    `reads_weights` is False.) Raises UserError that names the key.
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
@@ -44,7 +45,13 @@ def build_model(
     # What a checkpoint lacks is drawn; by the seed, so that all ranks draw alike.
     with seeded(seed, LANGUAGE):
         language_model = load_language_model(
-            _hollow(_language_source(source, vocab_size), LANGUAGE, hollow, source.trust_remote_code),
+            _hollow(
+                _language_source(source, vocab_size),
+                LANGUAGE,
+                hollow,
+                source.trust_remote_code,
+                reads_weights,
+            ),
             "model.language_model",
             **language_options,
         )
@@ -54,7 +61,7 @@ def build_model(
         where = f"model.encoders.{name}"
         with seeded(seed, name):
             model = load_encoder(
-                _hollow(entry.id or entry.config, name, hollow, entry.trust_remote_code),
+                _hollow(entry.id or entry.config, name, hollow, entry.trust_remote_code, reads_weights),
                 where,
                 trust_remote_code=entry.trust_remote_code,
                 **options,
@@ -75,15 +82,16 @@ def build_model(
         device="cpu" if hollow is None else "meta",
         media_attention=config.language_model.media_attention,
     )
-    freeze(mllm.units, config.freeze)
+    mllm.freeze(config.freeze)
     return mllm
 
 
-def _hollow(source: Any, unit: str, hollow: Collection[str] | None, own_code: bool) -> Any:
+def _hollow(
+    source: Any, unit: str, hollow: Collection[str] | None, own_code: bool, reads_weights: bool
+) -> Any:
     """The config in the place of a pretrained model whose weights are not wanted."""
-    if hollow is not None and unit in hollow and isinstance(source, str) and not own_code:
-        return load_pretrained_config(source, unit)
-    return source
+    unwanted = hollow is not None and unit in hollow and not (own_code and reads_weights)
+    return load_pretrained_config(source, unit, own_code) if unwanted and isinstance(source, str) else source
 
 
 def _language_source(config: LanguageModelConfig, vocab_size: int | None) -> Any:

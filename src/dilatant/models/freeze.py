@@ -1,7 +1,7 @@
 """Freezing: the one place that decides which weights train.
 
 Frozen is a set of logical parameter names, kept by each unit. Whoever copies, shards or reloads weights applies it
-again with `apply` and proves it with `check`.
+again with `Stage.set_frozen` and proves it with `check`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from dilatant.config.errors import list_problems
-
-if TYPE_CHECKING:
-    from dilatant.models.stage import Stage
-    from dilatant.models.unit import Unit
+from dilatant.models.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +63,7 @@ def freeze(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
     """Stop the chosen weights from training, besides those that were frozen before. Raises UserError (`select`)."""
     names = select(units, patterns)
     for unit in units.values():
-        own = frozenset(name for name, _ in unit.named_logical_parameters())
-        unit.frozen |= names & own
-        apply(unit, unit.frozen)
-
-
-def apply(stage: Stage, frozen: frozenset[str]) -> None:
-    """Set `requires_grad` of every parameter of a stage by its logical name, and the modes that follow from it."""
-    for name, parameter in stage.named_logical_parameters():
-        parameter.requires_grad_(name not in frozen)
-    stage.train(stage.training)
+        unit.freeze_names(names)
 
 
 def check(parameters: Iterable[tuple[str, nn.Parameter]], frozen: frozenset[str]) -> None:
@@ -106,25 +93,6 @@ def audit(units: Mapping[str, Unit]) -> tuple[PartAudit, ...]:
             for part, parameters in held.items()
         ]
     return tuple(audits)
-
-
-def quiet_frozen(module: nn.Module) -> None:
-    """Put every module whose weights are all frozen into evaluation mode: no dropout, no dropped layers.
-
-    A block that recomputes its activations stays in training mode itself, for transformers checkpoints only then;
-    the modules inside it, where dropout is, do not.
-    """
-    parameters = list(module.parameters())
-    if not parameters:
-        return
-    if any(parameter.requires_grad for parameter in parameters):
-        for child in module.children():
-            quiet_frozen(child)
-        return
-    module.eval()
-    for inner in module.modules():
-        if getattr(inner, "gradient_checkpointing", False):
-            inner.training = True
 
 
 def _matches(pattern: str, name: str, part: str) -> bool:

@@ -91,18 +91,28 @@ def encoder_geometry(config: Any, features: Features = "all") -> EncoderGeometry
         height=height,
         row_width=width,
         patch_size=patch_height,
-        channels=int(getattr(config, "num_channels", 3)),
+        channels=_channels(config),
     )
 
 
 def leading_tokens(config: Any) -> int:
-    """Tokens that an image encoder puts before its patches (class, distillation and register tokens)."""
+    """Tokens that an image encoder puts before its patches (class, distillation and register tokens). Raises UserError
+    if it cannot be told."""
     known = _LEADING_TOKENS.get(config.model_type)
     if known is None:
         # A family that the table does not list: count on its skeleton instead.
-        from dilatant.models.probe import count_leading_tokens
+        from dilatant.models.probe import count_tokens
 
-        return count_leading_tokens(config)
+        height, width = height_and_width(config.image_size)
+        patch_height, patch_width = height_and_width(config.patch_size)
+        tokens = count_tokens(config, "pixel_values", (_channels(config), height, width))
+        leading = tokens - (height // patch_height) * (width // patch_width)
+        if leading < 0:
+            raise UserError(
+                f"model_type {config.model_type!r} returns {tokens} tokens for {height}x{width} pixels, fewer than it "
+                "has patches; such an encoder is not supported"
+            )
+        return leading
     return known + int(getattr(config, "num_register_tokens", 0) or 0)
 
 
@@ -125,6 +135,10 @@ def _audio(config: Any) -> EncoderGeometry:
         mel_bins=config.num_mel_bins,
         frames=2 * config.max_source_positions,
     )
+
+
+def _channels(config: Any) -> int:
+    return int(getattr(config, "num_channels", 3))
 
 
 def height_and_width(size: Any) -> tuple[int, int]:

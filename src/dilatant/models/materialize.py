@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from dilatant.models.unit import Unit
+from dilatant.config.errors import UserError
+from dilatant.models.stage import stage_tensors
+from dilatant.models.unit import Unit
 
 
 @torch.no_grad()
@@ -23,8 +24,9 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     A model or projector that is real already keeps what it has; other layers stay on the meta device. Every layer
     draws from a generator fixed by `seed` and its logical name, and torch's global generator is left as it was;
     with seed None the global generator draws. given: logical names of weights that the caller sets afterwards, so that
-    nothing need be drawn for them. Cut stages afterwards, for parameters become new objects.
+    nothing need be drawn for them. Cut stages afterwards, for parameters become new objects. Raises UserError.
     """
+    model = cast(PreTrainedModel, unit.model)  # or a module of the user's, of which nothing is asked below
     held = set(unit.layers[first:end])
     layer_of = {weight.name: weight.layer for weight in unit.weights}
     # A tied weight is drawn where it has its name.
@@ -35,32 +37,40 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     for _, _, piece in fresh:
         piece.to_empty(device="cpu")
     drawn: set[int] = set()
-    if any(path != "projector" for _, path, _ in fresh):
+    if any(_is_of_family(unit, path) for _, path, _ in fresh):
         # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
         # in them begins (Whisper's encoder sets its positions), so they come last.
-        shared = [module for module in unit.model.modules() if id(module) not in inside]
+        shared = [module for module in model.modules() if id(module) not in inside]
         for module in shared:
             module.to_empty(device="cpu", recurse=False)
-        unit.model.tie_weights()
+        model.tie_weights()
     else:
         shared = []
-    held_here = dict(unit.model.named_parameters(remove_duplicate=False))
-    skipped = [
-        held_here[w.key] for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here
-    ]
+    held_here = dict(model.named_parameters(remove_duplicate=False))
+    named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
+    skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
     for parameter in skipped:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws nothing for it
     for layer, path, piece in fresh:
         with seeded(seed, f"{layer}/{path}"):
-            if path == "projector":
-                _reset(piece)
+            if _is_of_family(unit, path):
+                _draw(model, piece, drawn)
             else:
-                _draw(unit.model, piece, drawn)
+                _reset(piece, layer)
     with seeded(seed, unit.unit):
         for module in reversed(shared):
-            unit.model._init_weights(module)
+            model._init_weights(module)
     for parameter in skipped:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def allocate(units: Mapping[str, Unit]) -> dict[str, Tensor]:
+    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once."""
+    tensors: dict[str, Tensor] = {}
+    for unit in units.values():
+        materialize(unit, 0, len(unit.layers), 0, {weight.name for weight in unit.weights})
+        tensors |= stage_tensors(unit)
+    return tensors
 
 
 @contextmanager
@@ -85,11 +95,21 @@ def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:
         drawn |= own
 
 
-def _reset(projector: nn.Module) -> None:
-    """torch's own initialisation: a projector belongs to no family."""
-    for module in projector.modules():
+def _is_of_family(unit: Unit, path: str) -> bool:
+    """Whether transformers knows how to draw the weights of a module."""
+    return unit.structure is not None and path.startswith("model.")
+
+
+def _reset(piece: nn.Module, layer: str) -> None:
+    """torch's own initialisation, for what belongs to no family. Raises UserError where a module has none."""
+    for name, module in piece.named_modules():
         if hasattr(module, "reset_parameters"):
             cast(Any, module).reset_parameters()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise UserError(
+                f"{layer}: {type(module).__name__} {name!r} has weights but no reset_parameters(), so they cannot be "
+                "drawn; give it the method, or a module that is not on the meta device"
+            )
 
 
 def _is_meta(module: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -11,68 +11,56 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dilatant.config.errors import UserError
-from dilatant.models.adapters import Adapter
-from dilatant.models.geometry import Features, encoder_geometry
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.model import LANGUAGE
+from dilatant.models.encoder import EncoderUnit
+from dilatant.models.encoder_spec import Encoder, build_encoder
+from dilatant.models.freeze import freeze
+from dilatant.models.generator import Generator, GeneratorUnit
+from dilatant.models.graph import ModelGraph
+from dilatant.models.language import BeforeLanguageModel, LanguageUnit, MultimodalOutput
 from dilatant.models.materialize import materialize
 from dilatant.models.merge import prepend_placeholders
-from dilatant.models.projector import build_projector
-from dilatant.models.sources import load_encoder, load_language_model
-from dilatant.models.stage import Callbacks, Inputs, MultimodalOutput
-from dilatant.models.unit import EncoderUnit, LanguageUnit, Unit
+from dilatant.models.saving import load_model, save_model
+from dilatant.models.sources import load_language_model
+from dilatant.models.unit import Unit
 
-LANGUAGE = "language"
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """What a user says about one encoder.
-
-    model: a transformers model, a config (random weights), or an id or folder. projector: "linear", "mlp",
-    "identity", or a module from the encoder's width to the language model's. placeholder_id: the token id that
-    stands for one encoder token in the text; by default an id of its own outside the vocabulary, so that any
-    tokenizer does. merge: at the placeholders, or in front of the text. features: "patch" leaves out class and
-    register tokens. Callbacks: see `Callbacks`. adapter: see `adapters`. processor: saved with the model.
-    """
-
-    model: Any
-    projector: str | nn.Module = "mlp"
-    placeholder_id: int | None = None
-    merge: Literal["placeholder", "prepend"] = "placeholder"
-    features: Features = "all"
-    before_encoder: Callable[[Inputs], Inputs] | None = None
-    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
-    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
-    adapter: Adapter | None = None
-    processor: Any = None
+_KEYWORDS = (
+    *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
+    *("return_logits", "sample_ids", "lengths", "attention_kwargs"),
+)
 
 
 class MultimodalModel(nn.Module):
-    """Encoders and a language model, each a unit: `mllm.units`, `mllm["vision"]`, `mllm["language"]`.
+    """Encoders, a language model and what takes its rows, each a unit: `mllm.units`, `mllm["vision"]`,
+    `mllm["language"]`. `mllm.graph` says which feeds which.
 
     language_model: a transformers causal language model, a config (random weights), or an id or folder.
     tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
     layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
     without memory until `materialize` gives some of their layers weights. media_attention: whom the tokens of an image
-    or clip see; other than "causal" takes effect through `row_attention.use_row_attention`. Raises UserError
-    for parts that do not fit together.
+    or clip see; other than "causal" takes effect through `row_attention.use_row_attention`. generators: see
+    `Generator`; they run where steps are executed, not in `forward`. Raises UserError for parts that do not fit
+    together.
     """
 
     units: dict[str, Unit]
-    """In order: encoders, then "language". (A torch ModuleDict.)"""
+    """In order: encoders, the language model, generators. (A torch ModuleDict.)"""
 
     def __init__(
         self,
         encoders: Mapping[str, Encoder],
         language_model: Any,
         tokenizer: Any = None,
-        before_language_model: Callable[[dict[str, Tensor], Inputs], Inputs] | None = None,
+        before_language_model: BeforeLanguageModel | None = None,
         seed: int | None = None,
         device: Literal["cpu", "meta"] = "cpu",
         media_attention: str = "causal",
+        generators: Mapping[str, Generator] | None = None,
     ) -> None:
         super().__init__()
         self.media_attention = media_attention
+        generators = generators or {}
         llm = load_language_model(language_model)
         embedding = cast(nn.Embedding, llm.get_input_embeddings())
         self.encoders = dict(encoders)
@@ -83,11 +71,15 @@ class MultimodalModel(nn.Module):
             else encoder.placeholder_id
             for position, (name, encoder) in enumerate(encoders.items())
         }
-        _check_names(self.encoders, self.placeholder_ids)
+        _check_names(self.encoders, generators, self.placeholder_ids, embedding.num_embeddings)
         units: dict[str, Unit] = {
-            name: _encoder_unit(name, encoder, embedding.embedding_dim) for name, encoder in encoders.items()
+            name: build_encoder(name, encoder, embedding.embedding_dim) for name, encoder in encoders.items()
         }
-        units[LANGUAGE] = LanguageUnit(LANGUAGE, llm, self.placeholder_ids, before_language_model)
+        outputs = {name: generator.token_id for name, generator in generators.items()}
+        units[LANGUAGE] = LanguageUnit(LANGUAGE, llm, self.placeholder_ids, before_language_model, outputs)
+        for name, generator in generators.items():
+            units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
+        self.graph = ModelGraph.of(units.values(), anchor=LANGUAGE)
         if device == "cpu":
             for unit in units.values():
                 materialize(unit, 0, len(unit.layers), seed)
@@ -102,7 +94,17 @@ class MultimodalModel(nn.Module):
     @property
     def language(self) -> LanguageUnit:
         """The language model's unit."""
-        return self[LANGUAGE]
+        return self[self.graph.anchor]
+
+    def freeze(self, patterns: Iterable[str]) -> None:
+        """Stop weights from training, as `model.freeze` of the YAML does: units ("vision"), their parts
+        ("vision.encoder"), layers, or patterns over parameter names ("language.layers.0.*").
+
+        What was frozen before stays so. Raises UserError that lists the patterns without a match.
+        """
+        if isinstance(patterns, str):
+            raise UserError(f"give a list of patterns: freeze([{patterns!r}])")
+        freeze(self.units, patterns)
 
     def encode(self, encoder_inputs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Projected encoder tokens: unit → [encoder tokens, hidden]. Units without rows do not run.
@@ -131,28 +133,31 @@ class MultimodalModel(nn.Module):
         return_logits: bool = True,
         sample_ids: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
-        **attention_kwargs: Any,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> MultimodalOutput:
-        """Loss and logits of a packed row or of a padded batch.
+        """Loss and logits of a packed row or of a padded batch, of the encoders and the language model.
 
         input_ids: [1, tokens] with `position_ids` that restart at every sample, which keeps the samples apart; or
         [batch, tokens] with `attention_mask`. encoder_inputs: unit → keyword → tensor [encoder rows, ...], rows in
         the order of their placeholders. labels: [batch, tokens], -100 where no loss is wanted, not shifted. The loss
         is the fp32 sum over targets divided by `loss_denominator` (default: the targets here). Without
         `return_logits` the head runs only where there are targets. sample_ids and lengths name samples in errors.
-        Other keywords go to the attention function; on block tables those of a packed row are made here if not given.
+        attention_kwargs: keywords for the attention function; on block tables those of a packed row (what
+        `language.attention_of` makes) are made here if not given.
         Where an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share
         in front, and logits cover them too.
 
-        Raises UserError when rows and placeholders do not match.
+        Raises UserError when rows and placeholders do not match, and for keywords that mean nothing here.
         """
+        self._refuse_keywords(unknown)
         self._check_media_attention()
         rows = self.encode(encoder_inputs or {})
         input_ids, attention_mask, labels = self._prepend(
             rows, input_ids, attention_mask, labels, is_packed=position_ids is not None
         )
         if position_ids is not None and not attention_kwargs:
-            attention_kwargs = dict(self._attention_of(input_ids, position_ids))
+            attention_kwargs = self._attention_of(input_ids, position_ids)
         return self.language(
             input_ids,
             rows,
@@ -163,7 +168,7 @@ class MultimodalModel(nn.Module):
             return_logits=return_logits,
             lengths=lengths,
             sample_ids=sample_ids,
-            **attention_kwargs,
+            **(attention_kwargs or {}),
         )
 
     @torch.no_grad()
@@ -222,16 +227,41 @@ class MultimodalModel(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
-        from dilatant.models.saving import save_model
-
-        save_model(self, Path(folder))
+        if self.graph.behind_anchor:
+            raise UserError(
+                f"{', '.join(self.graph.behind_anchor)}: a model with generators cannot be saved yet"
+            )
+        units = {name: (encoder, cast(EncoderUnit, self[name])) for name, encoder in self.encoders.items()}
+        save_model(Path(folder), self.language, units, self.tokenizer, self.media_attention)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> Self:
-        """Read what `save_pretrained` wrote; options as in `saving.load_model`. Raises UserError."""
-        from dilatant.models.saving import load_model
-
-        return cast(Self, load_model(cls, Path(folder), **options))
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        before_language_model: BeforeLanguageModel | None = None,
+        **options: Any,
+    ) -> Self:
+        """Read what `save_pretrained` wrote, all of it trainable; options as in `saving.load_model`. Raises
+        UserError."""
+        saved = load_model(Path(folder), before_language_model=before_language_model, **options)
+        model = cls(
+            saved.encoders,
+            saved.language_model,
+            tokenizer=saved.tokenizer,
+            before_language_model=before_language_model,
+            seed=0,
+            media_attention=saved.media_attention,
+        )
+        for name, state in saved.projectors.items():
+            try:
+                model[name].projector.load_state_dict(state, assign=True)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:300]
+                raise UserError(
+                    f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {reason}"
+                ) from None
+        return model
 
     def _attention_of(self, input_ids: Tensor, position_ids: Tensor) -> Mapping[str, Any]:
         """Keywords for a packed row that came without; who made the row on the host gives them and spares the wait."""
@@ -239,6 +269,22 @@ class MultimodalModel(nn.Module):
             return {}
         begins = (position_ids[0] == 0).nonzero()[1:, 0].cpu()
         return self.language.attention_of([part.numpy() for part in input_ids[0].cpu().tensor_split(begins)])
+
+    def _refuse_keywords(self, keywords: Mapping[str, Any]) -> None:
+        problems = []
+        for keyword in keywords:
+            takers = [n for n in self.encoders if self[n].geometry.input_name == keyword]
+            if takers:
+                right = " or ".join(f"encoder_inputs={{{name!r}: {{{keyword!r}: ...}}}}" for name in takers)
+                problems.append(f"{keyword!r} is an encoder's input; give {right}")
+                continue
+            near = difflib.get_close_matches(keyword, _KEYWORDS, n=1, cutoff=0.5)
+            problems.append(
+                f"{keyword!r} is not one of them; "
+                + (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(_KEYWORDS)}")
+            )
+        if problems:
+            raise list_problems("the model is called with unknown keywords:", problems)
 
     def _check_media_attention(self) -> None:
         if self.media_attention != "causal" and self.language.row_attention is None:
@@ -273,43 +319,28 @@ class MultimodalModel(nn.Module):
         return prepend_placeholders(input_ids, attention_mask, labels, tokens)
 
 
-def _encoder_unit(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
-    where = f"encoder {name!r}"
-    model = load_encoder(encoder.model, where)
-    geometry = encoder_geometry(model.config, encoder.features)
-    projector = encoder.projector
-    if isinstance(projector, str):
-        with torch.device("meta"):
-            projector = build_projector(projector, geometry.width, hidden_size, where)
-    elif encoder.after_encoder is None:
-        _check_projector(projector, geometry.width, hidden_size, where)
-    return EncoderUnit(
-        name,
-        model,
-        projector,
-        Callbacks(encoder.before_encoder, encoder.after_encoder, encoder.after_projector),
-        skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
-        adapter=encoder.adapter,
-    )
-
-
-@torch.no_grad()
-def _check_projector(projector: nn.Module, width: int, hidden_size: int, where: str) -> None:
-    weight = next(projector.parameters(), torch.empty(0))
-    try:
-        given = projector(torch.zeros(1, 4, width, dtype=weight.dtype, device=weight.device)).shape[-1]
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{where}: the projector does not take the encoder's width {width}: {reason}"
-        ) from None
-    if given != hidden_size:
-        raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")
-
-
-def _check_names(encoders: Mapping[str, Encoder], placeholder_ids: Mapping[str, int]) -> None:
-    for name in encoders:
-        if name == LANGUAGE or not name.isidentifier() or hasattr(nn.ModuleDict, name):
-            raise UserError(f"encoder name {name!r} cannot be used; take a plain word such as 'vision'")
+def _check_names(
+    encoders: Mapping[str, Encoder],
+    generators: Mapping[str, Generator],
+    placeholder_ids: Mapping[str, int],
+    vocabulary: int,
+) -> None:
+    names = [*encoders, *generators]
+    problems = [
+        f"name {name!r} cannot be used; take a plain word such as 'vision'"
+        for name in names
+        if name == LANGUAGE or not name.isidentifier() or hasattr(nn.ModuleDict, name)
+    ]
+    problems += [f"{name!r} is an encoder and a generator" for name in generators if name in encoders]
+    problems += [
+        f"generator {name!r}: token_id {generator.token_id} is not in the vocabulary of {vocabulary}"
+        for name, generator in generators.items()
+        if not 0 <= generator.token_id < vocabulary or generator.token_id in placeholder_ids.values()
+    ]
     if len(set(placeholder_ids.values())) != len(placeholder_ids):
-        raise UserError(f"encoders share a placeholder id: {placeholder_ids}")
+        problems.append(f"encoders share a placeholder id: {placeholder_ids}")
+    taken = [generator.token_id for generator in generators.values()]
+    if len(set(taken)) != len(taken):
+        problems.append(f"generators share a token_id: {taken}")
+    if problems:
+        raise list_problems("these units do not fit together:", problems)

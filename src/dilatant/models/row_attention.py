@@ -13,7 +13,6 @@ from dilatant.attention.hook import PLAN_KEYWORD, use_dilatant_attention
 from dilatant.attention.mask import AttentionMask
 from dilatant.attention.packing import TEXT, RowLayout, bidirectional_instances, document_causal, embedded
 from dilatant.config import UserError
-from dilatant.models.geometry import encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 
 MEDIA_MASKS: Mapping[str, Callable[[RowLayout], AttentionMask]] = {
@@ -96,11 +95,8 @@ def use_row_attention(model: MultimodalModel) -> None:
     if language.row_attention is not None:
         return
     units = {
-        name: MediaTokens(
-            model.placeholder_ids[name],
-            encoder_geometry(model[name].model.config, encoder.features).tokens_per_row,
-        )
-        for name, encoder in model.encoders.items()
+        name: MediaTokens(placeholder, model[name].geometry.tokens_per_row)
+        for name, placeholder in model.placeholder_ids.items()
     }
     language.row_attention = RowAttention(model.media_attention, units)
     language.generating_attention = language.model.config._attn_implementation

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoProcessor, AutoTokenizer
+from torch import Tensor
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.encoder import EncoderUnit
+from dilatant.models.encoder_spec import Encoder
+from dilatant.models.language import LanguageUnit
 from dilatant.models.sources import load_encoder, load_language_model
-
-if TYPE_CHECKING:
-    from dilatant.models.multimodal import MultimodalModel
 
 FORMAT = 1
 MANIFEST = "multimodal.json"
@@ -35,52 +36,74 @@ _CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
 _CODE = ("projector", "adapter", *_CALLBACKS)
 
 
-def save_model(mllm: MultimodalModel, folder: Path) -> None:
-    """Write the layout above into `folder`, made if need be; tokenizer and processors where the model has them."""
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """What a folder holds. projectors: encoder → state dict."""
+
+    encoders: dict[str, Encoder]
+    language_model: PreTrainedModel
+    tokenizer: Any
+    media_attention: str
+    projectors: dict[str, dict[str, Tensor]]
+
+
+def save_model(
+    folder: Path,
+    language: LanguageUnit,
+    encoders: Mapping[str, tuple[Encoder, EncoderUnit]],
+    tokenizer: Any,
+    media_attention: str,
+) -> None:
+    """Write the layout above into `folder`, made if need be; tokenizer and processors where the model has them.
+
+    Raises UserError for an encoder that is no transformers model.
+    """
+    own = [name for name, (_, unit) in encoders.items() if unit.structure is None]
+    if own:
+        raise UserError(
+            f"{', '.join(own)}: a module of your own has no Hugging Face layout; save its state_dict() yourself"
+        )
     (folder / "projectors").mkdir(parents=True, exist_ok=True)
-    mllm.language.model.save_pretrained(folder / "language")
-    if mllm.tokenizer is not None:
-        mllm.tokenizer.save_pretrained(str(folder / "language"))
-    encoders = {}
-    for name, encoder in mllm.encoders.items():
-        unit = mllm[name]
-        unit.model.save_pretrained(folder / name)
+    language.model.save_pretrained(folder / "language")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder / "language"))
+    entries = {}
+    for name, (encoder, unit) in encoders.items():
+        cast(PreTrainedModel, unit.model).save_pretrained(folder / name)
         if encoder.processor is not None:
             encoder.processor.save_pretrained(str(folder / name))
         state = {key: tensor.detach().contiguous() for key, tensor in unit.projector.state_dict().items()}
         save_file(state, folder / "projectors" / f"{name}.safetensors", {"format": "pt"})
-        encoders[name] = {
+        entries[name] = {
             "projector": encoder.projector if isinstance(encoder.projector, str) else None,
-            "placeholder_id": mllm.placeholder_ids[name],
+            "placeholder_id": language.placeholder_ids[name],
             "merge": encoder.merge,
             "features": encoder.features,
+            "tokens_per_row": encoder.tokens_per_row,
             "code": [key for key in ("adapter", *_CALLBACKS) if getattr(encoder, key) is not None],
         }
     manifest = {
         "format": FORMAT,
-        "encoders": encoders,
-        "code": ["before_language_model"] if mllm.language.before_language_model is not None else [],
-        "media_attention": mllm.media_attention,
+        "encoders": entries,
+        "code": ["before_language_model"] if language.before_language_model is not None else [],
+        "media_attention": media_attention,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def load_model(
-    model_class: type[MultimodalModel],
     folder: Path,
     *,
     code: Mapping[str, Mapping[str, Any]] | None = None,
     before_language_model: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
-) -> MultimodalModel:
-    """The model that `save_model` wrote into `folder`, all of it trainable.
+) -> SavedModel:
+    """What `save_model` wrote into `folder`.
 
     code: encoder → what of it is code ("projector", "adapter" or a callback) and so is not in the folder. dtype: as
     saved, unless given. Raises UserError for a folder that is not such a model, and for code that is missing.
     """
-    from dilatant.models.multimodal import Encoder
-
     manifest = _read_manifest(folder)
     code = code or {}
     _check_code(folder, manifest, code, before_language_model)
@@ -93,23 +116,20 @@ def load_model(
                 "placeholder_id": entry["placeholder_id"],
                 "merge": entry["merge"],
                 "features": entry["features"],
+                "tokens_per_row": entry.get("tokens_per_row"),
                 "processor": _load_processor(folder / name),
                 **code.get(name, {}),
             }
         )
         for name, entry in manifest["encoders"].items()
     }
-    mllm = model_class(
+    return SavedModel(
         encoders,
         load_language_model(folder / "language", f"{folder}: language", **options),
-        tokenizer=_load_tokenizer(folder / "language"),
-        before_language_model=before_language_model,
-        seed=0,
-        media_attention=manifest.get("media_attention", "causal"),
+        _load_tokenizer(folder / "language"),
+        manifest.get("media_attention", "causal"),
+        {name: _read_projector(folder / "projectors" / f"{name}.safetensors", dtype) for name in encoders},
     )
-    for name in encoders:
-        _load_projector(mllm[name].projector, folder / "projectors" / f"{name}.safetensors", dtype)
-    return mllm
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -147,21 +167,28 @@ def _check_code(
         raise list_problems(f"{str(folder)!r} cannot be loaded as it was saved:", problems)
 
 
-def _load_projector(projector: nn.Module, path: Path, dtype: torch.dtype | None) -> None:
+def _read_projector(path: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
     try:
         state = load_file(path)
-        projector.load_state_dict(
-            {key: t if dtype is None else t.to(dtype) for key, t in state.items()}, assign=True
-        )
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{str(path)!r} does not hold the projector's weights: {reason}") from None
+    return {key: tensor if dtype is None else tensor.to(dtype) for key, tensor in state.items()}
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").is_file() else None
+    return _load(AutoTokenizer, folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
 def _load_processor(folder: Path) -> Any:
     names = ("preprocessor_config.json", "processor_config.json")
-    return AutoProcessor.from_pretrained(folder) if any((folder / name).is_file() for name in names) else None
+    return _load(AutoProcessor, folder) if any((folder / name).is_file() for name in names) else None
+
+
+def _load(loader: Any, folder: Path) -> Any:
+    """Without code that the folder may name: a saved model is data. Raises UserError."""
+    try:
+        return loader.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{str(folder)!r} cannot be read: {reason}") from None

@@ -1,48 +1,95 @@
-"""Stages: consecutive layers of a unit as one module, hidden states in, hidden states out.
+"""Stages: consecutive layers of a unit as one module, and the values that go through them.
 
-A stage runs the Hugging Face model's own forward with fewer blocks. A unit is the stage that holds all its layers.
+A unit is the stage that holds all its layers. Whoever runs a stage knows only samples, rows and losses; what a unit
+makes of them is known to the unit.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from dilatant.models.freeze import quiet_frozen
-from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
-from dilatant.models.merge import merge_rows, without_placeholders
+from dilatant.config.errors import UserError
+from dilatant.data.sample import EncodedSample
 from dilatant.models.weights import Weight
 
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class MultimodalOutput:
-    """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted."""
+class Loss:
+    """The loss of a unit. count: what a sample adds to the number that the global batch's sum is divided by (target
+    tokens, pictures). weight: of this loss in the sum of all."""
 
-    loss: Tensor | None
-    logits: Tensor | None
+    count: Callable[[EncodedSample], float]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Callbacks:
-    """What a user runs around one encoder (Cornstarch, Listing 2). Each may be None.
+class StepData:
+    """The global batch of one step.
 
-    before_encoder(inputs) → inputs; after_encoder(inputs, hidden) → hidden, before the projector;
-    after_projector(inputs, hidden) → hidden. `inputs` are the encoder's keyword inputs after `before_encoder`; on a
-    stage that does not receive them it is empty. hidden: [encoder rows, tokens, width].
+    Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: unit →
+    what its loss is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
+    last stage says which token it finds likeliest in the place of every target. device: where the stages are.
     """
 
-    before_encoder: Callable[[Inputs], Inputs] | None = None
-    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
-    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+    samples: tuple[EncodedSample, ...]
+    counts: Mapping[str, float]
+    predicts: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[EncodedSample],
+        losses: Mapping[str, Loss],
+        device: torch.device | None = None,
+        predicts: bool = False,
+    ) -> StepData:
+        """The batch with what `losses`, by unit, count in it."""
+        counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
+        return cls(
+            tuple(samples),
+            {name: max(1.0, count) for name, count in counts.items()},
+            predicts,
+            device or torch.device("cpu"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage makes of samples.
+
+    rows: [rows, width] of the samples in order, for every consumer alike or by consumer (the stage's own unit for the
+    next stage); None where there are none. losses: unit → scalar, these samples' sum over the count of the global
+    batch. predicted: int64 [targets], the likeliest token for every target of the samples in order, instead of a loss.
+    """
+
+    rows: Tensor | Mapping[str, Tensor] | None = None
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    predicted: Tensor | None = None
+
+    def rows_for(self, consumer: str) -> Tensor | None:
+        """The rows that a unit takes from here."""
+        return self.rows.get(consumer) if isinstance(self.rows, Mapping) else self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The rows that leave a stage for one consumer, known from sizes and ids alone, hence at both ends.
+
+    width: numbers in a row. dtype: what rows travel as. rows_of: how many rows a sample has here, 0 when it has
+    nothing for this unit.
+    """
+
+    width: int
+    dtype: torch.dtype
+    rows_of: Callable[[EncodedSample], int]
 
 
 class Stage(nn.Module):
@@ -56,6 +103,18 @@ class Stage(nn.Module):
         self.unit = unit
         self.layers = layers
         self.weights = weights
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        """Forward of `samples`, numbers in `data.samples`, in evaluation or training mode as the stage is.
+
+        inbound: unit → [rows, width] of the samples in order: hidden states of the stage's own unit, or on a first
+        stage the rows of the units that feed it. Raises UserError for a sample that cannot be run.
+        """
+        raise NotImplementedError
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        """Hidden states, or the loss, of `value`: hidden states, or what the unit's first layer takes."""
+        raise NotImplementedError
 
     def named_logical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(logical name, parameter) for each parameter held here, every tensor once.
@@ -73,187 +132,62 @@ class Stage(nn.Module):
                 seen.add(weight.canonical)
                 yield weight.canonical, parameter
 
+    def set_frozen(self, frozen: frozenset[str]) -> None:
+        """Set `requires_grad` of every parameter by its logical name, and the modes that follow from it."""
+        for name, parameter in self.named_logical_parameters():
+            parameter.requires_grad_(name not in frozen)
+        self.train(self.training)
+
     def train(self, mode: bool = True) -> Self:
-        """As in torch, except that what is frozen stays in evaluation mode (see `quiet_frozen`)."""
+        """As in torch, except that modules whose weights are all frozen stay in evaluation mode."""
         super().train(mode)
         if mode:
-            quiet_frozen(self)
+            _quiet_frozen(self)
         return self
 
 
-class EncoderStage(Stage):
-    """Layers of an encoder and its projector.
+def _quiet_frozen(module: nn.Module) -> None:
+    """Put every module whose weights are all frozen into evaluation mode: no dropout, no dropped layers."""
+    parameters = list(module.parameters())
+    if not parameters:
+        return
+    if any(parameter.requires_grad for parameter in parameters):
+        for child in module.children():
+            _quiet_frozen(child)
+    else:
+        module.eval()
 
-    model: slice of the encoder, None on a stage of the projector alone. projector: None before the last stage.
-    resume: how a slice without its embedding is run, for families whose forward does more (see adapters).
+
+def media_of(data: StepData, samples: Sequence[int], unit: str) -> dict[str, Tensor]:
+    """The media of `unit` of the samples that have any: keyword → tensor [items, ...], on the step's device.
+
+    Raises UserError where they were not loaded here.
     """
-
-    def __init__(
-        self,
-        unit: str,
-        layers: tuple[str, ...],
-        weights: tuple[Weight, ...],
-        model: nn.Module | None,
-        projector: nn.Module | None,
-        callbacks: Callbacks,
-        input_name: str,
-        skip_tokens: int = 0,
-        is_first: bool = True,
-        resume: Callable[[nn.Module, Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(unit, layers, weights)
-        self.model = model
-        self.projector = projector
-        self.callbacks = callbacks
-        self.input_name = input_name
-        self.skip_tokens = skip_tokens
-        self.is_first = is_first
-        self.resume = resume
-
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """The first stage takes the encoder's keyword `inputs` (first dimension: encoder rows), later ones `hidden`.
-
-        Returns [encoder rows, tokens, width]; after the projector, width is that of the language model.
-        """
-        given: Inputs = dict(inputs or {})
-        if self.is_first and self.callbacks.before_encoder is not None:
-            given = self.callbacks.before_encoder(given)
-        if self.model is not None:
-            hidden = self._encode(self.model, given, hidden)
-        assert hidden is not None
-        if self.projector is None:
-            return hidden
-        hidden = hidden[:, self.skip_tokens :] if self.skip_tokens else hidden
-        if self.callbacks.after_encoder is not None:
-            hidden = self.callbacks.after_encoder(given, hidden)
-        hidden = self.projector(_as_dtype_of(self.projector, hidden))
-        if self.callbacks.after_projector is not None:
-            hidden = self.callbacks.after_projector(given, hidden)
-        return hidden
-
-    def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        fed = [*inputs.values()] if hidden is None else [hidden]
-        # A frozen slice with nothing trainable before it keeps no activations.
-        records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and records):
-            if hidden is None:
-                inputs = {name: _as_dtype_of(model, tensor) for name, tensor in inputs.items()}
-                return model(**inputs).last_hidden_state
-            if self.resume is not None:
-                return self.resume(model, hidden)
-            return model(**{self.input_name: hidden}).last_hidden_state
+    having = [data.samples[sample] for sample in samples if data.samples[sample].sizes.get(unit, 0)]
+    missing = [repr(sample.id) for sample in having if not sample.media.get(unit)]
+    if missing:
+        raise UserError(
+            f"the {unit} inputs of sample {', '.join(missing[:8])} were not loaded on the rank that runs them"
+        )
+    return {
+        name: torch.cat([torch.as_tensor(sample.media[unit][name]) for sample in having]).to(
+            data.device, non_blocking=True
+        )
+        for name in (having[0].media[unit] if having else ())
+    }
 
 
-class LanguageStage(Stage):
-    """Layers of the language model.
-
-    model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
-    "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
-    """
-
-    def __init__(
-        self,
-        unit: str,
-        layers: tuple[str, ...],
-        weights: tuple[Weight, ...],
-        model: PreTrainedModel,
-        placeholder_ids: Mapping[str, int],
-        before_language_model: Callable[[dict[str, Tensor], Inputs], Inputs] | None = None,
-        is_first: bool = True,
-        is_last: bool = True,
-    ) -> None:
-        super().__init__(unit, layers, weights)
-        self.model = model
-        self.placeholder_ids = dict(placeholder_ids)
-        self.before_language_model = before_language_model
-        self.is_first = is_first
-        self.is_last = is_last
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        rows: Mapping[str, Tensor] | None = None,
-        hidden: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        loss_denominator: float | Tensor | None = None,
-        return_logits: bool = True,
-        logits_at: Tensor | None = None,
-        lengths: Sequence[int] | None = None,
-        sample_ids: Sequence[str] | None = None,
-        **attention_kwargs: Any,
-    ) -> Tensor | MultimodalOutput:
-        """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
-        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage.
-
-        Returns hidden states, and on the last stage loss and logits. logits_at: int64 [positions], the only ones for
-        which logits are wanted, without labels. Raises UserError where rows do not fit.
-        """
-        if self.is_first:
-            assert input_ids is not None
-            hidden = self.embed(
-                input_ids,
-                rows or {},
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                lengths=lengths,
-                sample_ids=sample_ids,
-            )
-        run: dict[str, Any] = {
-            "inputs_embeds": hidden,
-            "position_ids": position_ids,
-            "attention_mask": attention_mask,
-            "use_cache": False,
-            **attention_kwargs,
-        }
-        if not self.is_last:
-            return self.model.base_model(**run).last_hidden_state
-        if labels is None:
-            return MultimodalOutput(None, self._logits(run, logits_at))
-        targets = shift_labels(labels, position_ids, attention_mask)
-        if not return_logits:
-            logits_at = positions_with_targets(targets)
-            targets = targets[:, logits_at]
-        logits = self._logits(run, logits_at)
-        loss = summed_cross_entropy(logits, targets, loss_denominator)
-        return MultimodalOutput(loss, logits if return_logits else None)
-
-    def _logits(self, run: dict[str, Any], positions: Tensor | None) -> Tensor:
-        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must."""
-        if positions is None:
-            return self.model(**run).logits
-        if self._keeps_logits:
-            return self.model(**run, logits_to_keep=positions).logits
-        return self.model(**run).logits[:, positions]
-
-    @cached_property
-    def _keeps_logits(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
-
-    def embed(
-        self,
-        input_ids: Tensor,
-        rows: Mapping[str, Tensor],
-        lengths: Sequence[int] | None = None,
-        sample_ids: Sequence[str] | None = None,
-        **inputs: Tensor | None,
-    ) -> Tensor:
-        """Token embeddings with encoder rows merged in: [batch, tokens, hidden]."""
-        if self.before_language_model is not None:
-            given = {"input_ids": input_ids, **{k: v for k, v in inputs.items() if v is not None}}
-            given = self.before_language_model(dict(rows), given)
-            if given.get("inputs_embeds") is not None:
-                return given["inputs_embeds"]
-            input_ids = given["input_ids"]
-        look_up = self.model.get_input_embeddings()
-        embeddings = look_up(without_placeholders(input_ids, self.placeholder_ids))
-        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids)
-
-
-def _as_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
+def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
     """A floating tensor in the dtype of the module's first weight; other tensors unchanged."""
     weight = next(module.parameters(), None)
     return tensor.to(weight.dtype) if weight is not None and tensor.is_floating_point() else tensor
+
+
+def stage_tensors(stage: Stage) -> dict[str, Tensor]:
+    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves."""
+    parts = {weight.part for weight in stage.weights}
+    held = {part: getattr(stage, part).state_dict() for part in parts}
+    tensors: dict[str, Tensor] = {}
+    for weight in stage.weights:
+        tensors.setdefault(weight.canonical, held[weight.part][weight.key])
+    return tensors

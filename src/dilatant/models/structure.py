@@ -2,7 +2,7 @@
 
 Found from the model itself, so that a plain family needs no code here: the blocks are the largest ModuleList; what
 is registered before it runs before it, what is registered after it (or called final) runs after it. A family that
-says otherwise in its config's `base_model_pp_plan` is believed. `selfcheck` tells whether that was right.
+says otherwise in its config's `base_model_pp_plan` is believed.
 """
 
 from __future__ import annotations

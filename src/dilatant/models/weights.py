@@ -6,15 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
 from dilatant.models.structure import Structure
-
-Part = Literal["model", "projector"]
-"""The modules of a unit: the Hugging Face model, and what follows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +19,13 @@ class Weight:
     """One weight (parameter or persistent buffer) of a unit.
 
     name: logical name, `<layer>.<rest>`. layer: logical layer that holds it. part: which module of the unit it is
-    in. key: its name in that module's own state dict. tied_to: the logical name of the weight it is the same
-    tensor as, if it is held a second time here.
+    in ("model", "projector", "connector"). key: its name in that module's own state dict. tied_to: the logical name of
+    the weight it is the same tensor as, if it is held a second time here.
     """
 
     name: str
     layer: str
-    part: Part
+    part: str
     key: str
     tied_to: str | None = None
 
@@ -57,6 +54,15 @@ def name_weights(
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise RuntimeError(f"two weights of unit {unit!r} share a logical name: {', '.join(repeated)}")
     return _mark_tied(model, _in_layer_order(weights, structure, unit, tail))
+
+
+def name_module_weights(unit: str, modules: Mapping[str, tuple[str, nn.Module]]) -> tuple[Weight, ...]:
+    """Every weight of a unit whose layers are whole modules. modules: layer → (part, module), in layer order."""
+    return tuple(
+        Weight(f"{unit}.{layer}.{key}", f"{unit}.{layer}", part, key)
+        for layer, (part, module) in modules.items()
+        for key in module.state_dict()
+    )
 
 
 def _layer_of(key: str, structure: Structure, tail: str) -> str:

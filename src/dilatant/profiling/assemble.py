@@ -5,7 +5,6 @@ The parts that need no weights come first, so that `data stats` and `data lint` 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,17 +41,16 @@ def assemble_samples(config: Config) -> Samples:
         chat=chat_tokenizer(tokenizer, config.data.chat_template),
         units=media_units(config.model, len(tokenizer)),
         train_on=config.data.train_on,
-        max_length=config.data.max_length,
+        max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
     )
     return Samples(tokenizer, encoding, train, held_out)
 
 
-def assemble_model(
-    config: Config, samples: Samples, hollow: Collection[str] | None = None
-) -> MultimodalModel:
+def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:
     """The model of the config, as it trains: it embeds the samples' tokens, and recomputes activations where the
-    config says so. hollow: see `build_model`. Raises UserError."""
-    model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=hollow)
+    config says so. hollow: on the meta device, for ranks to give memory to their own layers. Raises UserError."""
+    units = config.model.units if hollow else None
+    model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
     if config.model.language_model.on_block_tables:
         use_row_attention(model)
         if getattr(model.language.model.config.get_text_config(), "attention_dropout", 0.0):

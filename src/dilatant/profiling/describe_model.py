@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from dilatant.config import Config
-from dilatant.models.freeze import audit, freeze
-from dilatant.models.geometry import EncoderGeometry, encoder_geometry
-from dilatant.models.multimodal import LANGUAGE, Encoder, MultimodalModel
+from dilatant.models.build import build_model
+from dilatant.models.freeze import audit
+from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
-from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
 from dilatant.models.unit import Unit
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 
@@ -22,6 +22,8 @@ _DENSE = {"sdpa": 2.0, "eager": 1.0}
 what they compute of one sample: under a mask, sdpa gives up its causal kernel, which computes half of the pairs."""
 
 EMBEDDING, BLOCK, NORM, HEAD, PROJECTOR = "embedding", "block", "norm", "head", "projector"
+ENCODER, CONNECTOR, GENERATOR = "encoder", "connector", "generator"
+"""Layers of a transformers model and what follows it; and modules that are one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class LayerType:
     """Layers that take the same time: `kind` names them in cost files, the first of them is `unit.layers[index]`.
 
     `role` is one of the constants of this module; `variant` a family's own word for the layer ("sliding_attention").
-    `geometry` is that of the encoder, None in the language model.
+    `geometry` is that of an encoder, None in other units.
     """
 
     kind: str
@@ -45,10 +47,11 @@ class ModelDescription:
     """`spec` for the planners, `types` for whoever costs layers; `names` and `parameters` by unit, for a reader.
 
     A tied weight counts in the layers of `spec` that hold it, for each of them needs it, and once in `parameters`,
-    which are (all, trainable). `dense` is as in `Workload`.
+    which are (all, trainable). `anchor` is as in `ModelGraph`, `dense` as in `Workload`.
     """
 
     spec: ModelSpec
+    anchor: str
     types: tuple[LayerType, ...]
     names: dict[str, str]
     parameters: dict[str, tuple[int, int]]
@@ -62,42 +65,14 @@ class ModelDescription:
 def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
     is read. Raises UserError."""
-    language = config.model.language_model
-    where = "model.language_model"
-    llm: Any = (
-        {"vocab_size": vocab_size, **language.config}
-        if language.config is not None
-        else load_pretrained_config(str(language.id), where, language.trust_remote_code)
-    )
-    encoders = {}
-    for name, entry in config.model.encoders.items():
-        at = f"model.encoders.{name}"
-        source: Any = entry.config or load_pretrained_config(str(entry.id), at, entry.trust_remote_code)
-        encoders[name] = Encoder(
-            load_encoder(source, at, trust_remote_code=entry.trust_remote_code),
-            entry.projector,
-            merge=entry.merge,
-            features=entry.features,
-        )
-    model = MultimodalModel(
-        encoders,
-        load_language_model(
-            llm,
-            where,
-            attn_implementation=None if language.on_block_tables else language.attn_implementation,
-            trust_remote_code=language.trust_remote_code,
-        ),
-        device="meta",
-        media_attention=language.media_attention,
-    )
-    if language.on_block_tables:
+    model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
+    if config.model.language_model.on_block_tables:
         use_row_attention(model)
-    freeze(model.units, config.model.freeze)
     return model
 
 
 def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDescription:
-    """What planners need to know of a model, on the meta device or not. Encoders feed the language model.
+    """What planners need to know of a model, on the meta device or not.
 
     Layers share a type if their weights have the same names and shapes, their family calls them alike and they are in
     the same place of units of the same family and width. `recompute`: activations are recomputed in the backward.
@@ -106,7 +81,7 @@ def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDesc
     types: dict[str, LayerType] = {}
     units = []
     for name, unit in model.units.items():
-        geometry = None if name == LANGUAGE else _geometry(model, name)
+        geometry = unit.geometry
         layers = []
         for index, weights in enumerate(_weights_by_layer(unit)):
             role, variant = _role(unit, index)
@@ -126,12 +101,12 @@ def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDesc
                     trainable=any(parameter.requires_grad for _, parameter in weights),
                 )
             )
-        feeds = () if name == LANGUAGE else (LANGUAGE,)
-        units.append(UnitSpec(name, tuple(layers), feeds, recompute))
+        units.append(UnitSpec(name, tuple(layers), model.graph.feeds[name], recompute))
     return ModelDescription(
         spec=ModelSpec(tuple(units)),
+        anchor=model.graph.anchor,
         types=tuple(types.values()),
-        names={name: unit.model.config.model_type for name, unit in model.units.items()},
+        names={name: unit.family for name, unit in model.units.items()},
         parameters={
             name: (sum(part.parameters for part in parts), sum(part.trainable for part in parts))
             for name, unit in model.units.items()
@@ -143,11 +118,7 @@ def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDesc
 
 def _dense(model: MultimodalModel) -> dict[str, float]:
     attention = getattr(model.language.model.config, "_attn_implementation", None)
-    return {LANGUAGE: _DENSE[attention]} if attention in _DENSE else {}
-
-
-def _geometry(model: MultimodalModel, name: str) -> EncoderGeometry:
-    return encoder_geometry(model.units[name].model.config, model.encoders[name].features)
+    return {model.graph.anchor: _DENSE[attention]} if attention in _DENSE else {}
 
 
 def _weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -168,18 +139,15 @@ def _role(unit: Unit, index: int) -> tuple[str, str]:
     name = unit.layers[index].removeprefix(f"{unit.unit}.")
     if not name.startswith("layers."):
         return name, ""
-    names = getattr(unit.model.config.get_text_config(), "layer_types", None)
+    names = getattr(unit.config, "layer_types", None)
     variant = names[index - 1] if names and len(set(names)) > 1 else ""
     return BLOCK, variant
 
 
 def _stem(unit: Unit, role: str, variant: str, geometry: EncoderGeometry | None) -> str:
     """A name that says what the layer is: family, role, width, and for encoders the tokens of an image or clip."""
-    config = unit.model.config.get_text_config() if geometry is None else unit.model.config
-    width = config.hidden_size
-    words = [config.model_type, role, variant, str(width)]
-    if role == PROJECTOR:
-        kind = type(unit.projector).__name__ if isinstance(unit.projector, nn.Module) else ""
-        words = [PROJECTOR, kind, str(width)]
+    words = [unit.family, role, variant, str(unit.width)]
+    if role in (PROJECTOR, CONNECTOR):
+        words = [role, type(getattr(unit, role)).__name__, str(unit.width)]
     tokens = "" if geometry is None else f" @{geometry.encoder_tokens}"
     return " ".join(word for word in words if word).lower() + tokens

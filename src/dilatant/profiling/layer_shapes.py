@@ -9,10 +9,13 @@ from typing import Any, cast
 from torch import nn
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
-from dilatant.models.unit import EncoderUnit
+from dilatant.models.encoder import EncoderUnit
 from dilatant.profiling.describe_model import (
     BLOCK,
+    CONNECTOR,
     EMBEDDING,
+    ENCODER,
+    GENERATOR,
     HEAD,
     NORM,
     PROJECTOR,
@@ -42,7 +45,7 @@ def _shape(entry: LayerType) -> LayerShape:
     modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
     parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
     products = sum(size for module in modules for size in _products(module, _experts_visited(entry)))
-    width = _config(entry).hidden_size
+    width = entry.unit.width
     if entry.role == EMBEDDING and entry.geometry is None:
         return replace(embedding_shape(width, 1), parameters=parameters)
     if entry.role == EMBEDDING:
@@ -50,9 +53,11 @@ def _shape(entry: LayerType) -> LayerShape:
     if entry.role == NORM:
         return LayerShape(0, 0, parameters, 2 * width, width, 2 * width, width)
     if entry.role == HEAD:
-        return head_shape(width, cast(Any, entry.unit.model.get_output_embeddings()).weight.shape[0])
+        return head_shape(width, cast(Any, entry.unit.model).get_output_embeddings().weight.shape[0])
     if entry.role == PROJECTOR:
         return _projector(entry, parameters)
+    if entry.role in (ENCODER, CONNECTOR, GENERATOR):
+        return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
     heads, key_value_heads, size = _heads(entry)
     causal = entry.geometry is None
     shape = block_shape(
@@ -87,7 +92,7 @@ def _projector(entry: LayerType, parameters: int) -> LayerShape:
 
 def _heads(entry: LayerType) -> tuple[int, int, int]:
     """(query heads, key and value heads, size of a head)."""
-    config = _config(entry)
+    config = entry.unit.config
     heads = config.num_attention_heads
     return (
         heads,
@@ -98,7 +103,7 @@ def _heads(entry: LayerType) -> tuple[int, int, int]:
 
 def _experts_visited(entry: LayerType) -> float:
     """The share of its experts that a token visits; 1 without experts."""
-    config = _config(entry)
+    config = entry.unit.config
     there = next(
         (
             getattr(config, name)
@@ -120,10 +125,6 @@ def _products(module: nn.Module, visited: float) -> Iterator[int]:
                 continue
             expert = "expert" in f"{path}.{name}" and "shared" not in path
             yield round(parameter.numel() * (visited if expert else 1.0))
-
-
-def _config(entry: LayerType) -> Any:
-    return entry.unit.model.config if entry.geometry else entry.unit.model.config.get_text_config()
 
 
 def _name(entry: LayerType) -> str:

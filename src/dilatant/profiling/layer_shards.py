@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.hook import use_dilatant_attention
 from dilatant.config import UserError, list_problems
-from dilatant.models.unit import LanguageUnit, Unit
+from dilatant.models.unit import Unit
 from dilatant.profiling.describe_model import BLOCK, EMBEDDING, HEAD, LayerType, ModelDescription
 
 _HEADS = {
@@ -72,47 +72,56 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
     `degree` must divide (see `check_tensor_degrees`); of a vocabulary that it does not divide, the largest share.
     Raises UserError for a family whose blocks are not known to be divided.
     """
-    if degree == 1:
+    if degree == 1 or unit.structure is None:
         return unit
     model = _built(unit, degree, divide_heads=True)
-    if _head_sizes(unit, model) != _head_sizes(unit, unit.model):
+    if _head_sizes(unit, model) != _head_sizes(unit, _whole(unit)):
         model = _built(unit, degree, divide_heads=False)
         _narrow_attention(unit, model, degree)
     _refuse_whole(unit, model)
-    if isinstance(unit, LanguageUnit) and unit.row_attention is not None:
+    if getattr(unit, "row_attention", None) is not None:
         use_dilatant_attention(model)
     return copy.deepcopy(unit, {id(unit.model): model})  # all but the model is as it was
 
 
 def _built(unit: Unit, degree: int, divide_heads: bool) -> PreTrainedModel:
     """The unit's model on the meta device, from its config with everything divided that a config can say."""
-    config = copy.deepcopy(unit.model.config)
-    own = _own_config(unit, config)
+    config = copy.deepcopy(_whole(unit).config)
+    own = config.get_text_config()
     if divide_heads and getattr(own, "head_dim", None) is None:
         own.head_dim = own.hidden_size // own.num_attention_heads
     # All read before one is written: some configs know one number by two names.
     whole = {name: getattr(own, name) for name in _counted(own, _HEADS | _SIZES if divide_heads else _SIZES)}
     for name, count in whole.items():
         setattr(own, name, count // degree)
-    if isinstance(unit, LanguageUnit):
+    if _whole(unit).get_output_embeddings() is not None:
         own.vocab_size = -(-own.vocab_size // degree)
         if own.pad_token_id is not None:
             own.pad_token_id = 0  # an embedding refuses one outside its table
     with torch.device("meta"):
-        model: PreTrainedModel = type(unit.model)(config)
+        model: PreTrainedModel = type(_whole(unit))(config)
     return model
+
+
+def _whole(unit: Unit) -> PreTrainedModel:
+    return cast(PreTrainedModel, unit.model)
+
+
+def _blocks(unit: Unit, model: nn.Module) -> nn.Module:
+    assert unit.structure is not None
+    return model.get_submodule(unit.structure.blocks)
 
 
 def _head_sizes(unit: Unit, model: PreTrainedModel) -> dict[str, int]:
     """By module of the blocks that has heads: the size of a head."""
-    blocks = model.get_submodule(unit.structure.blocks)
+    blocks = _blocks(unit, model)
     found = {path: getattr(module, "head_dim", None) for path, module in blocks.named_modules()}
     return {path: size for path, size in found.items() if isinstance(size, int)}
 
 
 def _narrow_attention(unit: Unit, model: PreTrainedModel, degree: int) -> None:
     """Give the projections of attention the width of one rank's heads, in place."""
-    for module in model.get_submodule(unit.structure.blocks).modules():
+    for module in _blocks(unit, model).modules():
         linears = {name: part for name, part in module.named_children() if isinstance(part, nn.Linear)}
         into = [name for name in _INTO_HEADS if name in linears]
         out_of = [name for name in _OUT_OF_HEADS if name in linears]
@@ -129,9 +138,9 @@ def _narrow_attention(unit: Unit, model: PreTrainedModel, degree: int) -> None:
 
 def _refuse_whole(unit: Unit, model: PreTrainedModel) -> None:
     """Raise UserError if a matrix that ranks surely share, one as large as the hidden size both ways, is whole."""
-    hidden = _own_config(unit, model.config).hidden_size
-    before = dict(unit.model.get_submodule(unit.structure.blocks).named_parameters())
-    for name, parameter in model.get_submodule(unit.structure.blocks).named_parameters():
+    hidden = unit.width
+    before = dict(_blocks(unit, unit.model).named_parameters())
+    for name, parameter in _blocks(unit, model).named_parameters():
         large = parameter.dim() > 1 and min(parameter.shape[-2:]) >= hidden
         if large and parameter.shape == before[name].shape:
             raise UserError(
@@ -142,14 +151,12 @@ def _refuse_whole(unit: Unit, model: PreTrainedModel) -> None:
 
 def _counts(unit: Unit) -> dict[str, int]:
     """What a degree must divide, in a reader's words."""
-    own = _own_config(unit, unit.model.config)
+    if unit.structure is None:
+        return {}
+    own = unit.config
     return {(_HEADS | _SIZES)[name]: getattr(own, name) for name in _counted(own, _HEADS | _SIZES)}
 
 
 def _counted(holder: object, names: Iterable[str]) -> list[str]:
     """Those of the attributes that `holder` has, and that are a number of it."""
     return [name for name in names if isinstance(getattr(holder, name, None), int)]
-
-
-def _own_config(unit: Unit, config: Any) -> Any:
-    return config.get_text_config() if isinstance(unit, LanguageUnit) else config

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from dilatant.comm.comm import Comm, Group
-from dilatant.comm.gather import exchange
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.comm.group import Group
 from dilatant.comm.launch import Worker
 from dilatant.cost.hardware import Link, fit_link
 
@@ -44,7 +45,7 @@ def measure_links(worker: Worker) -> MeasuredLinks:
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
     try:
         hosts: dict[str, list[int]] = {}
-        for rank, host in enumerate(exchange(comm, socket.gethostname())):
+        for rank, host in enumerate(all_gather_object(comm, socket.gethostname())):
             hosts.setdefault(host, []).append(rank)
         nodes = list(hosts.values())
         near = next(([(ranks[0], ranks[1])] for ranks in nodes if len(ranks) > 1), [])
@@ -62,7 +63,7 @@ def _measured(comm: Comm, name: str, pairs: list[tuple[int, int]]) -> MeasuredLi
     if group is not None and own is not None:
         link, error = fit_link(SIZES, [_seconds(comm, group, own, size) for size in SIZES])
         mine = {**asdict(link), "error": error} if comm.rank == own[0] else None
-    found = [one for one in exchange(comm, mine) if one]
+    found = [one for one in all_gather_object(comm, mine) if one]
     if not found:
         return None
     link = Link(

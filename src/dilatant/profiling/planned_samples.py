@@ -14,7 +14,6 @@ from dilatant.config import Config, UserError
 from dilatant.data.blend import Blend
 from dilatant.data.sample import Sample
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes, measure
-from dilatant.models.multimodal import LANGUAGE
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import ModelDescription
@@ -68,7 +67,7 @@ def planned_samples(
         raise UserError("none of the samples can be measured; see `dilatant data lint`")
     order = np.resize(order, max(len(order) // batch, 1) * batch)
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
-    language = float(tokens[LANGUAGE].sum())
+    language = float(tokens[model.anchor].sum())
     return PlannedSamples(
         workload=Workload(tokens, squares(model, tokens), model.dense),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from dilatant.config import Config
 from dilatant.cost.model import CostModel
 from dilatant.data.sizes import Progress
-from dilatant.models.multimodal import LANGUAGE
 from dilatant.plan.candidates import Mode, Placement
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.evaluation import Evaluation
@@ -213,7 +212,7 @@ def compare_schedules(
         num_microbatches,
         problem.config.plan.assignment,
         problem.config.seed,
-        anchor=LANGUAGE,
+        anchor=problem.model.anchor,
     )
     trainability = trainability_of(plan, spec.trainable)
     found = {}

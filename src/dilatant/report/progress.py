@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dilatant.training.metrics import StepMetrics
+from dilatant.report.metrics import StepMetrics
 
 _SMOOTHING = 0.9
 _PLAIN_INTERVAL_SECONDS = 5.0

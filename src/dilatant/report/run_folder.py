@@ -1,12 +1,17 @@
 """The run folder: what a run leaves behind, and where.
 
 config.yaml, metrics.jsonl, eval.json, tensorboard/, checkpoints/, export/
+
+One command at a time trains in it: the launcher holds `.lock`. Of the ranks of a run, the first writes; nobody has to
+wait for that, since every text appears whole or not at all.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dilatant.config import UserError
+from dilatant.report.durable import write_durably
 
 
 class RunFolder:
@@ -26,6 +32,7 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=self.path):  # a name of its own: all ranks of a run try at once
                 pass
         self._metrics: TextIO | None = None
+        self._lock: TextIO | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -39,6 +46,34 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
+    def lock(self) -> None:
+        """Hold the folder until `close`, or until this process ends however that happens.
+
+        By the process that starts the ranks, or by rank 0 under an outer launcher; before anything is read that a run
+        decides by. Raises UserError that names the process which holds it already.
+        """
+        with self._writing():
+            lock = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read(200).strip() or "another process"
+            lock.close()
+            raise UserError(
+                f"{str(self.path)!r} is in use by {holder}; wait for it, or choose another output_dir"
+            ) from None
+        except OSError:  # a file system without locks: as if nobody else were there
+            lock.close()
+            return
+        self._lock = lock
+        with self._writing():
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+            for leftover in self.path.glob(".*.writing"):
+                leftover.unlink(missing_ok=True)
+
     def write_config(self, text: str) -> None:
         """Save the resolved config."""
         self.write_text(self.config.name, text)
@@ -51,20 +86,27 @@ class RunFolder:
         """Save `text` as `name` in the folder; a reader never sees half of it."""
         path = self.path / name
         with self._writing():
-            _write_whole(path, text)
+            write_durably(path, text)
         return path
 
-    def begin_metrics(self, completed_steps: int) -> None:
-        """Open metrics.jsonl after step `completed_steps`.
+    def begin_metrics(self, completed_steps: int) -> str | None:
+        """Open metrics.jsonl after step `completed_steps`; returns a warning if some of it was unreadable.
 
         Records of later steps, left by a run that died after its last checkpoint, are dropped: those steps
-        will be run again and the file keeps one record a step.
+        will be run again and the file keeps one record a step. Lines that are no records go to metrics.damaged, but for
+        a last one that a crash cut off.
         """
         path = self.path / "metrics.jsonl"
-        kept = [line for line in _records(path) if json.loads(line)["step"] <= completed_steps]
         with self._writing():
-            _write_whole(path, "".join(f"{line}\n" for line in kept))
+            kept, damaged = _records(path, completed_steps)
+            if damaged:
+                with (self.path / "metrics.damaged").open("ab") as aside:
+                    aside.writelines(line + b"\n" for line in damaged)
+            write_durably(path, "".join(f"{line}\n" for line in kept))
             self._metrics = path.open("a", encoding="utf-8")
+        if not damaged:
+            return None
+        return f"{len(damaged)} lines of {path} are no records; they were moved to metrics.damaged beside it"
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record to metrics.jsonl."""
@@ -79,6 +121,9 @@ class RunFolder:
             with suppress(OSError):  # a record that could not be written was reported when it was logged
                 self._metrics.close()
             self._metrics = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -89,21 +134,19 @@ class RunFolder:
             raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
 
 
-def _records(path: Path) -> list[str]:
-    """Complete lines; a last line cut off by a crash is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:
+    """The lines that are records of steps up to `completed_steps`, and those that are no records at all."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    kept, damaged = [], []
+    for line in lines[:-1]:  # after the last end of line is nothing, or what a crash cut off
         try:
-            json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
+            text = line.decode()
+            step = json.loads(text)["step"]
+            if isinstance(step, bool) or not isinstance(step, int):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged.append(line)
             continue
-        lines.append(line)
-    return lines
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+        if step <= completed_steps:
+            kept.append(text)
+    return kept, [line for line in damaged if line.strip()]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering
+from dilatant.comm.gather import AsyncAllGather
 
 _BITS = 62
 
@@ -35,7 +35,7 @@ class Agreement:
     def __init__(self, comm: Comm, values: Mapping[str, int]) -> None:
         self._names = list(values)
         own = torch.tensor([*values.values()], dtype=torch.int64)
-        self._gathering: Gathering | None = Gathering(comm, own, "agreement on the step")
+        self._gathering: AsyncAllGather | None = AsyncAllGather(comm, own, "agreement on the step")
 
     def settle(self) -> None:
         """Return when all agree; again and again, if need be. Raises Diverged on every rank otherwise, naming what

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dilatant.comm.comm import CommAborted, CommTimeout
+from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
+from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
+from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
-from dilatant.runtime.stage_runner import Boundary, StageRunner, StepData
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.weight_gradients import WeightGradients, settle
+from dilatant.runtime.weight_gradients import Deferred, WeightGradients, accumulate
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
 
@@ -35,16 +36,28 @@ class ActionFailed(RuntimeError):
 class LocalStage:
     """A stage on this rank.
 
-    boundary: of the rows it makes. inbound: unit → boundary of the rows it takes, and whether they need gradients.
-    needs_backward: something at or before this stage trains.
+    outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
+    they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
+    put off. loss_weights: unit → how often its loss counts.
     """
 
     placed: PlacedStage
-    runner: StageRunner
-    boundary: Boundary
+    module: Stage
+    outbound: Mapping[str, Boundary]
     inbound: Mapping[str, tuple[Boundary, bool]]
     needs_backward: bool
     gradients: WeightGradients
+    loss_weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a forward made for the step's result: of the unit's loss these samples' share (a scalar on the device), or
+    the tokens that it predicts for them."""
+
+    unit: str
+    value: Tensor
+    samples: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -52,9 +65,9 @@ class _Piece:
     """A forward whose backward is still to come."""
 
     inputs: dict[str, Tensor]
-    rows: Tensor | None
-    loss: Tensor | None
-    owed: list = field(default_factory=list)
+    rows: dict[str, Tensor]
+    losses: Mapping[str, Tensor]
+    deferred: list[Deferred] = field(default_factory=list)
 
 
 PieceKey = tuple[int, int, tuple[int, ...] | None]
@@ -72,6 +85,7 @@ class Executor:
         sync: GradientSync,
         recorder: Recorder,
         device: torch.device,
+        precision: Precision,
     ) -> None:
         self._rank = rank
         self._stages = stages
@@ -80,15 +94,16 @@ class Executor:
         self._sync = sync
         self._recorder = recorder
         self._device = device
+        self._precision = precision
         self._pieces: dict[PieceKey, _Piece] = {}
         self._handed_over: dict[Message, Tensor] = {}
         self._agreement: Agreement
 
     def run(
         self, actions: Sequence[Action], routes: Routes, data: StepData, agreement: Agreement
-    ) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Run `actions`; returns the losses of their forwards, scalars on the device, with their samples; or the
-        predictions, where `data` asks for these (`actions` are forwards only, and leave no gradients).
+    ) -> list[Outcome]:
+        """Run `actions`; returns the losses of their forwards, or the predictions, where `data` asks for these
+        (`actions` are forwards only, and leave no gradients).
 
         agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited.
         Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, CommAborted when another rank
@@ -107,16 +122,14 @@ class Executor:
         split = {action.stage for action in actions if action.kind == ActionKind.I}
         for number, stage in self._stages.items():
             stage.gradients.splits = number in split
-        results: list[tuple[Tensor, tuple[int, ...]]] = []
+        results: list[Outcome] = []
         for index, action in enumerate(actions):
             stage = self._stages[action.stage]
             samples = routes.samples[action]
             self._recorder.start(stage.placed.unit, action, samples)
             try:
                 if action.kind == ActionKind.F:
-                    result = self._forward(stage, action, samples, routes, data)
-                    if result is not None:
-                        results.append((result, samples))
+                    results += self._forward(stage, action, samples, routes, data)
                 elif stage.needs_backward:
                     agreement.settle()  # gradients are summed over ranks as soon as they are there
                     is_last = last[action.stage] == index
@@ -145,27 +158,48 @@ class Executor:
         samples: tuple[int, ...],
         routes: Routes,
         data: StepData,
-    ) -> Tensor | None:
+    ) -> list[Outcome]:
         inputs: dict[str, Tensor] = {}
         needs_backward = stage.needs_backward and not data.predicts
         for unit, (boundary, needs_gradient) in stage.inbound.items():
-            messages = [
-                m for m in routes.received.get(action, ()) if self._unit_of_stage[m.producer.stage] == unit
-            ]
+            messages = self._from(unit, routes.received.get(action, ()))
             self._require_all(messages, samples, unit, boundary, data)
             # Detached: a tensor handed over within the rank may have other takers.
             rows = self._assemble(messages, samples, boundary, data).detach()
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
-            output = stage.runner.run(data, samples, inputs)
-            made = None if output.rows is None else output.rows.to(stage.boundary.dtype)
+            with self._precision.autocast(self._device):
+                output = stage.module.run(data, samples, inputs)
+            made = self._made(stage, output, samples, data)
         self._recorder.done()
         if needs_backward:
-            self._pieces[_key(action)] = _Piece(inputs, made, output.loss)
-        if made is not None:
-            self._send(routes.sent.get(action, ()), samples, made.detach(), stage.boundary, data)
-        return output.predicted if output.loss is None else output.loss.detach()
+            self._pieces[_key(action)] = _Piece(inputs, made, output.losses)
+        for unit, boundary in stage.outbound.items():
+            messages = self._to(unit, routes.sent.get(action, ()))
+            self._send(messages, samples, made[unit].detach(), boundary, data)
+        if output.predicted is not None:
+            return [Outcome(stage.placed.unit, output.predicted, samples)]
+        return [Outcome(unit, loss.detach(), samples) for unit, loss in output.losses.items()]
+
+    def _made(
+        self, stage: LocalStage, output: StageOutput, samples: tuple[int, ...], data: StepData
+    ) -> dict[str, Tensor]:
+        """The rows for every consumer as they travel; a stage that gives none has none. Raises UserError where a unit
+        does not give what it says."""
+        made = {}
+        for unit, boundary in stage.outbound.items():
+            rows = output.rows_for(unit)
+            if rows is None:
+                rows = torch.zeros(0, boundary.width, device=self._device)
+            said = [sum(_counts(samples, boundary, data)), boundary.width]
+            if [*rows.shape] != said:
+                raise UserError(
+                    f"{stage.placed.unit} gives rows of shape {[*rows.shape]} where {said} were expected; does its "
+                    "module, projector or callback return other tokens or another width than is stated?"
+                )
+            made[unit] = rows.to(boundary.dtype)
+        return made
 
     def _backward(
         self,
@@ -179,16 +213,19 @@ class Executor:
         piece = self._pieces[_key(action)]
         outputs: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        received = routes.received.get(action, ())
-        if piece.rows is not None and piece.rows.requires_grad and received:
-            outputs.append(piece.rows)
-            gradients.append(self._assemble(received, samples, stage.boundary, data))
-        else:  # nothing trains in this microbatch, but what was sent must be taken
-            for message in received:
-                self._take(message)
-        if piece.loss is not None and piece.loss.requires_grad:
-            outputs.append(piece.loss)
-            gradients.append(None)
+        for unit, boundary in stage.outbound.items():
+            received = self._from(unit, routes.received.get(action, ()))
+            if piece.rows[unit].requires_grad and received:
+                outputs.append(piece.rows[unit])
+                gradients.append(self._assemble(received, samples, boundary, data))
+            else:  # nothing trains in this microbatch, but what was sent must be taken
+                for message in received:
+                    self._take(message)
+        for unit, loss in piece.losses.items():
+            if loss.requires_grad:
+                outputs.append(loss)
+                weight = stage.loss_weights[unit]
+                gradients.append(None if weight == 1.0 else torch.full_like(loss, weight))
         self._recorder.computing()
         splits = action.kind == ActionKind.I
         if outputs:
@@ -197,7 +234,7 @@ class Executor:
             if splits:
                 with stage.gradients.deferring():
                     torch.autograd.backward(outputs, gradients)
-                piece.owed = stage.gradients.take()
+                piece.deferred = stage.gradients.take()
             else:
                 torch.autograd.backward(outputs, gradients)
         self._recorder.done()
@@ -205,18 +242,21 @@ class Executor:
             if needs_gradient:
                 rows = piece.inputs[unit]
                 gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
-                messages = [
-                    m for m in routes.sent.get(action, ()) if self._unit_of_stage[m.consumer.stage] == unit
-                ]
-                self._send(messages, samples, gradient, boundary, data)
+                self._send(self._to(unit, routes.sent.get(action, ())), samples, gradient, boundary, data)
         if splits:
-            piece.inputs, piece.rows, piece.loss = {}, None, None
+            piece.inputs, piece.rows, piece.losses = {}, {}, {}
         else:
             del self._pieces[_key(action)]
 
+    def _from(self, unit: str, messages: Sequence[Message]) -> list[Message]:
+        return [m for m in messages if self._unit_of_stage[m.producer.stage] == unit]
+
+    def _to(self, unit: str, messages: Sequence[Message]) -> list[Message]:
+        return [m for m in messages if self._unit_of_stage[m.consumer.stage] == unit]
+
     def _weight_gradients(self, action: Action) -> None:
         self._recorder.computing()
-        settle(self._pieces.pop(_key(action)).owed)
+        accumulate(self._pieces.pop(_key(action)).deferred)
         self._recorder.done()
 
     def _assemble(

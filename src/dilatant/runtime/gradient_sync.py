@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dilatant.comm.comm import Comm, Pending
+from dilatant.comm.comm import Comm
+from dilatant.comm.group import Pending
 from dilatant.config.errors import UserError
 from dilatant.runtime.holders import Holders
 
@@ -91,15 +92,18 @@ class GradientSync:
         self._earlier: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def require_equal_weights(self) -> None:
-        """Prove that all holders begin with the same weights; called by all ranks. Raises UserError naming those that
-        differ: their gradients would be summed all the same, and mean nothing.
+    def require_equal(self, tensors: Mapping[str, Tensor] | None = None, what: str = "weights") -> None:
+        """Prove that all holders of a weight have the same; called by all ranks. Raises UserError naming what differs:
+        gradients would be summed all the same, and mean nothing.
 
-        Compares two sums for each weight, which unlike draws and unlike files do not share.
+        tensors: of the trainable weights, by logical name (default: the weights themselves); a weight may have none,
+        then on all ranks. Compares two sums for each, which unlike draws and unlike files do not share.
         """
+        held: Mapping[str, Tensor] = self._parameters if tensors is None else tensors
         compared = []
         for bucket in self._buckets:
-            own = torch.cat([_magnitudes(self._parameters[name]) for name in bucket.names])
+            device = self._parameters[bucket.names[0]].device
+            own = torch.cat([_magnitudes(held.get(name), device) for name in bucket.names])
             widest = torch.cat([own, -own])
             group = self._comm.group(_group_name(bucket.ranks), bucket.ranks)
             compared.append((bucket, widest, group.max_(widest, f"comparing {bucket.names[0]} and others")))
@@ -107,14 +111,15 @@ class GradientSync:
         for bucket, widest, pending in compared:
             pending.wait()
             largest, smallest = widest[: len(widest) // 2], -widest[len(widest) // 2 :]
-            differ = (largest - smallest > _ROUNDING * largest).view(-1, 2).any(1).tolist()
-            names = [name for name, differs in zip(bucket.names, differ) if differs]
+            # Written so that what is not a number differs.
+            same = (largest - smallest <= _ROUNDING * largest.abs()).view(-1, 2).all(1).tolist()
+            names = [name for name, equal in zip(bucket.names, same) if not equal]
             problems += [f"{name!r} on ranks {list(bucket.ranks)}" for name in names]
         if problems:
             raise UserError(
-                f"weights that replicas share differ between ranks: {', '.join(problems[:4])}"
+                f"{what} that replicas share differ between ranks: {', '.join(problems[:4])}"
                 + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
-                + "; build the model with the same seed and the same files on every rank"
+                + "; every rank must build the model with the same seed and read the same files"
             )
 
     def begin(self, stages: Iterable[int]) -> None:
@@ -207,9 +212,11 @@ class GradientSync:
         return bucket, flat, pending
 
 
-def _magnitudes(weight: Tensor) -> Tensor:
-    """Sums of absolute values and of squares: float64 [2], in little memory beside the weight's own."""
-    total = torch.zeros(2, dtype=torch.float64, device=weight.device)
+def _magnitudes(weight: Tensor | None, device: torch.device) -> Tensor:
+    """Sums of absolute values and of squares: float64 [2], in little memory beside the weight's own; -1 for none."""
+    total = torch.full((2,), -1.0 if weight is None else 0.0, dtype=torch.float64, device=device)
+    if weight is None:
+        return total
     for piece in weight.flatten().split(1 << 24):
         wide = piece.double()
         total += torch.stack([wide.abs().sum(), wide.square().sum()])

@@ -42,3 +42,28 @@ def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
         }
         flags[name] = [layer in training for layer in unit.layers]
     return flags
+
+
+def weights_held_on(plan: Plan, units: Mapping[str, Unit], rank: int) -> set[str]:
+    """Logical names of the weights and buffers that `rank` holds."""
+    layers = {
+        layer
+        for placed in plan.stages()
+        if rank in placed.stage.ranks
+        for layer in units[placed.unit].layers[placed.stage.first : placed.stage.end]
+    }
+    return {weight.canonical for unit in units.values() for weight in unit.weights if weight.layer in layers}
+
+
+def lowest_holders(plan: Plan, units: Mapping[str, Unit]) -> dict[str, int]:
+    """Logical name of every weight and buffer → the lowest rank that holds the layer it is named after."""
+    lowest: dict[str, int] = {}
+    for placed in plan.stages():
+        for layer in units[placed.unit].layers[placed.stage.first : placed.stage.end]:
+            lowest[layer] = min(lowest.get(layer, placed.stage.ranks[0]), *placed.stage.ranks)
+    return {
+        weight.name: lowest[weight.layer]
+        for unit in units.values()
+        for weight in unit.weights
+        if weight.tied_to is None
+    }

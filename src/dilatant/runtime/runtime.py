@@ -11,30 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import Gathering, exchange
+from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
-from dilatant.models.freeze import apply, check
+from dilatant.models.freeze import check
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Stage
+from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
-from dilatant.runtime.executor import Executor, LocalStage
+from dilatant.runtime.executor import Executor, LocalStage, Outcome
 from dilatant.runtime.gradient_sync import GradientSync, make_buckets, squared_norm
 from dilatant.runtime.holders import Holders, holders_of, trainable_layers
 from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
-from dilatant.runtime.stage_runner import Boundary, StepData, boundary_after, runner_for
-from dilatant.runtime.step import stage_tensors
+from dilatant.runtime.step_planner import Microbatching, PlannedStep, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
-from dilatant.schedule.dependencies import Message
+from dilatant.schedule.dependencies import Message, messages
 from dilatant.schedule.graph import build
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.measured import MeasuredAction, MeasuredStep
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 
 BUCKET_BYTES = 25 << 20
@@ -44,14 +43,16 @@ BUCKET_BYTES = 25 << 20
 class StepResult:
     """The same on every rank. Reduced gradients are in the parameters of every holder.
 
-    loss: of the global batch. grad_norm: of all gradients, every logical weight counted once. wish: whether any rank
-    had one (see `execute`). shares: where the step's time went, up to the last gradient.
+    loss: of the global batch, the weighted sum of `losses`, which are by unit. target_tokens: of the language model.
+    grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
+    `execute`). shares: where the step's time went, up to the last gradient.
     """
 
     loss: float
+    losses: Mapping[str, float]
     target_tokens: int
     grad_norm: float
-    wish: bool
+    should_stop: bool
     shares: StepShares
 
 
@@ -72,7 +73,11 @@ class Runtime:
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan. Raises UserError where replicas would begin with unlike weights.
-    check_transport: prove with a header that both ends of every message mean the same.
+    microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
+    of every message mean the same. owns_comm: `close` ends communication, too.
+
+    parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
+    every other holder does.
     """
 
     def __init__(
@@ -81,27 +86,30 @@ class Runtime:
         plan: Plan,
         comm: Comm,
         *,
+        microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
         precision: Precision | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         look_ahead: int = 2,
         check_transport: bool = False,
+        owns_comm: bool = False,
     ) -> None:
         _refuse_tensor_parallel(plan)
         self.model = model
         self.plan = plan
         self.comm = comm
+        self._owns_comm = owns_comm
         self._plan_digest = digest(plan.to_json())
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._with_backward = {
             index for index, backward in enumerate(self._trainability.backward) if backward
         }
         self._placed = plan.stages()
-        self._boundaries = [boundary_after(model, p.unit, p.stage.end) for p in self._placed]
+        self._boundaries = self._derive_boundaries()
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         modules = self._build_modules(seed, weights or {})
-        self._stages = self._wire(modules, precision or Precision(torch.float32))
+        self._stages = self._wire(modules)
         self.parameters = {
             name: parameter
             for module in modules.values()
@@ -109,7 +117,7 @@ class Runtime:
         }
         self.holders: Holders = holders_of(plan, model.units)
         self._sync = self._build_sync(modules, bucket_bytes)
-        self._sync.require_equal_weights()
+        self._sync.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(
@@ -123,37 +131,52 @@ class Runtime:
             self._sync,
             self._recorder,
             comm.device,
+            precision or Precision(torch.float32),
         )
+        self._planner = StepPlanner(plan, self._trainability, model.graph, microbatching)
+        self._last: PlannedStep | None = None
         self._step = 0
         self._prepared: _Prepared | None = None
 
     @property
     def modules(self) -> dict[int, Stage]:
         """The stages held here, by stage number."""
-        return {index: stage.runner.module for index, stage in self._stages.items()}
+        return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters for an optimizer; a rank of frozen layers has none."""
+        return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
     def execute(
         self,
         samples: Sequence[EncodedSample],
-        assignment: Assignment,
-        schedule: Schedule,
-        wish: Callable[[], bool] = lambda: False,
+        assignment: Assignment | None = None,
+        schedule: Schedule | None = None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, on all ranks together.
 
         samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
-        the sample. Gradients that are already there are added to. Returns when every rank holds its reduced
-        gradients: whoever applies them now applies what all apply. wish: asked at the end; what any rank wishes (to
-        stop, say), all learn with the result.
+        the sample. assignment and schedule: instead of those that the runtime's microbatching gives. Gradients that are
+        already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
+        applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
         """
         with self._telling_others():
-            return self._execute(StepData.of(samples), assignment, schedule, wish)
+            if assignment is None or schedule is None:
+                self._last = self._planner.plan_step(samples)
+                assignment, schedule = self._last.assignment, self._last.schedule
+            return self._execute(self._step_data(samples), assignment, schedule, should_stop)
 
     def predict(
-        self, samples: Sequence[EncodedSample], assignment: Assignment, schedule: Schedule
+        self,
+        samples: Sequence[EncodedSample],
+        assignment: Assignment | None = None,
+        schedule: Schedule | None = None,
     ) -> dict[int, list[int]]:
         """Sample number → the likeliest token in the place of each of its targets, given all that comes before it;
         of the samples whose language model ends on this rank. Called by all ranks together.
@@ -161,11 +184,14 @@ class Runtime:
         schedule: forwards only. Raises as `execute` does.
         """
         with self._telling_others():
-            data = StepData.of(samples, predicts=True)
+            if assignment is None or schedule is None:
+                step = self._planner.plan_forwards(samples)
+                assignment, schedule = step.assignment, step.schedule
+            data = self._step_data(samples, predicts=True)
             predicted = {}
-            for tokens, numbers in self._run(data, assignment, schedule):
-                counts = [int((samples[number].labels[1:] != -100).sum()) for number in numbers]
-                for number, own in zip(numbers, tokens.cpu().split(counts), strict=True):
+            for made in self._run(data, assignment, schedule):
+                counts = [int((samples[number].labels[1:] != -100).sum()) for number in made.samples]
+                for number, own in zip(made.samples, made.value.cpu().split(counts), strict=True):
                     predicted[number] = own.tolist()
             return predicted
 
@@ -188,8 +214,36 @@ class Runtime:
 
     def measured(self) -> tuple[MeasuredAction, ...]:
         """When every action of the last step ran, on all ranks; called by all of them."""
-        rows = exchange(self.comm, [action.to_row() for action in self._recorder.rows()])
+        rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
+
+    def measured_step(self) -> MeasuredStep | None:
+        """The last step that the runtime planned itself, as all ranks ran it; None before the first; called by all."""
+        if self._last is None:
+            return None
+        return MeasuredStep(self._last.assignment, self._last.schedule, self._last.tokens, self.measured())
+
+    def arrows(self) -> list[tuple[Action, Action]]:
+        """Which action of that step made rows for which other one, for `write_timeline`."""
+        if self._last is None:
+            return []
+        edges = messages(self.plan, self._last.assignment, self._last.schedule).values()
+        return [(message.producer, message.consumer) for edge in edges for message in edge]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight and persistent buffer held here by logical name, tied ones once; not copies."""
+        held: dict[str, Tensor] = {}
+        for module in self.modules.values():
+            held |= stage_tensors(module)
+        return held
+
+    def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
+        ranks. moments: logical name → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+        self._sync.require_equal()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            own = {name: tensors[kind] for name, tensors in moments.items() if kind in tensors}
+            self._sync.require_equal(own, f"moments ({kind})")
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""
@@ -201,6 +255,8 @@ class Runtime:
         self._sync.close()
         restore_linears(self._replaced)
         self._replaced = []
+        if self._owns_comm:
+            self.comm.close()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -213,26 +269,29 @@ class Runtime:
             raise
 
     def _execute(
-        self, data: StepData, assignment: Assignment, schedule: Schedule, wish: Callable[[], bool]
+        self, data: StepData, assignment: Assignment, schedule: Schedule, should_stop: Callable[[], bool]
     ) -> StepResult:
-        losses = self._run(data, assignment, schedule)
+        own_losses = _finite_sums(self._run(data, assignment, schedule), data)
         self._sync.finish()
+        weights = {unit: loss.weight for unit, loss in self.model.graph.losses.items()}
         own = (
-            _finite_sum(losses, data),
+            *(own_losses.get(unit, 0.0) for unit in weights),
             squared_norm(self.parameters, self.holders, self.comm.rank),
-            float(wish()),
+            float(should_stop()),
             *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
-        said = torch.tensor(own, dtype=torch.float64)
-        of_all = Gathering(self.comm, said, "the agreement that all gradients are there").wait()
-        loss, squares, wishes, *times = of_all.sum(0).tolist()
+        values = torch.tensor(own, dtype=torch.float64)
+        gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
+        sums = gathered.sum(0).tolist()
+        losses = dict(zip(weights, sums))
+        squares, stops, *times = sums[len(losses) :]
         shares = self._shares.shares(times)
-        return StepResult(loss, data.target_tokens, math.sqrt(squares), wishes > 0, shares)
+        loss = sum(weights[unit] * value for unit, value in losses.items())
+        targets = int(data.counts[self.model.graph.anchor])
+        return StepResult(loss, losses, targets, math.sqrt(squares), stops > 0, shares)
 
-    def _run(
-        self, data: StepData, assignment: Assignment, schedule: Schedule
-    ) -> list[tuple[Tensor, tuple[int, ...]]]:
+    def _run(self, data: StepData, assignment: Assignment, schedule: Schedule) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
         self._step += 1
         prepared = self._prepare(assignment, schedule, data.predicts)
@@ -247,7 +306,7 @@ class Runtime:
         )
 
         def shape(message: Message) -> tuple[int, int, torch.dtype]:
-            boundary = self._boundaries[boundary_of(message)]
+            boundary = self._boundary_of(message)
             rows = sum(boundary.rows_of(data.samples[sample]) for sample in message.samples)
             return rows, boundary.width, boundary.dtype
 
@@ -271,6 +330,24 @@ class Runtime:
         self._prepared = _Prepared(assignment, schedule, digests, routes)
         return self._prepared
 
+    def _step_data(self, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
+        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts)
+
+    def _derive_boundaries(self) -> list[dict[str, Boundary]]:
+        """Of every stage: unit → boundary of the rows that it takes from there, the stage's own for the next stage."""
+        boundaries = []
+        for placed in self._placed:
+            takers = self.model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
+            unit = self.model.units[placed.unit]
+            boundaries.append({taker: unit.boundary(placed.stage.end, taker) for taker in takers})
+        return boundaries
+
+    def _boundary_of(self, message: Message) -> Boundary:
+        """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
+        made = boundary_of(message)
+        taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
+        return self._boundaries[made][self._placed[taken].unit]
+
     @torch.no_grad()
     def _build_modules(self, seed: int | None, weights: Mapping[str, Tensor]) -> dict[int, Stage]:
         own = [placed for placed in self._placed if self.comm.rank in placed.stage.ranks]
@@ -278,7 +355,7 @@ class Runtime:
             unit = self.model.units[placed.unit]
             materialize(unit, placed.stage.first, placed.stage.end, seed, weights.keys())
         for unit_name in dict.fromkeys(placed.unit for placed in own):
-            apply(self.model.units[unit_name], self.model.units[unit_name].frozen)
+            self.model.units[unit_name].set_frozen(self.model.units[unit_name].frozen)
         modules = {}
         for placed in own:
             unit = self.model.units[placed.unit]
@@ -291,7 +368,7 @@ class Runtime:
             modules[placed.index] = module
         return modules
 
-    def _wire(self, modules: Mapping[int, Stage], precision: Precision) -> dict[int, LocalStage]:
+    def _wire(self, modules: Mapping[int, Stage]) -> dict[int, LocalStage]:
         before = stages_before(self.plan)
         stages = {}
         for index, module in modules.items():
@@ -302,19 +379,17 @@ class Runtime:
             for source in before[index]:
                 # The frozen rule looks at layers, so all replicas of a unit say the same at its end.
                 inbound[self._placed[source].unit] = (
-                    self._boundaries[source],
+                    self._boundaries[source][placed.unit],
                     self._trainability.backward[source],
                 )
-            boundary = self._boundaries[index]
             stages[index] = LocalStage(
                 placed=placed,
-                runner=runner_for(
-                    self.model.units[placed.unit], module, boundary.width, self.comm.device, precision
-                ),
-                boundary=boundary,
+                module=module,
+                outbound=self._boundaries[index],
                 inbound=inbound,
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
+                loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
             )
         return stages
 
@@ -338,17 +413,19 @@ class Runtime:
         )
 
 
-def _finite_sum(losses: Sequence[tuple[Tensor, tuple[int, ...]]], data: StepData) -> float:
-    """The sum of the losses computed here. Raises UserError, naming the samples of a loss that is not finite."""
-    values = torch.stack([loss for loss, _ in losses]).tolist() if losses else []
-    for value, (_, samples) in zip(values, losses, strict=True):
+def _finite_sums(outcomes: Sequence[Outcome], data: StepData) -> dict[str, float]:
+    """Unit → the sum of its losses computed here. Raises UserError, naming the samples of a loss that is not finite."""
+    values = torch.stack([outcome.value.float() for outcome in outcomes]).tolist() if outcomes else []
+    sums: dict[str, float] = {}
+    for value, outcome in zip(values, outcomes, strict=True):
         if not math.isfinite(value):
-            names = ", ".join(repr(data.samples[sample].id) for sample in samples[:8])
+            names = ", ".join(repr(data.samples[sample].id) for sample in outcome.samples[:8])
             raise UserError(
-                f"the loss became {value} in a microbatch with the samples {names}; "
+                f"the {outcome.unit} loss became {value} in a microbatch with the samples {names}; "
                 "lower the learning rate, or look at these samples"
             )
-    return sum(values)
+        sums[outcome.unit] = sums.get(outcome.unit, 0.0) + value
+    return sums
 
 
 def _refuse_tensor_parallel(plan: Plan) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilatant.comm.comm import Comm, Group, Pending
+from dilatant.comm.comm import Comm
+from dilatant.comm.group import Group, Pending
 from dilatant.runtime.routes import Routes
 from dilatant.schedule.dependencies import Edge, Message
 from dilatant.schedule.schedule import Action

@@ -18,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]
+"""A weight gradient that is put off: weight and bias, None for what does not train; the inputs [rows, in_features], and
+the gradient of the outputs [rows, out_features]."""
+
 
 class WeightGradients:
-    """Weight gradients of one stage that are owed. Set `deferring` around a backward pass to put them off.
+    """Weight gradients of one stage that are still to be computed. Set `deferring` around a backward to put them off.
 
     splits: whether the backward of a forward that runs now may be split. Without it linear layers are plain ones,
     which cost less.
@@ -29,7 +33,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.splits = True
         self._deferring = False
-        self._owed: list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]] = []
+        self._deferred: list[Deferred] = []
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -44,27 +48,22 @@ class WeightGradients:
     def is_deferring(self) -> bool:
         return self._deferring
 
-    def owe(
-        self, weight: nn.Parameter | None, bias: nn.Parameter | None, inputs: Tensor, gradient: Tensor
-    ) -> None:
-        """Note a linear layer's weight gradient; None stands for what does not train.
+    def defer(self, deferred: Deferred) -> None:
+        """Note a linear layer's weight gradient."""
+        self._deferred.append(deferred)
 
-        inputs: [rows, in_features]; gradient: [rows, out_features].
-        """
-        self._owed.append((weight, bias, inputs, gradient))
-
-    def take(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]]:
-        """What was noted since the last call, in the order of the backward pass; hand it to `settle`."""
-        owed, self._owed = self._owed, []
-        return owed
+    def take(self) -> list[Deferred]:
+        """What was noted since the last call, in the order of the backward pass; for `accumulate`."""
+        deferred, self._deferred = self._deferred, []
+        return deferred
 
 
 @torch.no_grad()
-def settle(owed: list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]]) -> None:
+def accumulate(deferred: list[Deferred]) -> None:
     """Add weight gradients that were put off to `grad`, and drop what they needed one by one."""
-    owed.reverse()
-    while owed:
-        weight, bias, inputs, gradient = owed.pop()
+    deferred.reverse()
+    while deferred:
+        weight, bias, inputs, gradient = deferred.pop()
         if weight is not None:
             _accumulate(weight, gradient.t() @ inputs)
         if bias is not None:
@@ -72,7 +71,7 @@ def settle(owed: list[tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Te
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that shares the weights of `linear` and can owe their gradients."""
+    """A linear layer that shares the weights of `linear` and can put off their gradients."""
 
     def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
         nn.Module.__init__(self)
@@ -144,8 +143,8 @@ class _Linear(torch.autograd.Function):
         rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
         trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         if ctx.gradients.is_deferring:
-            ctx.gradients.owe(
-                weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach()
+            ctx.gradients.defer(
+                (weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach())
             )
         else:
             grad_weight = (flat.t() @ rows).to(weight.dtype) if trains[0] else None

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.plan.depth import eager_depths, path_depths
+from dilatant.schedule.bin_packing import pack_rows
 from dilatant.schedule.pipeline_shape import ByUnit, PipelineShape, default_shape, shape_seconds, step_bound
 from dilatant.schedule.schedule import Microbatch
 
@@ -81,8 +82,9 @@ def assign_microbatches(
     - `searched`: the best of all of the above, improved by a search over membership, order and in-flight depth with
       `evaluations` simulated steps.
 
-    Raises UserError for input that is not an array of finite non-negative seconds `[samples, units]`, a microbatch
-    count below 1, an unknown policy, or samples that cannot be grouped within `capacity`.
+    Where a policy's microbatches exceed `capacity`, `balanced` takes its place. Raises UserError for input that is not
+    an array of finite non-negative seconds `[samples, units]`, a microbatch count below 1, an unknown policy, or
+    samples that cannot be grouped within `capacity`.
     """
     began = time.perf_counter()
     table = np.array(seconds, dtype=np.float64)
@@ -103,7 +105,9 @@ def assign_microbatches(
         found = _entrain(problem)
     else:
         found = _searched(problem, evaluations)
-    _check_capacity(problem, found.by_unit)
+    if not _within_capacity(problem, found.by_unit):
+        # Only two of the policies know of the budget, and a microbatch that does not fit into memory is no choice.
+        found = _shared(problem, _balanced(problem))
     return _result(problem, found, policy, names, time.perf_counter() - began)
 
 
@@ -144,17 +148,12 @@ def _check(
         raise UserError(f"{len(names)} names for {table.shape[1]} columns of seconds")
 
 
-def _check_capacity(problem: _Problem, by_unit: ByUnit) -> None:
-    if np.isinf(problem.capacity):
-        return
+def _within_capacity(problem: _Problem, by_unit: ByUnit) -> bool:
     # A sum of a few hundred weights may exceed the limit by rounding alone.
     limit = problem.capacity * (1 + 1e-12)
-    over = [k for k, batch in enumerate(by_unit[-1]) if problem.weight[list(batch)].sum() > limit]
-    if over:
-        raise UserError(
-            f"microbatches {over} weigh more than {problem.capacity:g}; use policy balanced or searched, which keep "
-            f"to it, or more microbatches"
-        )
+    return np.isinf(limit) or all(
+        problem.weight[list(batch)].sum() <= limit for batch in by_unit[problem.shape.anchor]
+    )
 
 
 def _shared(problem: _Problem, slot_of: NDArray[np.int64]) -> _Found:
@@ -207,6 +206,12 @@ def _balanced(problem: _Problem) -> NDArray[np.int64]:
         order = _descending(problem.weight)
         refused = kernels.place_units(order, share, np.ones(count), problem.weight, room, slot_of)
     if refused >= 0:
+        fits = problem.weight.max() <= problem.capacity
+        rows = pack_rows(problem.weight.tolist(), problem.capacity) if fits else ()
+        if 0 < len(rows) <= count:
+            for number, row in enumerate(rows):
+                slot_of[list(row)] = number
+            return slot_of
         raise UserError(
             f"sample {refused} (weight {problem.weight[refused]:g}) fits no microbatch: {count} microbatches of "
             f"{problem.capacity:g} hold {problem.weight.sum():g} only in a tighter packing; use more microbatches"

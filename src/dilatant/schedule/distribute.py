@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import Plan
 from dilatant.schedule.assign import Policy, assign_microbatches
+from dilatant.schedule.bin_packing import pack_rows
 from dilatant.schedule.disttrain import intra_reorder
 from dilatant.schedule.pipeline_shape import PipelineShape
 from dilatant.schedule.schedule import Assignment, Microbatch
@@ -54,6 +55,8 @@ def assign(
     speed: Sequence[float] | None = None,
     backward: Mapping[str, float] | None = None,
     evaluations: int | None = None,
+    weight: ArrayLike | None = None,
+    capacity: float | None = None,
 ) -> Assignment:
     """Which samples each microbatch of each replica holds.
 
@@ -62,8 +65,10 @@ def assign(
     the anchor's). `num_microbatches` is the count of
     every anchor replica, or one count each; `speed` their relative throughput, by default in proportion to these
     counts (`compose_pipelines` gives a slow pipeline fewer). `anchor` names the anchor where it is not the unit that
-    most others feed. `backward[unit]` is backward seconds per forward second,
-    2 where not given. Raises UserError when a unit is missing or lists differ in length.
+    most others feed. `backward[unit]` is backward seconds per forward second, 2 where not given.
+    With a token budget, the `weight[sample]` of an anchor's microbatch add up to at most `capacity`, except that a
+    sample above it is alone in its own: a replica then gets as many microbatches as that takes, and at least its count.
+    Raises UserError when a unit is missing or lists differ in length.
     """
     names = [unit.name for unit in plan.units]
     missing = [name for name in names if name not in seconds]
@@ -91,6 +96,12 @@ def assign(
     for replica, count in enumerate(counts):
         mine = np.flatnonzero(replica_of == replica)
         stages = tuple(len(unit.replicas[replica % len(unit.replicas)].stages) for unit in plan.units)
+        if weight is not None and capacity is not None:
+            # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
+            weights = np.minimum(np.asarray(weight, dtype=np.float64)[mine], capacity)
+            count = max(count, len(pack_rows(weights.tolist(), capacity)))
+        else:
+            weights = None
         grouped = assign_microbatches(
             table[mine],
             count,
@@ -98,6 +109,8 @@ def assign(
             seed + replica,
             shape=replace(shape, stages=stages),
             evaluations=evaluations,
+            weight=weights,
+            capacity=np.inf if capacity is None else capacity,
         )
         for unit in range(len(names)):
             slots[unit].append([tuple(int(mine[s]) for s in batch) for batch in grouped.microbatches[unit]])

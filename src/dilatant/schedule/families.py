@@ -68,6 +68,11 @@ def half_eager(plan: Plan, assignment: Assignment, trainability: Trainability | 
     return pipelined(plan, assignment, half_eager_depths(plan), trainability)
 
 
+def serial(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
+    """Each microbatch forward and backward before the next begins: one rank gains nothing by more in flight."""
+    return pipelined(plan, assignment, (1,) * len(plan.stages()), trainability)
+
+
 def gpipe(plan: Plan, assignment: Assignment, trainability: Trainability | None = None) -> Schedule:
     """GPipe: every rank runs all its forwards, then all its backwards."""
     return pipelined(plan, assignment, path_depths(plan), trainability, forward_first=True)

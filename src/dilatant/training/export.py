@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 from dilatant.config import UserError
@@ -22,10 +22,10 @@ from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.processor_settings import processor_settings
-from dilatant.models.geometry import encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.profiling.media_units import media_unit
+from dilatant.training.export_folder import check_target, replacing
 
 CONVERSATION = "conversation.json"
 _TEMPLATE = "chat_template.jinja"
@@ -40,60 +40,72 @@ class Exported:
     encoding: Encoding
 
 
-def export_model(model: MultimodalModel, encoding: Encoding, folder: Path) -> None:
+def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: Path | None = None) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
-    Raises UserError when the disk does not take it.
+    run: the run folder, which is never replaced. Raises UserError when `folder` holds anything else (see
+    `check_target`, which can be asked before the work begins) and when the disk does not take it.
     """
-    writing = folder.with_name(f".{folder.name}.writing")
+    check_target(folder, run)
     try:
-        shutil.rmtree(writing, ignore_errors=True)
-        with _without_progress_bars():
-            model.save_pretrained(writing)
-        for unit in encoding.units:
-            assert isinstance(unit, ImageUnit | AudioUnit)
-            settings = processor_settings(unit.processor)
-            _write_json(writing / unit.name / "preprocessor_config.json", settings)
-        _write_json(
-            writing / CONVERSATION,
-            {"encoders": {unit.name: {"kind": unit.kind, "marker": unit.marker} for unit in encoding.units}},
-        )
-        (writing / _TEMPLATE).write_text(encoding.chat.template, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        writing.rename(folder)
-    except OSError as error:
-        shutil.rmtree(writing, ignore_errors=True)
+        with replacing(folder) as writing:
+            with _without_progress_bars():
+                model.save_pretrained(writing)
+            for unit in encoding.units:
+                assert isinstance(unit, ImageUnit | AudioUnit)
+                settings = processor_settings(unit.processor)
+                _write_json(writing / unit.name / "preprocessor_config.json", settings)
+            _write_json(
+                writing / CONVERSATION,
+                {
+                    "encoders": {
+                        unit.name: {"kind": unit.kind, "marker": unit.marker} for unit in encoding.units
+                    }
+                },
+            )
+            (writing / _TEMPLATE).write_text(encoding.chat.template, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
 
 
 def load_exported(folder: Path) -> Exported:
     """Read what `export_model` wrote. Raises UserError."""
-    try:
-        conversation = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(
-            f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; "
-            "make one with `dilatant export RUN`"
-        ) from None
+    markers = _read_markers(folder)
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
+    if markers.keys() != model.encoders.keys():
+        raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other encoders")
     if model.media_attention != "causal":
         use_row_attention(model)
     units = []
-    for name, entry in conversation["encoders"].items():
+    for name, marker in markers.items():
         spec = model.encoders[name]
         units.append(
             media_unit(
                 name,
-                encoder_geometry(model[name].model.config, spec.features),
+                model[name].geometry,
                 processor=str(folder / name),
                 placeholder_id=model.placeholder_ids[name],
-                marker=entry["marker"],
+                marker=marker,
                 merge=spec.merge,
             )
         )
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
     return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units)))
+
+
+def _read_markers(folder: Path) -> dict[str, str]:
+    """Encoder → the text that stands for its media in a prompt."""
+    try:
+        entries = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))["encoders"]
+        markers = {name: entry["marker"] for name, entry in entries.items()}
+        if all(isinstance(marker, str) for marker in markers.values()):
+            return markers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UserError(
+        f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; make one with `dilatant export RUN`"
+    )
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dilatant.comm.comm import Comm, Group, Pending
-from dilatant.comm.gather import exchange
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.comm.group import Group, Pending
 from dilatant.config.errors import UserError
 from dilatant.data.ahead import Ahead
 from dilatant.data.loader import GlobalBatch, Loader
@@ -35,7 +36,7 @@ class SharedBatches:
 
     def __init__(self, comm: Comm, feeds_media: bool) -> None:
         self._comm = comm
-        places = [tuple(place) for place in exchange(comm, [socket.gethostname(), feeds_media])]
+        places = [tuple(place) for place in all_gather_object(comm, [socket.gethostname(), feeds_media])]
         self.source = source_of(places, comm.rank)
         self._takers = {
             taker: self._group(comm.rank, taker)
@@ -174,4 +175,4 @@ def batch_from_bytes(told: bytes) -> GlobalBatch | None:
         )
     )
     position = SamplerState.from_json(header["position"])
-    return GlobalBatch(samples, (), position, header["epoch"], tuple(header["problems"]))
+    return GlobalBatch(samples, position, header["epoch"], tuple(header["problems"]))

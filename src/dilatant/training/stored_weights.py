@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from dilatant.config import ModelConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.materialize import seeded
-from dilatant.models.multimodal import LANGUAGE, MultimodalModel
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.models.unit import Unit
 
@@ -56,7 +56,8 @@ def read_pretrained(
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
-    sources[LANGUAGE] = (config.language_model.id, config.language_model.trust_remote_code)
+    language = model.graph.anchor
+    sources[language] = (config.language_model.id, config.language_model.trust_remote_code)
     weights: dict[str, Tensor] = {}
     for name, (source, own_code) in sources.items():
         unit = model.units[name]
@@ -66,7 +67,7 @@ def read_pretrained(
         files = pretrained_files(source)
         found = read_unit(unit, "model", wanted, files) if files is not None else {}
         if found.keys() != wanted:
-            load = load_language_model if name == LANGUAGE else load_encoder
+            load = load_language_model if name == language else load_encoder
             with seeded(seed, name):
                 whole = load(source, f"model {name!r}", dtype=torch.float32).state_dict()
             found = {w.name: whole[w.key] for w in unit.weights if w.part == "model" and w.name in wanted}

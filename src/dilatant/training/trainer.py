@@ -1,32 +1,39 @@
-"""The training loop: batches in, optimizer steps out, checkpoints on the way.
-
-The loop knows nothing of how a batch is executed or shown: it drives a runtime with `execute`, and tells an observer
-what happened.
-"""
+"""One rank's part of a run: batches in, optimizer steps out, checkpoints on the way."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples
-from dilatant.runtime.step import Engine
-from dilatant.training.checkpoint import CheckpointWriter, Tensors, load, stored_shapes
+from dilatant.report.metrics import StepMetrics
+from dilatant.runtime.holders import lowest_holders, weights_held_on
+from dilatant.runtime.precision import pick_precision
+from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.training.checkpoint import Tensors, load, stored_shapes
+from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
+from dilatant.training.evaluation import Evaluation, evaluate
+from dilatant.training.layout import microbatching, units_decoded_on
 from dilatant.training.learning_rate import rate_factor
-from dilatant.training.metrics import StepMetrics
 from dilatant.training.optimizer import (
     allocate_moments,
     build_optimizer,
@@ -34,6 +41,11 @@ from dilatant.training.optimizer import (
     peak_rates,
     set_rate_factor,
 )
+from dilatant.training.shared_batches import SharedBatches
+from dilatant.training.stored_weights import read_pretrained
+
+LAST_PATIENCE_SECONDS = 20.0
+"""How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +59,46 @@ class TrainResult:
 
 
 class Trainer:
-    """One run, or this rank's part of it. `close` ends its background work.
+    """The run on one rank of `plan`, from its parts to its last checkpoint. `close` ends its background work.
 
-    model: the whole model, of which the engine may hold a part; the rest may be on the meta device.
+    model: the whole model, of which this rank gives memory to its own layers only; the rest stays on the meta device.
     """
 
     def __init__(
         self,
         config: Config,
-        model: MultimodalModel,
         samples: Samples,
-        engine: Engine,
-        checkpoint_folder: Path,
+        model: MultimodalModel,
+        plan: Plan,
+        worker: Worker,
+        checkpoints: Path,
     ) -> None:
-        self.engine = engine
+        self.rank = worker.rank
         self.step = 0
         self.total_steps = count_steps(config, samples)
         self._config = config
         self._samples = samples
-        self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
-        self._position = self._sampler.start()
-        self._half_updated = False
-        self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
+        self._device = worker.device
+        self.comm = Comm(
+            worker.store,
+            worker.rank,
+            worker.size,
+            device=worker.device,
+            timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
+        )
+        self.runtime = Runtime(
+            model,
+            plan,
+            self.comm,
+            microbatching=microbatching(config, plan),
+            seed=config.seed,
+            weights=read_pretrained(
+                model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
+            ),
+            precision=pick_precision(config.train.precision, worker.device),
+            check_transport=config.parallel is not None and config.parallel.check_transport,
+            owns_comm=True,
+        )
 
         def matching(pattern: str) -> frozenset[str]:
             return select(model.units, [pattern])
@@ -76,37 +106,36 @@ class Trainer:
         trainable = [
             name
             for unit in model.units.values()
-            for name, p in unit.named_logical_parameters()
-            if p.requires_grad
+            for name, parameter in unit.named_logical_parameters()
+            if parameter.requires_grad
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
-        self._optimizer = build_optimizer(engine.parameters, config.train.optimizer, matching)
+        self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching)
+        self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
+        self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
+        self._position = self._sampler.start()
+        self._saved_by = lowest_holders(plan, model.units)
+        self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
+        session = all_gather_object(self.comm, secrets.token_hex(8))[0]
         self._writer = CheckpointWriter(
-            checkpoint_folder, config.train.keep_checkpoints, engine.rank, engine.size
+            checkpoints, config.train.keep_checkpoints, session, worker.rank, worker.size
         )
-        seed_everything(config.seed)
+        self._saved_step = 0
+        self._unpublished = False
+        self._half_updated = False
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from `checkpoint`: weights, moments, random state and data position. Raises UserError.
-
-        A checkpoint of another layout loads by name; only the random state of ranks is then drawn anew.
-        """
-        held = {name for name, p in self.engine.parameters.items() if p.requires_grad}
+        """Go on from `checkpoint`, of any layout: weights, moments and data position. Raises UserError."""
+        held = {name for name, p in self.runtime.parameters.items() if p.requires_grad}
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, held & moments)
-        tensors = self._tensors()
-        tensors["random"] = self._random_states()
-        key = f"rank{self.engine.rank}"
-        if not any(name.startswith(key + ".") for name in stored_shapes(checkpoint, "random")):
-            del tensors["random"]
-        values = load(checkpoint, tensors, known=self._known)
-        if "random" in tensors:
-            states = tensors["random"][key]
-            torch.set_rng_state(states["cpu"])
-            if "cuda" in states:
-                torch.cuda.set_rng_state(states["cuda"].cpu(), self.engine.device)
-        self.step = values["step"]
+        values = load(checkpoint, self._tensors(), known=self._known)
+        self.runtime.require_equal(optimizer_tensors(self._optimizer))
+        self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
+        self._any_rank(False, "all to have read the checkpoint")
+        if self.rank == 0:  # its name may change now
+            self._writer.continue_from(checkpoint)
 
     def run(
         self,
@@ -121,107 +150,168 @@ class Trainer:
         """
         config = self._config.train
         began = time.perf_counter()
-        saved = self.step
-        self.engine.train()
-        stop = self.engine.agree(should_stop())
+        self.runtime.train()
+        stop = self._any_rank(should_stop(), "the agreement to begin")
         try:
-            with self.engine.batches(self._open_loader) as loader:
+            with self._batches.open(self._open_loader) as batches:
                 while self.step < self.total_steps and not stop:
-                    metrics, stop = self._train_step(loader, should_stop)
+                    metrics, stop = self._train_step(batches, should_stop)
                     if self.step % config.logging_steps == 0 or self.step == self.total_steps:
                         observe(metrics)
                     if config.save_steps and self.step % config.save_steps == 0:
                         self._save()
-                        saved = self.step
+                    elif self._unpublished and not self._any_rank(not self._writer.ready(), "written parts"):
+                        self._publish()
                     after_step(self.step)
         except BaseException as error:
-            self.engine.fail(error)
-            with contextlib.suppress(UserError):  # the first error counts
-                if saved != self.step and not self._half_updated:
-                    self._save()
-                self._writer.wait()
+            self.fail(error)
+            with contextlib.suppress(Exception):  # the first error counts
+                self._save_alone()
             raise
-        if saved != self.step:
+        if self._saved_step != self.step:
             self._save()
-        self._writer.wait()
-        self.engine.agree(False)  # the others have written their parts, too
+        self._complete()
+        self._any_rank(False, "the checkpoint's publication")
         seconds = time.perf_counter() - began
         return TrainResult(self.step, self.total_steps, seconds, self.step >= self.total_steps)
 
+    def evaluate(self) -> Evaluation | None:
+        """See `evaluation.evaluate`; called by all ranks together."""
+        return evaluate(self.runtime, self._config, self._samples)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on: who waits for it raises. Never raises."""
+        self.comm.abort(f"rank {self.rank} failed: {error}")
+
     def close(self) -> None:
-        """Finish writing and end the engine."""
+        """Finish writing, and end the runtime and its communication."""
         try:
             self._writer.close()
         finally:
-            self.engine.close()
+            self.runtime.close()
 
     def _train_step(
-        self, loader: Iterator[GlobalBatch], should_stop: Callable[[], bool]
+        self, batches: Iterator[GlobalBatch], should_stop: Callable[[], bool]
     ) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began = time.perf_counter()
-        batch = next(loader)
-        factor = rate_factor(self._config.train.schedule, self.step, self.total_steps)
-        set_rate_factor(self._optimizer, factor)
-        output = self.engine.execute(batch, should_stop)
-        grad_norm = self.engine.clip_gradients(self._config.train.max_grad_norm or math.inf)
+        batch = next(batches, None)
+        if batch is None:
+            raise UserError(
+                f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
+            )
+        rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
+        set_rate_factor(self._optimizer, rate)
+        seed_step(self._config.seed, self.step, self.rank)
+        result = self.runtime.execute(batch.samples, should_stop=should_stop)
+        self._apply(result, batch)
+        return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
+
+    def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
+        """The update, on every rank or on none. Raises UserError for gradients that are not finite."""
+        if not math.isfinite(result.grad_norm):
+            names = ", ".join(repr(sample.id) for sample in batch.samples[:8])
+            more = ", ..." if len(batch.samples) > 8 else ""
+            raise UserError(
+                f"step {self.step + 1}: the gradient's norm is {result.grad_norm}, so nothing was updated; lower the "
+                f"learning rate, or look at the samples of this step: {names}{more}"
+            )
+        limit = self._config.train.max_grad_norm
+        if limit is not None:
+            self.runtime.clip_grad_norm_(limit, result.grad_norm)
         self._half_updated = True
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._position = batch.position
         self._half_updated = False
-        seconds = time.perf_counter() - began
+
+    def _metrics(self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float) -> StepMetrics:
         tokens = batch.tokens
-        metrics = StepMetrics(
+        return StepMetrics(
             step=self.step,
             total_steps=self.total_steps,
-            loss=output.loss,
-            grad_norm=grad_norm,
-            learning_rates={label: factor * peak for label, peak in self._peak_rates.items()},
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rates={label: rate * peak for label, peak in self._peak_rates.items()},
             step_seconds=seconds,
             data_wait_seconds=batch.wait_seconds,
             samples=batch.num_samples,
             skipped_samples=batch.skipped,
-            target_tokens=output.target_tokens,
+            target_tokens=result.target_tokens,
             tokens=tokens,
-            tokens_per_second=tokens.get("language", 0) / seconds,
+            tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
             epoch=batch.epoch,
-            busy=output.shares.busy,
-            waited=output.shares.waited,
+            busy=result.shares.busy,
+            waited=result.shares.waited,
         )
-        return metrics, output.stop
 
-    def _open_loader(self, packs: bool) -> Loader:
+    def _any_rank(self, flag: bool, what: str) -> bool:
+        """Whether the flag is set on any rank; the same on all of them."""
+        value = torch.tensor([float(flag)])
+        self.comm.world.max_(value, what).wait()
+        return bool(value.item())
+
+    def _open_loader(self) -> Loader:
         data = self._config.data
         return Loader(
             self._samples.train,
             self._samples.encoding,
             self._sampler,
-            row_tokens=self._config.train.row_tokens or data.max_length,
             position=self._position,
             steps=self.total_steps - self.step,
             workers=data.workers,
             on_error=data.on_error,
-            packs=packs,
         )
 
     def _tensors(self) -> Tensors:
-        return {"model": self.engine.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
-
-    def _random_states(self) -> Tensors:
-        states = {"cpu": torch.get_rng_state()}
-        if self.engine.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.engine.device)
-        return {f"rank{self.engine.rank}": states}
+        return {"model": self.runtime.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
 
     def _save(self) -> None:
+        """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
+        self._complete()
+        self._write()
+
+    def _write(self) -> None:
+        """Raises UserError for weights that are not finite: nobody could go on from them."""
         tensors = {
-            kind: {name: tensor for name, tensor in held.items() if self.engine.saves(name)}
+            kind: {name: tensor for name, tensor in held.items() if self._saved_by[name] == self.rank}
             for kind, held in self._tensors().items()
         }
-        tensors["random"] = self._random_states()
-        self._writer.save(self.step, tensors, {"step": self.step, "position": self._position.to_json()})
+        for name, tensor in tensors["model"].items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise UserError(
+                    f"weight {name!r} is not finite after step {self.step}, so it is not saved; the checkpoint before "
+                    "is still valid: go on from it with a lower learning rate"
+                )
+        frozen = [name for name, p in self.runtime.parameters.items() if not p.requires_grad]
+        values = {"step": self.step, "position": self._position.to_json()}
+        self._writer.save(self.step, tensors, values, frozen)
+        self._unpublished = True
+        self._saved_step = self.step
+
+    def _complete(self) -> None:
+        """Publish the last save, on whose parts all ranks wait."""
+        self._writer.wait()
+        if self._unpublished:
+            self._any_rank(False, "written parts")
+            self._publish()
+            self._writer.wait()
+
+    def _publish(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._unpublished = False
+        if self.rank == 0:
+            self._writer.publish(patience_seconds)
+
+    def _save_alone(self) -> None:
+        """Save the last finished step where ranks cannot hear of each other any more."""
+        self._writer.wait()
+        if self._unpublished:
+            self._publish(LAST_PATIENCE_SECONDS)
+        if self._saved_step != self.step and not self._half_updated:
+            self._write()
+            self._publish(LAST_PATIENCE_SECONDS)
+        self._writer.wait()
 
 
 def count_steps(config: Config, samples: Samples) -> int:
@@ -235,8 +325,10 @@ def count_steps(config: Config, samples: Samples) -> int:
     return max(1, math.ceil(passes * len(samples.train) / config.train.global_batch_size))
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the generators that model code may draw from (dropout)."""
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # model code draws from the global generator, if any
-    torch.manual_seed(seed)
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the generators that model code may draw from (dropout) by the step's own key: a resumed run draws what the
+    undisturbed one would, and nothing need be saved."""
+    key = int.from_bytes(sha256(f"{seed}/{step}/{rank}".encode()).digest()[:4], "little")
+    random.seed(key)
+    np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
+    torch.manual_seed(key)

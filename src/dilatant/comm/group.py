@@ -1,0 +1,171 @@
+"""Groups of ranks: point-to-point transfers and collectives, each of which returns at once with what to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilatant.comm.backends import MAX_TAG, Backend
+
+
+class Watch(Protocol):
+    """What a group needs of the communication it belongs to."""
+
+    def translated_errors(self, what: str) -> AbstractContextManager[None]:
+        """Raises CommAborted or CommTimeout in place of a backend's errors."""
+        ...
+
+    def watch_device(self, what: str, is_completed: Callable[[], bool]) -> None:
+        """Keep a deadline for work that only a device waits for."""
+        ...
+
+
+class Pending:
+    """A transfer or collective under way. `tensors` stay alive until it is done.
+
+    On a GPU `wait` makes the current stream wait, not the host; the host's deadline for it starts there.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        work: Any,
+        what: str,
+        tensors: Sequence[Tensor] = (),
+        on_device: bool = False,
+        finish: Callable[[], Any] | None = None,
+    ) -> None:
+        self._watch = watch
+        self._work = work
+        self._what = what
+        self._tensors = tensors
+        self._on_device = on_device
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the tensors may be used. Raises CommAborted or CommTimeout."""
+        if self._work is not None:
+            with self._watch.translated_errors(self._what):
+                self._work.wait()
+            if self._on_device:
+                self._watch.watch_device(self._what, self._work.is_completed)
+            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        self._tensors = ()
+
+
+class Group:
+    """Ranks that communicate: one communicator, on a GPU with a stream of its own.
+
+    `ranks` are those of the generation, in group order. Tensors must be contiguous and on the group's device.
+    Every method but `barrier` returns at once; empty tensors are legal and send nothing. what: named in errors.
+    """
+
+    def __init__(
+        self, watch: Watch, name: str, ranks: tuple[int, ...], rank: int, backend: Backend | None
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self._watch = watch
+        self._rank = rank
+        self._backend: Any = backend
+        self._on_device = backend is not None and backend.is_nccl
+
+    @property
+    def backend(self) -> Backend | None:
+        """The communicator; None for a group of one rank and after the end of its generation."""
+        return self._backend
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0, what: str = "") -> Pending:
+        """Send to rank `to`. Transfers between two ranks must be posted in the same order at both."""
+        return self._transfer("send", tensor, to, tag, f"{what or self.name} to rank {to}")
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0, what: str = "") -> Pending:
+        """Fill `tensor` from rank `source`, which sends one of the same shape."""
+        return self._transfer("receive", tensor, source, tag, f"{what or self.name} from rank {source}")
+
+    def sum_(self, tensor: Tensor, what: str = "") -> Pending:
+        """Replace `tensor` by its sum over the ranks."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+
+    def max_(self, tensor: Tensor, what: str = "") -> Pending:
+        """Replace `tensor` by its elementwise maximum over the ranks."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+
+    def all_gather(self, output: Tensor, input: Tensor, what: str = "") -> Pending:
+        """Fill `output` with the inputs of all ranks in group order.
+
+        input: equally many elements on every rank, of one dtype. output: that dtype, the ranks times as many elements.
+        Raises ValueError.
+        """
+        self._check_sizes(whole=output, part=input)
+        with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1 or not input.numel():
+                output.view(-1).copy_(input.view(-1))
+                return self._pending(None, what)
+            work = self._backend.all_gather(output.view(-1), input.view(-1))
+        return self._pending(work, what, (output, input))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, what: str = "") -> Pending:
+        """Fill `output` with this rank's part of the sum of all inputs over the ranks, in group order.
+
+        input: equally many elements on every rank, of one dtype; it stays as it is. output: that dtype, and the
+        ranks-th part of the elements. Raises ValueError.
+        """
+        self._check_sizes(whole=input, part=output)
+        with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1 or not output.numel():
+                output.view(-1).copy_(input.view(-1))
+                return self._pending(None, what)
+            if self._on_device:
+                work = self._backend.reduce_scatter(output.view(-1), input.view(-1))
+                return self._pending(work, what, (output, input))
+            summed = input.view(-1).clone()
+            work = self._backend.all_reduce(summed, dist.ReduceOp.SUM)
+        own = summed.view(len(self.ranks), -1)[self.ranks.index(self._rank)]
+        return self._pending(work, what, (summed,), finish=lambda: output.view(-1).copy_(own))
+
+    def barrier(self, what: str = "") -> None:
+        """Return when every rank has called it."""
+        flag = torch.ones(1, device="cuda" if self._on_device else "cpu")
+        self.sum_(flag, what or f"barrier of {self.name}").wait()
+        flag.item()
+
+    def close(self) -> None:
+        """Forget the communicator, which its owner shuts down."""
+        self._backend = None
+
+    def _transfer(self, direction: str, tensor: Tensor, peer: int, tag: int, what: str) -> Pending:
+        if not tensor.numel():
+            return self._pending(None, what)
+        if not 0 <= tag < MAX_TAG:
+            raise ValueError(f"tag {tag} is not in [0, {MAX_TAG})")
+        with self._watch.translated_errors(what):
+            work = getattr(self._backend, direction)(tensor, self.ranks.index(peer), tag)
+        return self._pending(work, what, (tensor,))
+
+    def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Pending:
+        with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1 or not tensor.numel():
+                return self._pending(None, what)
+            work = self._backend.all_reduce(tensor, operation)
+        return self._pending(work, what, (tensor,))
+
+    def _check_sizes(self, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != len(self.ranks) * part.numel() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"group {self.name!r} of {len(self.ranks)} ranks: {list(part.shape)} of {part.dtype} is not an equal "
+                f"part of {list(whole.shape)} of {whole.dtype}"
+            )
+
+    def _pending(
+        self, work: Any, what: str, tensors: Sequence[Tensor] = (), finish: Callable[[], Any] | None = None
+    ) -> Pending:
+        return Pending(self._watch, work, what or self.name, tensors, self._on_device, finish)

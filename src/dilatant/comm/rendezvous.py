@@ -1,0 +1,84 @@
+"""How the ranks of a generation find each other: under a name that no earlier attempt has used.
+
+A generation may be joined again and again, also after one rank or all have failed: each time under a fresh id, which
+the first rank draws when all are there. Everything that communicates is keyed by it, so nothing stale is ever met.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import uuid4
+
+from dilatant.comm.errors import CommAborted
+from dilatant.comm.liveness import send_abort
+from dilatant.comm.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One attempt of a generation. inboxes: by rank."""
+
+    id: str
+    inboxes: tuple[str, ...]
+
+
+def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
+    """Name an inbox of this rank that failures are announced to from now on.
+
+    Raises CommAborted when one was announced to this generation already.
+    """
+    inbox = f"inbox/{uuid4().hex}"
+    keys = ["generation", f"generation/{generation}/inbox/{rank}"]
+    store.multi_set(keys, [f"{generation} {size}", inbox])
+    # After the inbox is known: an announcement that did not find it is found here.
+    failed = f"generation/{generation}/failed"
+    if store.check([failed]):
+        raise CommAborted(store.get(failed).decode())
+    return inbox
+
+
+def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeout: timedelta) -> Membership:
+    """Return when all ranks have joined. Raises TimeoutError or StoreGone."""
+    prefix = f"generation/{generation}"
+    own = f"{prefix}/join/{rank}"
+    store.set(own, inbox)
+    try:
+        if rank == 0:
+            keys = [f"{prefix}/join/{other}" for other in range(size)]
+            store.wait(keys, timeout)
+            inboxes = [each.decode() for each in store.multi_get(keys)]
+            membership = Membership(uuid4().hex, tuple(inboxes))
+            for key in keys:
+                store.delete_key(key)
+            document = json.dumps([membership.id, inboxes])
+            store.multi_set([f"started/{each}" for each in inboxes], [document] * size)
+            store.set(f"{prefix}/started", membership.id)
+            return membership
+        store.wait([f"started/{inbox}"], timeout)
+    except TimeoutError:
+        store.delete_key(own)
+        raise
+    name, inboxes = json.loads(store.get(f"started/{inbox}"))
+    return Membership(name, tuple(inboxes))
+
+
+def known_inboxes(store: Store, generation: int, size: int) -> dict[int, str]:
+    """The newest inbox of each rank that has one."""
+    keys = {rank: f"generation/{generation}/inbox/{rank}" for rank in range(size)}
+    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+def announce_failure(store: Store, reason: str) -> bool:
+    """End communication of the newest generation on all ranks; for a launcher that saw a worker die.
+
+    Returns whether they had all begun to communicate: otherwise they have not done anything together yet.
+    """
+    if not store.check(["generation"]):
+        return False
+    generation, size = map(int, store.get("generation").split())
+    store.set(f"generation/{generation}/failed", reason)
+    for inbox in known_inboxes(store, generation, size).values():
+        send_abort(store, inbox, reason)
+    return store.check([f"generation/{generation}/started"])

@@ -1,0 +1,151 @@
+"""What a user says about an encoder, and the unit that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.adapters import Adapter
+from dilatant.models.encoder import Callbacks, EncoderUnit
+from dilatant.models.geometry import EncoderGeometry, Features, encoder_geometry
+from dilatant.models.projector import build_projector
+from dilatant.models.sources import load_encoder
+from dilatant.models.stage import Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What a user says about one encoder.
+
+    model: a transformers model, a config (random weights), or an id or folder; or any module that maps keyword tensors
+    [rows, ...] to [rows, tokens, width]. projector: "linear", "mlp", "identity", or a module from the encoder's width
+    to the language model's. placeholder_id: the token id that stands for one encoder token in the text; by default an
+    id of its own outside the vocabulary, so that any tokenizer does. merge: at the placeholders, or in front of the
+    text. features: "patch" leaves out class and register tokens. Callbacks: see `Callbacks`. adapter: see `adapters`.
+    processor: saved with the model.
+
+    What cannot be told of a module that is no transformers model: kind; input_name, the keyword of its forward (default
+    as in transformers); row_shape, of one encoder row, [channels, height, width] or [mel_bins, frames]; width, of an
+    output token; tokens_per_row, how many of them a row gives. tokens_per_row is also what the language model receives
+    of a row where a projector or callback of yours changes their number.
+    """
+
+    model: Any
+    projector: str | nn.Module = "mlp"
+    placeholder_id: int | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    features: Features = "all"
+    before_encoder: Callable[[Inputs], Inputs] | None = None
+    after_encoder: Callable[[Inputs, Tensor], Tensor] | None = None
+    after_projector: Callable[[Inputs, Tensor], Tensor] | None = None
+    adapter: Adapter | None = None
+    processor: Any = None
+    kind: Literal["image", "audio"] | None = None
+    input_name: str | None = None
+    row_shape: tuple[int, ...] | None = None
+    width: int | None = None
+    tokens_per_row: int | None = None
+
+
+def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
+    """The unit, with a projector to `hidden_size`; built ones are on the meta device. Raises UserError."""
+    where = f"encoder {name!r}"
+    if isinstance(encoder.model, nn.Module) and not isinstance(encoder.model, PreTrainedModel):
+        model: nn.Module = encoder.model
+        geometry = _stated_geometry(encoder, where)
+    else:
+        model = load_encoder(encoder.model, where)
+        geometry = encoder_geometry(model.config, encoder.features)
+        _refuse_stated(encoder, where)
+        if encoder.tokens_per_row is not None:
+            geometry = replace(geometry, tokens_per_row=encoder.tokens_per_row)
+    projector = encoder.projector
+    if isinstance(projector, str):
+        with torch.device("meta"):
+            projector = build_projector(projector, geometry.width, hidden_size, where)
+    elif encoder.after_encoder is None:
+        _check_projector(projector, geometry, hidden_size, where)
+    return EncoderUnit(
+        name,
+        model,
+        projector,
+        geometry,
+        hidden_size,
+        Callbacks(encoder.before_encoder, encoder.after_encoder, encoder.after_projector),
+        skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
+        adapter=encoder.adapter,
+    )
+
+
+def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
+    problems = [
+        f"{key} is missing; {what}"
+        for key, what in (
+            ("kind", "'image' or 'audio'"),
+            ("row_shape", "of one encoder row: (channels, height, width) or (mel_bins, frames)"),
+            ("width", "of one output token"),
+            ("tokens_per_row", "how many tokens one row gives"),
+        )
+        if getattr(encoder, key) is None
+    ]
+    shape = tuple(encoder.row_shape or ())
+    dimensions = {"image": 3, "audio": 2}.get(encoder.kind or "", len(shape))
+    if encoder.row_shape is not None and len(shape) != dimensions:
+        problems.append(f"row_shape is {shape}; rows of kind {encoder.kind!r} have {dimensions} dimensions")
+    if encoder.kind not in (None, "image", "audio"):
+        problems.append(f"kind is {encoder.kind!r}; it must be 'image' or 'audio'")
+    if encoder.features == "patch":
+        problems.append("features 'patch' is for transformers encoders; leave out those tokens in the module")
+    if encoder.adapter is not None:
+        problems.append("an adapter is for encoders that are cut; this one is a single layer")
+    if problems:
+        raise list_problems(f"{where}: of {type(encoder.model).__name__} cannot be told:", problems)
+    assert encoder.kind is not None
+    assert encoder.width is not None
+    assert encoder.tokens_per_row is not None
+    is_image = encoder.kind == "image"
+    return EncoderGeometry(
+        kind=encoder.kind,
+        input_name=encoder.input_name or ("pixel_values" if is_image else "input_features"),
+        tokens_per_row=encoder.tokens_per_row,
+        encoder_tokens=encoder.tokens_per_row,
+        leading_tokens=0,
+        width=encoder.width,
+        channels=shape[0] if is_image else 0,
+        height=shape[1] if is_image else 0,
+        row_width=shape[2] if is_image else 0,
+        mel_bins=0 if is_image else shape[0],
+        frames=0 if is_image else shape[1],
+    )
+
+
+def _refuse_stated(encoder: Encoder, where: str) -> None:
+    stated = [
+        key for key in ("kind", "input_name", "row_shape", "width") if getattr(encoder, key) is not None
+    ]
+    if stated:
+        raise UserError(
+            f"{where}: {', '.join(stated)} is for a module of your own; a transformers model's config says it"
+        )
+
+
+@torch.no_grad()
+def _check_projector(projector: nn.Module, geometry: EncoderGeometry, hidden_size: int, where: str) -> None:
+    weight = next(projector.parameters(), torch.empty(0))
+    tokens = geometry.encoder_tokens
+    rows = torch.zeros(1, tokens, geometry.width, dtype=weight.dtype, device=weight.device)
+    try:
+        given = projector(rows).shape[-1]
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{where}: the projector does not take the encoder's width {geometry.width}: {reason}"
+        ) from None
+    if given != hidden_size:
+        raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")

@@ -1,0 +1,166 @@
+"""Units behind the language model: a connector and a module that makes losses of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.config.errors import UserError
+from dilatant.data.sample import EncodedSample
+from dilatant.models.projector import build_projector
+from dilatant.models.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.unit import Unit
+from dilatant.models.weights import Weight, name_module_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """What a user says about a unit behind the language model.
+
+    model: a module, `model(rows, **targets)` → losses [items]; rows: [items, tokens_per_item, width], targets: the
+    samples' media under the unit's name, keyword → [items, ...]. token_id: the token of the text at whose places the
+    language model's last hidden states are taken, `tokens_per_item` of them for an item. connector: "linear", "mlp",
+    "identity" or a module from the language model's width to `width`. The loss is the sum over all items of the global
+    batch over their number, and counts `loss_weight` times.
+    """
+
+    model: nn.Module
+    token_id: int
+    width: int
+    connector: str | nn.Module = "linear"
+    tokens_per_item: int = 1
+    loss_weight: float = 1.0
+
+
+class GeneratorStage(Stage):
+    """connector: None after the first stage. model: None before the last. inputs: the unit that gives rows."""
+
+    def __init__(
+        self,
+        unit: str,
+        layers: tuple[str, ...],
+        weights: tuple[Weight, ...],
+        connector: nn.Module | None,
+        model: nn.Module | None,
+        source: str,
+        tokens_per_item: int,
+    ) -> None:
+        super().__init__(unit, layers, weights)
+        self.connector = connector
+        self.model = model
+        self.source = source
+        self.tokens_per_item = tokens_per_item
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        """All items of the samples in one batch; nothing where none of them has any."""
+        rows = inbound[self.unit if self.connector is None else self.source]
+        if data.predicts or not rows.shape[0]:
+            return StageOutput()
+        if self.connector is not None:
+            rows = self.connector(in_dtype_of(self.connector, rows))
+        if self.model is None:
+            return StageOutput(rows)
+        total = self(rows, **media_of(data, samples, self.unit)).float().sum()
+        return StageOutput(losses={self.unit: total / data.counts[self.unit]})
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        assert self.connector is not None
+        return self.connector(value)
+
+    def forward(self, rows: Tensor, **targets: Tensor) -> Tensor:
+        """The losses of items: [items]. rows: [items * tokens_per_item, width], behind the connector.
+
+        Raises UserError where the module does not return one loss for each item.
+        """
+        assert self.model is not None
+        given = in_dtype_of(self.model, rows).unflatten(0, (-1, self.tokens_per_item))
+        losses = self.model(given, **targets)
+        if losses.shape != given.shape[:1]:
+            raise UserError(
+                f"{self.unit}: the module returns losses of shape {[*losses.shape]} for {given.shape[0]} items; "
+                "return one number for each item"
+            )
+        return losses
+
+
+class GeneratorUnit(Unit, GeneratorStage):
+    """A connector and a module: layers `connector` and `generator`."""
+
+    parts = ("connector", "model")
+    model: nn.Module
+    connector: nn.Module
+    structure = None
+
+    def __init__(self, name: str, generator: Generator, source: str, width_in: int) -> None:
+        connector = generator.connector
+        if isinstance(connector, str):
+            with torch.device("meta"):
+                connector = build_projector(
+                    connector, width_in, generator.width, f"generator {name!r}: connector"
+                )
+        super().__init__(
+            unit=name,
+            layers=(f"{name}.connector", f"{name}.generator"),
+            weights=name_module_weights(
+                name, {"connector": ("connector", connector), "generator": ("model", generator.model)}
+            ),
+            connector=connector,
+            model=generator.model,
+            source=source,
+            tokens_per_item=generator.tokens_per_item,
+        )
+        self.inputs = (source,)
+        self.width = generator.width
+        self.width_in = width_in
+        self.token_id = generator.token_id
+        self.loss = Loss(partial(_items, name, self.token_id, self.tokens_per_item), generator.loss_weight)
+        self._freeze_at_start()
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        if layer:
+            raise UserError(
+                f"{self.unit}: its module cannot be measured alone, for its targets are not known"
+            )
+        return torch.randn(tokens, self.width_in, device=device), {}
+
+    def part_name(self, part: str) -> str:
+        return f"{self.unit}.connector" if part == "connector" else f"{self.unit}.generator"
+
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        yield self.layers[0], "connector"
+        yield self.layers[1], "model"
+
+    def reads_media(self, first: int, end: int) -> bool:
+        return end == len(self.layers)
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        return Boundary(
+            self.width,
+            next(self.parameters()).dtype,
+            partial(_rows, self.unit, self.token_id),
+        )
+
+    def stage(self, first: int, end: int) -> GeneratorStage:
+        self._check_stage(first, end)
+        return GeneratorStage(
+            unit=self.unit,
+            layers=self.layers[first:end],
+            weights=self._weights_between(first, end),
+            connector=self.connector if first == 0 else None,
+            model=self.model if end == len(self.layers) else None,
+            source=self.source,
+            tokens_per_item=self.tokens_per_item,
+        )
+
+
+def _rows(unit: str, token_id: int, sample: EncodedSample) -> int:
+    return int((sample.input_ids == token_id).sum()) if sample.sizes.get(unit, 0) else 0
+
+
+def _items(unit: str, token_id: int, tokens_per_item: int, sample: EncodedSample) -> float:
+    return _rows(unit, token_id, sample) / tokens_per_item

@@ -1,0 +1,350 @@
+"""The language model: packed rows in, a loss and rows for the units behind it out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from dilatant.data.sample import EncodedSample
+from dilatant.models.loss import IGNORED, positions_with_targets, shift_labels, summed_cross_entropy
+from dilatant.models.merge import merge_rows, without_placeholders
+from dilatant.models.slicing import slice_model
+from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
+from dilatant.models.structure import find_structure
+from dilatant.models.unit import Unit
+from dilatant.models.weights import Weight, name_weights
+
+BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
+RowAttention = Callable[..., Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalOutput:
+    """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted.
+    hidden: [batch, tokens, hidden], what the head is given, where it is wanted."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+    hidden: Tensor | None = None
+
+
+class LanguageStage(Stage):
+    """Layers of the language model.
+
+    model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
+    container: path of the module that holds the blocks.
+    before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
+    "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
+    """
+
+    row_attention: RowAttention | None
+    """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
+    positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
+
+    def __init__(
+        self,
+        unit: str,
+        layers: tuple[str, ...],
+        weights: tuple[Weight, ...],
+        model: PreTrainedModel,
+        placeholder_ids: Mapping[str, int],
+        outputs: Mapping[str, int],
+        container: str,
+        before_language_model: BeforeLanguageModel | None = None,
+        row_attention: RowAttention | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
+        super().__init__(unit, layers, weights)
+        self.model = model
+        self.placeholder_ids = dict(placeholder_ids)
+        self.outputs = dict(outputs)
+        self.container = container
+        self.before_language_model = before_language_model
+        self.row_attention = row_attention
+        self.is_first = is_first
+        self.is_last = is_last
+
+    def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
+        """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
+        many tokens of padding."""
+        return {} if self.row_attention is None else self.row_attention(samples, padding)
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        """The samples packed in one row."""
+        packed = [data.samples[sample] for sample in samples]
+        lengths = [sample.sizes[self.unit] for sample in packed]
+        ids = np.concatenate([sample.input_ids for sample in packed])
+
+        def row(values: Any) -> Tensor:
+            return torch.as_tensor(values)[None].to(data.device, non_blocking=True)
+
+        position_ids = row(np.concatenate([np.arange(length) for length in lengths]))
+        labels = wanted = None
+        if self.is_last:
+            labels = row(np.concatenate([sample.labels for sample in packed]))
+            if data.predicts:
+                wanted, labels = positions_with_targets(shift_labels(labels, position_ids, None)), None
+        output = self(
+            row(ids) if self.is_first else None,
+            {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]},
+            None if self.is_first else inbound[self.unit][None],
+            position_ids=position_ids,
+            labels=labels,
+            loss_denominator=data.counts[self.unit] if self.is_last else None,
+            return_logits=False,
+            return_hidden=bool(self.outputs) and not data.predicts,
+            lengths=lengths,
+            sample_ids=[sample.id for sample in packed],
+            **self.attention_of([sample.input_ids for sample in packed]),
+            logits_at=wanted,
+        )
+        if isinstance(output, Tensor):
+            return StageOutput(output[0])
+        if wanted is not None:
+            return StageOutput(predicted=output.logits[0].argmax(dim=-1))
+        rows = None
+        if output.hidden is not None:
+            rows = {
+                unit: output.hidden[0, torch.as_tensor(_places(packed, unit, token_id)).to(data.device)]
+                for unit, token_id in self.outputs.items()
+            }
+        return StageOutput(rows, {self.unit: output.loss})
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        if not value.is_floating_point():
+            return self(value, **given)
+        output = self(None, None, value, return_logits=False, **given)
+        return output if isinstance(output, Tensor) else output.loss
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        rows: Mapping[str, Tensor] | None = None,
+        hidden: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_denominator: float | Tensor | None = None,
+        return_logits: bool = True,
+        return_hidden: bool = False,
+        logits_at: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        sample_ids: Sequence[str] | None = None,
+        **attention_kwargs: Any,
+    ) -> Tensor | MultimodalOutput:
+        """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
+        stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage.
+
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. logits_at:
+        int64 [positions], the only ones for which logits are wanted, without labels. Raises UserError where rows do
+        not fit.
+        """
+        if self.is_first:
+            assert input_ids is not None
+            hidden = self.embed(
+                input_ids,
+                rows or {},
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                lengths=lengths,
+                sample_ids=sample_ids,
+            )
+        run: dict[str, Any] = {
+            "inputs_embeds": hidden,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "use_cache": False,
+            **attention_kwargs,
+        }
+        if not self.is_last:
+            return self.model.base_model(**run).last_hidden_state
+        heard: list[Tensor] = []
+        listener = self._listen(heard) if return_hidden else None
+        try:
+            output = self._predict(run, position_ids, labels, loss_denominator, return_logits, logits_at)
+        finally:
+            if listener is not None:
+                listener.remove()
+        return replace(output, hidden=heard[-1]) if return_hidden else output
+
+    def _listen(self, heard: list[Tensor]) -> RemovableHandle:
+        """Note what the module that holds the blocks returns: it ends with the final norm in all families, and the
+        head's module with its scaling and capping, which we leave to the family, is outside of it."""
+        inner = self.model.get_submodule(self.container)
+        return inner.register_forward_hook(
+            lambda module, given, output: heard.append(output.last_hidden_state)
+        )
+
+    def _predict(
+        self,
+        run: dict[str, Any],
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        loss_denominator: float | Tensor | None,
+        return_logits: bool,
+        logits_at: Tensor | None,
+    ) -> MultimodalOutput:
+        if labels is None:
+            return MultimodalOutput(None, self._logits(run, logits_at))
+        targets = shift_labels(labels, position_ids, run["attention_mask"])
+        if not return_logits:
+            logits_at = positions_with_targets(targets)
+            targets = targets[:, logits_at]
+        logits = self._logits(run, logits_at)
+        loss = summed_cross_entropy(logits, targets, loss_denominator)
+        return MultimodalOutput(loss, logits if return_logits else None)
+
+    def _logits(self, run: dict[str, Any], positions: Tensor | None) -> Tensor:
+        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must."""
+        if positions is None:
+            return self.model(**run).logits
+        if self._keeps_logits:
+            return self.model(**run, logits_to_keep=positions).logits
+        return self.model(**run).logits[:, positions]
+
+    @cached_property
+    def _keeps_logits(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    def embed(
+        self,
+        input_ids: Tensor,
+        rows: Mapping[str, Tensor],
+        lengths: Sequence[int] | None = None,
+        sample_ids: Sequence[str] | None = None,
+        **inputs: Tensor | None,
+    ) -> Tensor:
+        """Token embeddings with encoder rows merged in: [batch, tokens, hidden]."""
+        if self.before_language_model is not None:
+            given = {"input_ids": input_ids, **{k: v for k, v in inputs.items() if v is not None}}
+            given = self.before_language_model(dict(rows), given)
+            if given.get("inputs_embeds") is not None:
+                return given["inputs_embeds"]
+            input_ids = given["input_ids"]
+        look_up = self.model.get_input_embeddings()
+        embeddings = look_up(without_placeholders(input_ids, self.placeholder_ids))
+        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids)
+
+
+class LanguageUnit(Unit, LanguageStage):
+    """The language model: layers `embedding`, `layers.<i>`, `head` (final norm and language-model head)."""
+
+    parts = ("model",)
+    model: PreTrainedModel
+    generating_attention: str | None
+    """The attention implementation that `generate` decodes with, where it is not the model's own."""
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        placeholder_ids: Mapping[str, int],
+        before_language_model: BeforeLanguageModel | None = None,
+        outputs: Mapping[str, int] | None = None,
+    ) -> None:
+        structure = find_structure(model)
+        blocks = (f"layers.{i}" for i in range(structure.num_blocks))
+        super().__init__(
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in ("embedding", *blocks, "head")),
+            weights=name_weights(name, model, structure, "head", None),
+            model=model,
+            placeholder_ids=placeholder_ids,
+            outputs=outputs or {},
+            container=structure.containers[-1],
+            before_language_model=before_language_model,
+        )
+        self.structure = structure
+        self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        self.inputs = tuple(placeholder_ids)
+        self.loss = Loss(_target_tokens)
+        self.generating_attention = None
+        self._freeze_at_start()
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """The model as `generate` needs it: with an attention implementation that takes a cache."""
+        own = self.model.config._attn_implementation
+        if self.generating_attention is not None:
+            self.model.set_attn_implementation(self.generating_attention)
+        try:
+            yield
+        finally:
+            if self.generating_attention is not None:
+                self.model.set_attn_implementation(own)
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        ids = torch.arange(tokens, device=device)[None] % self.config.vocab_size
+        positions = torch.arange(tokens, device=device)[None]
+        given = {"position_ids": positions, **self.attention_of([ids[0].cpu().numpy()])}
+        if layer == 0:
+            return ids, given
+        hidden = torch.randn(1, tokens, self.width, device=device)
+        return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
+
+    def part_name(self, part: str) -> str:
+        return self.unit
+
+    def freeze(self) -> None:
+        """Stop the language model from training."""
+        self.freeze_parts("model")
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        rows = (
+            partial(_tokens, self.unit)
+            if consumer == self.unit
+            else partial(_rows_at, consumer, self.outputs[consumer])
+        )
+        return Boundary(self.width, next(self.parameters()).dtype, rows)
+
+    def stage(self, first: int, end: int) -> LanguageStage:
+        first_block, end_block = self._blocks(first, end)
+        is_first, is_last = first == 0, end == len(self.layers)
+        assert self.structure is not None
+        return LanguageStage(
+            unit=self.unit,
+            layers=self.layers[first:end],
+            weights=self._weights_between(first, end),
+            model=slice_model(
+                self.model, self.structure, first_block, end_block, keep_before=is_first, keep_after=is_last
+            ),
+            placeholder_ids=self.placeholder_ids,
+            outputs=self.outputs,
+            container=self.container,
+            before_language_model=self.before_language_model,
+            row_attention=self.row_attention,
+            is_first=is_first,
+            is_last=is_last,
+        )
+
+
+def _target_tokens(sample: EncodedSample) -> int:
+    return int((sample.labels[1:] != IGNORED).sum())
+
+
+def _tokens(unit: str, sample: EncodedSample) -> int:
+    return sample.sizes[unit]
+
+
+def _rows_at(unit: str, token_id: int, sample: EncodedSample) -> int:
+    return int((sample.input_ids == token_id).sum()) if sample.sizes.get(unit, 0) else 0
+
+
+def _places(packed: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:
+    """Where in the packed row the rows of `unit` are, of the samples that have work there."""
+    has_work = [np.full(len(sample.input_ids), bool(sample.sizes.get(unit, 0))) for sample in packed]
+    is_place = np.concatenate([sample.input_ids == token_id for sample in packed])
+    return np.flatnonzero(is_place & np.concatenate(has_work))

@@ -1,0 +1,31 @@
+"""Samples of unlike length in as few rows of at most so many tokens as a greedy packing finds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def pack_rows(sizes: Sequence[float], row_tokens: float) -> tuple[tuple[int, ...], ...]:
+    """Positions of `sizes` in rows, each summing to at most `row_tokens`; every position once.
+
+    Best-fit decreasing: at most 11/9 of the fewest rows, plus one (Johnson, 1974). Rows and the samples in
+    them keep the order of `sizes`. Raises ValueError naming sizes that no row can hold.
+    """
+    too_long = [position for position, size in enumerate(sizes) if size > row_tokens]
+    if too_long:
+        raise ValueError(
+            f"samples {too_long} have {[sizes[position] for position in too_long]} tokens, but a row holds {row_tokens}"
+        )
+    rows: list[list[int]] = []
+    room: list[tuple[float, int]] = []  # (free tokens, row), sorted
+    for position in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+        best = bisect_left(room, (sizes[position], -1))
+        if best == len(room):
+            rows.append([position])
+            insort(room, (row_tokens - sizes[position], len(rows) - 1))
+        else:
+            free, row = room.pop(best)
+            rows[row].append(position)
+            insort(room, (free - sizes[position], row))
+    return tuple(sorted(tuple(sorted(row)) for row in rows))

@@ -1,0 +1,245 @@
+"""A checkpoint on disk: which files there are, what they say of each other, and how damage is found.
+
+    checkpoints/
+      step-00000100/
+        manifest.json               step, session, branch, plain values; size and checksum of every part.json; its own
+        part-00000/                 what rank 0 wrote
+          part.json                 the same step and session; size and checksum of every file, also of frozen ones
+          model.safetensors         one tensor a logical name
+          optimizer.safetensors     one tensor a logical name and moment
+      frozen/<checksum>.safetensors weights that do not change, stored once for all checkpoints that name them
+
+A session is one start of the command: a part that a process of an earlier start left cannot be taken for one of this. A
+branch names the sessions that led here, each with the last step that it gave.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PART_MANIFEST = "part.json"
+FROZEN = "frozen"
+
+Branch = tuple[tuple[str, int], ...]
+"""(session, its last step on this branch), oldest first."""
+
+_STEP_FOLDER = re.compile(r"(?:abandoned-)?step-(\d{8,})(?:\.\d+)?")
+_PART_FOLDER = re.compile(r"part-\d{5,}")
+_FILE = re.compile(r"[a-z_]+\.safetensors")
+_FROZEN_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
+_CHUNK_BYTES = 1 << 22
+_LONGEST_JSON_BYTES = 1 << 26
+
+
+class DamagedError(ValueError):
+    """A file of a checkpoint is not what was written; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a file was when it was written. checksum: SHA-256 in hexadecimal."""
+
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote. frozen: names of files in `frozen/` beside the checkpoint."""
+
+    step: int
+    session: str
+    files: dict[str, Stamp]
+    frozen: dict[str, Stamp]
+
+    def paths(self, folder: Path) -> dict[Path, Stamp]:
+        """Every tensor file with its stamp. folder: the part's own."""
+        own = {folder / name: stamp for name, stamp in self.files.items()}
+        shared = {folder.parent.parent / FROZEN / name: stamp for name, stamp in self.frozen.items()}
+        return own | shared
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What binds the parts together. values: plain JSON, the same for all ranks. parts: folder → its part.json."""
+
+    step: int
+    session: str
+    branch: Branch
+    values: dict[str, Any]
+    parts: dict[str, Stamp]
+
+    @property
+    def whole_branch(self) -> Branch:
+        """The branch up to and with this checkpoint."""
+        return (*self.branch, (self.session, self.step))
+
+
+def part_name(rank: int) -> str:
+    return f"part-{rank:05d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder's name tells; None for other names."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def write_part(part: Part) -> str:
+    """The text of part.json."""
+    return _text({"format": FORMAT, **_plain(part)})
+
+
+def write_manifest(manifest: Manifest) -> str:
+    """The text of manifest.json, which ends with a checksum of itself."""
+    content = {"format": FORMAT, **_plain(manifest)}
+    return _text({**content, "checksum": _checksum_of(content)})
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises DamagedError also when the folder's name tells another step."""
+    content = _read_json(checkpoint / MANIFEST, MANIFEST)
+    checksum = content.pop("checksum", None)
+    _expect(checksum == _checksum_of(content), MANIFEST, "differs from what was written")
+    _expect(isinstance(content.get("values"), dict), MANIFEST, "has no usable 'values'")
+    manifest = Manifest(
+        *_step_and_session(content, MANIFEST),
+        _branch(content.get("branch")),
+        content["values"],
+        _stamps(content.get("parts"), _PART_FOLDER, MANIFEST, "parts"),
+    )
+    _expect(bool(manifest.parts), MANIFEST, "names no part")
+    named, told = step_of(checkpoint), manifest.values.get("step", manifest.step)
+    _expect(named in (None, manifest.step), MANIFEST, f"is of step {manifest.step}, unlike the folder's name")
+    _expect(told == manifest.step, MANIFEST, f"is of step {manifest.step}, but its values are of another")
+    return manifest
+
+
+def read_parts(checkpoint: Path, manifest: Manifest) -> dict[Path, Part]:
+    """Folder → what it holds, of all parts that `manifest` names. Raises DamagedError."""
+    parts = {}
+    for name, stamp in manifest.parts.items():
+        place = f"{name}/{PART_MANIFEST}"
+        path = checkpoint / name / PART_MANIFEST
+        check_file(path, stamp, place, contents=True)
+        part = read_part(path, place)
+        _expect(part.step == manifest.step, place, f"is of step {part.step}, not {manifest.step}")
+        _expect(part.session == manifest.session, place, "is of another start of the run")
+        parts[checkpoint / name] = part
+    return parts
+
+
+def read_part(path: Path, place: str) -> Part:
+    """What a part.json says. place: named in errors. Raises DamagedError."""
+    content = _read_json(path, place)
+    return Part(
+        *_step_and_session(content, place),
+        _stamps(content.get("files"), _FILE, place, "files"),
+        _stamps(content.get("frozen"), _FROZEN_FILE, place, "frozen"),
+    )
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return Stamp(size, digest.hexdigest())
+
+
+def check_file(path: Path, stamp: Stamp, place: str, contents: bool) -> None:
+    """Raises DamagedError if the file is absent or of another size or, where `contents` are looked at, differs."""
+    try:
+        _expect(path.is_file(), place, "is missing")
+        size = path.stat().st_size
+        _expect(size == stamp.bytes, place, f"has {size} bytes instead of {stamp.bytes}")
+        _expect(not contents or stamp_of(path) == stamp, place, "differs from what was written")
+    except OSError as error:
+        raise DamagedError(f"{place} cannot be read ({error.strerror})") from None
+
+
+def _read_json(path: Path, place: str) -> dict[str, Any]:
+    try:
+        _expect(path.is_file(), place, "is missing")
+        _expect(path.stat().st_size <= _LONGEST_JSON_BYTES, place, "is too long")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{place} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{place} is not JSON") from None
+    _expect(isinstance(content, dict), place, "is not a JSON object")
+    found = content.pop("format", None)
+    _expect(found == FORMAT, place, f"is of format {found!r}, and this version reads {FORMAT}")
+    return {"format": FORMAT, **content}
+
+
+def _step_and_session(content: Mapping[str, Any], place: str) -> tuple[int, str]:
+    step, session = content.get("step"), content.get("session")
+    _expect(_is_count(step), place, "has no usable 'step'")
+    _expect(_is_session(session), place, "has no usable 'session'")
+    return step, session  # type: ignore[return-value]
+
+
+def _stamps(content: Any, names: re.Pattern[str], place: str, key: str) -> dict[str, Stamp]:
+    _expect(isinstance(content, dict), place, f"has no usable {key!r}")
+    for name, entry in content.items():
+        fits = isinstance(entry, dict) and entry.keys() == {"bytes", "checksum"}
+        fits = fits and _is_count(entry["bytes"]) and isinstance(entry["checksum"], str)
+        _expect(fits and names.fullmatch(name) is not None, place, f"has an unusable entry in {key!r}")
+    return {name: Stamp(entry["bytes"], entry["checksum"]) for name, entry in content.items()}
+
+
+def _branch(content: Any) -> Branch:
+    _expect(isinstance(content, list), MANIFEST, "has no usable 'branch'")
+    for entry in content:
+        fits = isinstance(entry, list) and len(entry) == 2 and _is_session(entry[0]) and _is_count(entry[1])
+        _expect(fits, MANIFEST, "has an unusable entry in 'branch'")
+    return tuple((session, step) for session, step in content)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_session(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _expect(fits: bool, place: str, otherwise: str) -> None:
+    if not fits:
+        raise DamagedError(f"{place} {otherwise}")
+
+
+def _plain(value: Part | Manifest) -> dict[str, Any]:
+    def plain(item: Any) -> Any:
+        if isinstance(item, Stamp):
+            return {"bytes": item.bytes, "checksum": item.checksum}
+        return {key: plain(entry) for key, entry in item.items()} if isinstance(item, dict) else item
+
+    # Through JSON and back, so that the checksum is of what a reader will find: keys are text, tuples are lists.
+    fields = {name: plain(getattr(value, name)) for name in value.__slots__}
+    return json.loads(json.dumps(fields))
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    except RecursionError:
+        raise DamagedError(f"{MANIFEST} is nested too deeply") from None
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,55 @@
+"""Answers of a whole model to prompts, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilatant.data.encode import EncodedPrompt
+from dilatant.models.multimodal import MultimodalModel
+
+
+def generate_answers(
+    model: MultimodalModel,
+    tokenizer: Any,
+    prompts: Sequence[EncodedPrompt],
+    device: torch.device,
+    max_new_tokens: int,
+    **generation: Any,
+) -> list[str]:
+    """What the model writes after each prompt; greedy unless `generation` says otherwise."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    longest = max(len(prompt.sample.input_ids) for prompt in prompts)
+    input_ids = torch.full((len(prompts), longest), pad or 0)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        ids = torch.as_tensor(prompt.sample.input_ids)
+        input_ids[row, longest - len(ids) :] = ids
+        attention_mask[row, longest - len(ids) :] = 1
+    written = model.generate(
+        input_ids.to(device),
+        encoder_inputs=_encoder_inputs(prompts, device),
+        attention_mask=attention_mask.to(device),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        eos_token_id=tokenizer.eos_token_id,
+        **{"do_sample": False, **generation},
+    )
+    return tokenizer.batch_decode(written, skip_special_tokens=True)
+
+
+def _encoder_inputs(
+    prompts: Sequence[EncodedPrompt], device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    collected: dict[str, dict[str, list[np.ndarray]]] = {}
+    for prompt in prompts:
+        for unit, inputs in prompt.sample.media.items():
+            for name, array in inputs.items():
+                collected.setdefault(unit, {}).setdefault(name, []).append(array)
+    return {
+        unit: {name: torch.as_tensor(np.concatenate(arrays)).to(device) for name, arrays in inputs.items()}
+        for unit, inputs in collected.items()
+    }

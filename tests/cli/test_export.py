@@ -1,0 +1,123 @@
+"""`export` and `generate`: nothing of the user's is lost, and nothing of a stranger's is run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_project import Dilatant
+
+from dilatant.data.encode import EncodedPrompt, Encoding, encode_prompt
+from dilatant.data.sample import Sample
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture
+def run(project: Path, dilatant: Dilatant) -> Path:
+    dilatant("train", project / "config.yaml", "--set", "train.steps=1")
+    return project / "run"
+
+
+def test_export_refuses_what_it_would_destroy_and_replaces_its_own(
+    run: Path, dilatant: Dilatant, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path_factory.mktemp("mine")
+    (mine / "precious.txt").write_text("precious")
+    monkeypatch.chdir(mine)
+    for target in (mine, run, run.parent, ".", run / "checkpoints", mine / "precious.txt"):
+        before = tree(run.parent), tree(mine)
+        code, _, err = dilatant("export", run, "--to", target)
+        assert code == 2
+        assert "the export cannot go to" in err
+        assert (tree(run.parent), tree(mine)) == before
+    for _ in range(2):
+        code, out, _ = dilatant("export", run, "--to", mine / "[b]new", "--json")
+        assert code == 0
+        assert json.loads(out) == {"export": str(mine / "[b]new"), "step": 1}
+    assert tree(mine / "[b]new") == tree(run / "export")
+
+
+def test_what_is_wrong_with_a_prompt_is_said_about_the_prompt(
+    run: Path, dilatant: Dilatant, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "torn.png").write_bytes(b"no image")
+    arguments = ("generate", run / "export", "--prompt", "a \udcff", "--top-p", 0.5)
+    code, _, err = dilatant(*arguments, "--image", "[/red].png", "--image", tmp_path / "fifo.png")
+    assert code == 2
+    for problem in (
+        "'[/red].png' does not exist",
+        "fifo.png' is not a file",
+        "--prompt is not",
+        "--temperature",
+    ):
+        assert problem in err
+    assert "data file" not in err
+    code, _, err = dilatant("generate", run / "export", "--prompt", "a", "--image", tmp_path / "torn.png")
+    assert code == 2
+    assert "torn.png" in err
+    assert "data." not in err
+
+
+def test_answers_are_drawn_from_the_seed(
+    run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*arguments: object) -> str:
+        code, out, err = dilatant(
+            "generate", run / "export", "--prompt", "Side?", "--max-new-tokens", 12, "--json", *arguments
+        )
+        assert code == 0, err
+        return json.loads(out)["answer"]
+
+    drawn = [answer("--temperature", 5, "--seed", seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    likeliest = answer()
+    assert answer("--temperature", 5, "--top-k", 1) == likeliest
+    assert answer("--temperature", 5, "--top-p", 0.000001) == likeliest
+    told: list[Sample] = []
+
+    def encode(sample: Sample, encoding: Encoding) -> EncodedPrompt:
+        told.append(sample)
+        return encode_prompt(sample, encoding)
+
+    monkeypatch.setattr("dilatant.data.encode.encode_prompt", encode)
+    answer("--system", "Only colours.")
+    assert [(turn.role, turn.content) for turn in told[0].turns] == [
+        ("system", ("Only colours.",)),
+        ("user", ("Side?",)),
+    ]
+
+
+def test_an_export_that_says_nonsense_is_no_traceback(run: Path, dilatant: Dilatant) -> None:
+    for text in ("[]", "null", '{"encoders": [1]}', '{"encoders": {"vision": {}}}', "{}", "[" * 100_000):
+        (run / "export" / "conversation.json").write_text(text)
+        code, _, err = dilatant("generate", run / "export", "--prompt", "a")
+        assert code == 2
+        assert "is not an export" in err
+
+
+def test_code_of_an_export_is_neither_run_nor_asked_for(
+    run: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = run / "export" / "language" / "tokenizer_config.json"
+    changed = {
+        **json.loads(settings.read_text()),
+        "tokenizer_class": "Mine",
+        "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]},
+    }
+    settings.write_text(json.dumps(changed))
+    (settings.parent / "mine.py").write_text(f"open({str(run / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    code, _, err = dilatant("generate", run / "export", "--prompt", "Side?")
+    assert not (run / "ran").exists()
+    assert asked == []
+    assert code == 2
+    assert "cannot be read" in err

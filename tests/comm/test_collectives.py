@@ -1,0 +1,60 @@
+"""All-gather and reduce-scatter put every rank's part where its place in the group says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilatant.comm.comm import Comm
+from worker_pool import Worker, WorkerPool
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+GROUPS = [(0, 1, 2), (2, 0), (1,)]
+
+
+def _values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(count) + 100 * rank).to(dtype)  # below 256: exact in bf16, as are sums of three
+
+
+def _collect(worker: Worker) -> dict[str, list[list[float]]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    results = {}
+    for ranks in GROUPS:
+        if worker.rank not in ranks:
+            continue
+        group = comm.group(str(ranks), ranks)
+        for dtype in DTYPES:
+            part = _values(worker.rank % 2, 6, dtype).view(2, 3)
+            gathered = torch.zeros(len(ranks), 2, 3, dtype=dtype)
+            whole = _values(worker.rank % 2, 4 * len(ranks), dtype)
+            kept = whole.clone()
+            own = torch.zeros(2, 2, dtype=dtype)
+            pending = [group.all_gather(gathered, part), group.reduce_scatter(own, whole)]
+            for each in pending:
+                each.wait()
+            assert torch.equal(whole, kept)
+            results[f"{ranks} {dtype}"] = [gathered.flatten().tolist(), own.flatten().tolist()]
+        group.all_gather(torch.zeros(0), torch.zeros(0)).wait()
+        group.reduce_scatter(torch.zeros(0), torch.zeros(0)).wait()
+        with pytest.raises(ValueError, match="is not an equal part"):
+            group.all_gather(torch.zeros(3 * len(ranks)), torch.zeros(2))
+        with pytest.raises(ValueError, match="is not an equal part"):
+            group.reduce_scatter(torch.zeros(2, dtype=torch.int64), torch.zeros(2 * len(ranks)))
+    comm.world.barrier()
+    comm.close()
+    return results
+
+
+def test_parts_go_to_their_places_in_every_dtype(workers: WorkerPool) -> None:
+    for rank, results in enumerate(workers.run(_collect, 3)):
+        for ranks in GROUPS:
+            if rank not in ranks:
+                continue
+            for dtype in DTYPES:
+                gathered, own = results[f"{ranks} {dtype}"]
+                assert gathered == [value + 100 * (member % 2) for member in ranks for value in range(6)]
+                sums = [
+                    sum(value + 100 * (member % 2) for member in ranks) for value in range(4 * len(ranks))
+                ]
+                place = ranks.index(rank)
+                assert own == sums[4 * place : 4 * place + 4]

@@ -1,0 +1,179 @@
+"""The store of a run: values for those who hold its token, a closed door for everybody else."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from dilatant.comm import store_server
+from dilatant.comm.store import Store, StoreGone, connect
+from dilatant.comm.store_server import StoreServer
+from dilatant.config.errors import UserError
+
+TOKEN = b"correct horse battery staple"
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    server = StoreServer("127.0.0.1", 0, TOKEN)
+    yield server
+    server.close()
+
+
+def _connect(server: StoreServer, token: bytes = TOKEN) -> Store:
+    return connect("127.0.0.1", server.port, token, on_one_machine=True, timeout_seconds=5)
+
+
+def _still_serves(server: StoreServer) -> bool:
+    store = _connect(server)
+    store.set("alive", b"yes")
+    answer = store.get("alive") == b"yes"
+    store.close()
+    return answer
+
+
+def test_values_counters_and_queues_are_shared_under_their_prefix(server: StoreServer) -> None:
+    one, other = _connect(server).prefixed("run"), _connect(server)
+    one.set("a", b"\0\xff" * 70_000)  # larger than any socket buffer takes at once
+    assert other.get("run/a") == b"\0\xff" * 70_000
+    assert not other.check(["a"])
+    assert [one.add("n", 2), other.prefixed("run").add("n", 3)] == [2, 5]
+    assert one.compare_set("c", "", "first") == b"first"
+    assert one.compare_set("c", "", "second") == b"first"
+    assert one.compare_set("c", "first", "second") == b"second"
+    one.append("log", "x")
+    one.append("log", "y")
+    one.multi_set(["k", "l"], ["1", b"2"])
+    assert one.multi_get(["log", "k", "l", "k"]) == [b"xy", b"1", b"2", b"1"]
+    assert one.delete_key("k")
+    assert not one.check(["k", "l"])
+    one.push("q", "1")
+    one.push("q", "2")
+    assert [other.pop("run/q"), one.pop("q")] == [b"1", b"2"]
+
+
+def test_who_waits_gets_the_value_when_it_comes_or_hears_of_the_timeout(server: StoreServer) -> None:
+    store, other = _connect(server), _connect(server)
+    with pytest.raises(TimeoutError, match="waiting for never"):
+        store.wait(["never"], timedelta(seconds=0.05))
+    threading.Timer(0.1, other.set, ("late", b"here")).start()
+    assert store.get("late") == b"here"
+    assert store.get("late") == b"here"  # the answer to the timed-out request is not taken for another one's
+    threading.Timer(0.1, store.close).start()
+    with pytest.raises(StoreGone, match="was closed"):
+        store.wait(["never"])
+
+
+def test_each_value_of_a_queue_goes_to_one_of_those_who_wait(server: StoreServer) -> None:
+    values: list[bytes] = []
+    threads = [threading.Thread(target=lambda: values.append(_connect(server).pop("q"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    store = _connect(server)
+    for number in range(8):
+        store.push("q", str(number))
+    for thread in threads:
+        thread.join(10)
+    assert sorted(values) == [str(number).encode() for number in range(8)]
+
+
+@pytest.mark.parametrize("token", [b"", b"x", b"correct horse battery stable", TOKEN + b" "])
+def test_who_lacks_the_token_is_refused_and_told_the_remedy(server: StoreServer, token: bytes) -> None:
+    with pytest.raises(UserError, match=r"refused this process.*DILATANT_TOKEN"):
+        _connect(server, token)
+    assert _still_serves(server)
+
+
+def test_a_server_without_the_token_is_not_believed() -> None:
+    impostor = StoreServer("127.0.0.1", 0, b"another secret")
+    impostor._token = TOKEN[::-1]
+    with pytest.raises(UserError, match="refused"):
+        _connect(impostor)
+    impostor.close()
+    # One that sends its challenge back to the client and echoes its proof holds no token either.
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def echo() -> None:
+        connection, _ = listener.accept()
+        connection.sendall(b"dilatant-store-1" + bytes(32))
+        answer = connection.recv(64)
+        connection.sendall(answer[32:])
+
+    threading.Thread(target=echo, daemon=True).start()
+    with pytest.raises(UserError, match="refused"):
+        connect("127.0.0.1", listener.getsockname()[1], TOKEN, True, timeout_seconds=5)
+    listener.close()
+
+
+def test_garbage_and_huge_lengths_hurt_nobody(server: StoreServer) -> None:
+    draw = random.Random(7)
+    steady = _connect(server)
+    waiting: list[bytes] = []
+    waiter = threading.Thread(target=lambda: waiting.append(_connect(server).pop("message")))
+    waiter.start()
+    for case in range(60):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.settimeout(5)
+            if case % 3:
+                stranger.sendall(draw.randbytes(draw.choice([1, 63, 64, 65, 5000])))
+            else:
+                stranger.sendall(b"\xff" * 4096)
+            if case % 2:
+                stranger.shutdown(socket.SHUT_WR)
+        steady.set("a", b"b")
+    # With the token, malformed requests end their own connection only.
+    for request in (b"\xff\xff\xff\xff", b"\0\0\0\4\0\0\1\0", b"\0\0\0\0", b"\0\0\0\5\0\0\0\1?"):
+        friend = _connect(server)
+        friend._connection._socket.sendall(request)
+        friend._connection._socket.settimeout(5)
+        assert friend._connection._socket.recv(1) == b""
+    for fields in (
+        [b"add", b"k", b"1" * 10_000],
+        [b"add", b"a", b"1"],
+        [b"get", b"soon", b"k"],
+        [b"pop", b"1"],
+    ):
+        with pytest.raises(StoreGone):
+            _connect(server)._connection.ask(fields, 5)
+    steady.push("message", "still here")
+    waiter.join(10)
+    assert waiting == [b"still here"]
+
+
+def test_connections_that_never_authenticate_are_closed(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(store_server, "MAX_UNAUTHENTICATED", 20)
+    steady = _connect(server)
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
+    assert _still_serves(server)
+    deadline = time.monotonic() + 20
+    while len(server._clients) > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    steady.set("a", b"b")
+    for connection in silent:
+        connection.close()
+
+
+def test_a_store_that_nobody_opens_is_one_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(UserError, match=f"no store of the run answers at 127.0.0.1:{port}"):
+        connect("127.0.0.1", port, TOKEN, True, timeout_seconds=0.3)
+
+
+def test_clients_notice_at_once_that_the_store_is_gone(server: StoreServer) -> None:
+    store = _connect(server)
+    threading.Timer(0.2, server.close).start()
+    with pytest.raises(StoreGone):
+        store.wait(["never"], timedelta(seconds=60))
+    with pytest.raises(StoreGone):
+        store.clone()

@@ -1,0 +1,131 @@
+"""Modules that transformers does not know, as encoders and behind the language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LANGUAGE_MODELS, images, tokens, vision_language
+from torch import Tensor, nn
+
+from dilatant.config import UserError
+from dilatant.models import Encoder, Generator, MultimodalModel
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 12, 4, 4)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.patches(pixel_values).flatten(2).transpose(1, 2)
+
+
+STATED: dict[str, Any] = {"kind": "image", "row_shape": (1, 8, 8), "width": 12, "tokens_per_row": 4}
+
+
+def build(**encoder: Any) -> MultimodalModel:
+    return MultimodalModel(
+        {"vision": Encoder(Tower(), **{**STATED, **encoder})}, LANGUAGE_MODELS["llama"], seed=0
+    )
+
+
+def test_a_module_of_one_s_own_is_an_encoder_of_one_layer() -> None:
+    mllm = build()
+    unit = mllm["vision"]
+    assert unit.layers == ("vision.encoder", "vision.projector")
+    picture = images(2)
+    rows = mllm.encode({"vision": {"pixel_values": picture}})["vision"]
+    assert torch.equal(rows, unit.projector(unit.model(picture)).flatten(0, 1))
+    hidden = unit.stage(0, 1)({"pixel_values": picture})
+    assert torch.equal(unit.stage(1, 2)(None, hidden).flatten(0, 1), rows)
+    mllm.freeze(["vision.encoder"])
+    ids = torch.cat([torch.full((1, 8), mllm.placeholder_ids["vision"]), tokens(1, 3)], dim=1)
+    mllm(
+        ids, encoder_inputs={"vision": {"pixel_values": picture}}, labels=ids.where(ids < 64, -100)
+    ).loss.backward()
+    assert unit.model.patches.weight.grad is None
+    assert unit.projector[0].weight.grad is not None
+
+
+def test_what_is_not_stated_of_a_module_is_listed() -> None:
+    with pytest.raises(UserError) as error:
+        build(row_shape=None, width=None, features="patch")
+    for problem in (
+        "row_shape is missing",
+        "width is missing",
+        "features 'patch' is for transformers encoders",
+    ):
+        assert problem in str(error.value)
+    with pytest.raises(UserError, match="rows of kind 'audio' have 2 dimensions"):
+        build(kind="audio")
+    with pytest.raises(UserError, match="width is for a module of your own"):
+        vision_language(width=24)
+
+
+def test_a_module_that_cannot_be_drawn_says_so() -> None:
+    class Raw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(12))
+
+    with torch.device("meta"):
+        raw = Raw()
+    with pytest.raises(UserError, match=r"vision.encoder: Raw '' has weights but no reset_parameters"):
+        MultimodalModel({"vision": Encoder(raw, **STATED)}, LANGUAGE_MODELS["llama"], seed=0)
+
+
+def test_a_module_of_one_s_own_is_not_saved_as_one_of_transformers(tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="vision: a module of your own has no Hugging Face layout"):
+        build().save_pretrained(tmp_path)
+
+
+def test_units_that_do_not_fit_together_are_listed() -> None:
+    generators = {
+        "vision": Generator(nn.Linear(8, 1), token_id=3, width=8),
+        "draw": Generator(nn.Linear(8, 1), token_id=99, width=8),
+        "paint": Generator(nn.Linear(8, 1), token_id=3, width=8),
+    }
+    with pytest.raises(UserError) as error:
+        MultimodalModel(
+            {"vision": Encoder(Tower(), **STATED)}, LANGUAGE_MODELS["llama"], generators=generators
+        )
+    for problem in (
+        "'vision' is an encoder and a generator",
+        "token_id 99 is not in the",
+        "share a token_id",
+    ):
+        assert problem in str(error.value)
+
+
+def test_the_graph_says_who_feeds_whom() -> None:
+    mllm = MultimodalModel(
+        {"vision": Encoder(Tower(), **STATED)},
+        LANGUAGE_MODELS["llama"],
+        generators={"draw": Generator(nn.Linear(8, 1), token_id=3, width=8, loss_weight=0.5)},
+        seed=0,
+    )
+    graph = mllm.graph
+    assert graph.units == ("vision", "language", "draw")
+    assert graph.feeds == {"vision": ("language",), "language": ("draw",), "draw": ()}
+    assert (graph.anchor, graph.before_anchor, graph.behind_anchor) == ("language", ("vision",), ("draw",))
+    assert {name: loss.weight for name, loss in graph.losses.items()} == {"language": 1.0, "draw": 0.5}
+
+
+def test_unknown_keywords_are_refused_with_the_right_one() -> None:
+    mllm = vision_language()
+    with pytest.raises(UserError) as error:
+        mllm(tokens(1, 4), pixel_values=images(1), label=tokens(1, 4))
+    assert "give encoder_inputs={'vision': {'pixel_values': ...}}" in str(error.value)
+    assert "did you mean 'labels'?" in str(error.value)
+
+
+def test_freezing_takes_the_patterns_of_the_yaml() -> None:
+    mllm = vision_language()
+    mllm.freeze(["vision.encoder", "language.layers.0"])
+    assert not mllm["vision"].model.embeddings.patch_embedding.weight.requires_grad
+    assert mllm["vision"].projector[0].weight.requires_grad
+    assert not any(p.requires_grad for p in mllm.language.model.model.layers[0].parameters())
+    with pytest.raises(UserError, match=r"give a list of patterns: freeze\(\['vision'\]\)"):
+        mllm.freeze("vision")
