@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,10 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from worker_pool import WorkerPool  # torch reads the variable above when it is imported
+
+# What tests measure is not kept among the user's files.
+_CACHE = tempfile.TemporaryDirectory(prefix="dilatant-cache-")
+os.environ["DILATANT_CACHE"] = _CACHE.name
 
 
 def pytest_configure(config: pytest.Config) -> None:

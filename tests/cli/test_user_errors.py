@@ -156,3 +156,21 @@ def test_lint_reports_every_broken_sample_and_fails(project: Path, dilatant: Dil
     assert "does not exist" in problems[1]
     assert "tokens" in problems[4]
     assert "answer" in problems[5]
+
+
+def test_lint_shows_names_with_brackets_as_they_are(project: Path, dilatant: Dilatant) -> None:
+    broken = write_images(project, 2, "broken.jsonl")
+    lines = [json.loads(line) for line in broken.read_text().splitlines()]
+    lines[1]["messages"][0]["content"][0]["image"] = "images/[/red]\x1b[2J[bold].png"
+    broken.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    path = "data.train.0.path=broken.jsonl"
+    code, out, _ = dilatant("data", "lint", project / "config.yaml", "--set", path)
+    assert code == 1
+    assert "images/[/red]\\x1b[2J[bold].png" in out.replace("\\\\", "\\")
+    assert "2 samples, 1 problems" in out
+
+
+def test_lint_refuses_what_no_row_of_training_holds(project: Path, dilatant: Dilatant) -> None:
+    for tokens, expected in ((64, 0), (4, 1)):
+        limit = f"train.row_tokens={tokens}"
+        assert dilatant("data", "lint", project / "config.yaml", "--set", limit)[0] == expected

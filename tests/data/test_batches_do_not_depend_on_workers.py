@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, replace
@@ -180,6 +183,71 @@ def test_a_killed_worker_is_an_error_that_says_so():
         with pytest.raises(WorkerError, match=rf"data worker 1 \(process {victim}\) was killed by SIGKILL"):
             deque(batches, maxlen=0)  # endless otherwise
         assert time.monotonic() - start < 20  # a hang would be endless
+
+
+def test_a_stopped_worker_is_named_with_its_sample():
+    samples = Broken(seconds=0.02)
+    with loader(samples, samples.sampler(4), workers=2, steps=None, sample_seconds=2.0) as batches:
+        next(batches)
+        victim = batches._pool._processes[1].pid
+        os.kill(victim, signal.SIGSTOP)
+        with pytest.raises(
+            WorkerError, match=rf"worker 1 \(process {victim}\) has been at sample \d+ .* for 2 s"
+        ):
+            deque(batches, maxlen=0)  # endless otherwise
+    with pytest.raises(ProcessLookupError):
+        os.kill(victim, 0)
+
+
+def test_a_slow_trainer_is_no_fault_of_the_workers():
+    samples = Broken(seconds=0.01)
+    with loader(samples, samples.sampler(4), workers=2, steps=6, sample_seconds=0.5) as batches:
+        for batch in batches:
+            assert batch.num_samples == 4
+            time.sleep(0.7)
+
+
+BLOCKED = """
+import sys, time
+from dilatant.data.workers import WorkerPool
+
+def main():
+    pool = WorkerPool(time.sleep, 1)
+    print(pool._processes[0].pid, flush=True)
+    list(pool.map([1000], 1))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_blocked_worker_does_not_outlive_its_command(tmp_path):
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    command = subprocess.Popen([sys.executable, tmp_path / "blocked.py"], stdout=subprocess.PIPE, text=True)
+    worker = int(command.stdout.readline())
+    time.sleep(1.0)  # it is asleep by now, or about to be
+    command.kill()
+    command.wait()
+    command.stdout.close()
+    end = time.monotonic() + 20  # its sleep is 1000 s; a busy machine takes its time
+    while time.monotonic() < end:
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker was left behind")
+
+
+def test_closing_while_another_thread_makes_a_batch_raises_nothing():
+    samples = Broken(seconds=0.1)
+    batches = loader(samples, samples.sampler(4), workers=0, steps=None)
+    thread = threading.Thread(target=next, args=(batches,))
+    thread.start()
+    time.sleep(0.15)
+    batches.close()
+    thread.join()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 30.0])

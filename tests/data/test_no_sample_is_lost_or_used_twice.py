@@ -16,7 +16,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.permutation import permute
 from dilatant.data.records import Blocks
 from dilatant.data.sample import Sample
-from dilatant.data.sampler import Sampler, SamplerState
+from dilatant.data.sampler import Sampler, SamplerState, choose_sources
 from dilatant.data.stream_sampler import StreamSampler
 
 SEEDS = st.integers(0, 2**40)
@@ -52,7 +52,9 @@ def samplers(draw):
     for length in lengths:
         cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
         runs = tuple(int(run) for run in np.diff([0, *cuts, length]) if run)
-        blocks.append(draw(st.sampled_from([None, Blocks(runs, draw(st.integers(1, 4)))])))
+        new_group = [0, *(draw(st.integers(0, 1)) for _ in runs[1:])]
+        groups = draw(st.sampled_from([(), tuple(np.cumsum(new_group).tolist())]))
+        blocks.append(draw(st.sampled_from([None, Blocks(runs, draw(st.integers(1, 4)), groups)])))
     weights = draw(
         st.lists(st.sampled_from([0.1, 1.0, 2.0, 7.0]), min_size=len(lengths), max_size=len(lengths))
     )
@@ -130,9 +132,49 @@ def test_blocks_are_read_one_window_after_another():
     indices, _ = sampler.take(sampler.start(), 200)
     for window in range(5):
         assert len({index // 10 for index in indices[window * 40 : window * 40 + 40]}) == 4
+    inside = [[index % 10 for index in indices[window * 40 : window * 40 + 40]] for window in range(5)]
+    assert len({tuple(order) for order in inside}) == 5  # no two windows are mixed alike
     # Inside a window the samples are mixed, and windows take blocks from anywhere.
     assert len({index // 10 for index in indices[:8]}) > 2
     assert [index // 10 for index in indices[::40]] != sorted(index // 10 for index in indices[::40])
+
+
+def test_runs_of_a_group_are_read_one_after_another():
+    lengths, groups = (10,) * 12, (0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 4, 5)
+    sampler = Sampler((120,), (1.0,), 3, 120, blocks=(Blocks(lengths, 1, groups),))
+    indices, _ = sampler.take(sampler.start(), 120)
+    runs = [int(index) // 10 for index in indices[::10]]
+    assert [groups[run] for run in runs] != sorted(groups)
+    for group in range(6):
+        places = [place for place, run in enumerate(runs) if groups[run] == group]
+        assert places == list(range(places[0], places[0] + len(places)))
+        assert [runs[place] for place in places] == sorted(runs[place] for place in places)
+
+
+def test_a_batch_costs_the_same_however_many_blocks_there_are(monkeypatch):
+    from dilatant.data import sampler as module
+
+    asked = []
+
+    def counted(positions, *rest):
+        asked.append(len(positions))
+        return permute(positions, *rest)
+
+    monkeypatch.setattr(module, "permute", counted)
+    sampler = Sampler((50_000,), (1.0,), 0, 8, blocks=(Blocks((10,) * 5000, 4),))
+    batches = sampler.batches(sampler.start())
+    next(batches)
+    assert max(asked) == 5000  # the order of a pass, once
+    asked.clear()
+    for _ in range(20):
+        next(batches)
+    assert max(asked) <= 8
+
+
+def test_shares_are_given_to_the_source_furthest_behind():
+    """Worked out by hand: always the largest of share x (samples with this one) less samples taken."""
+    assert choose_sources((3.0, 1.0), (0, 0), 8).tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
+    assert choose_sources((1.0, 2.0), (0, 0), 6).tolist() == [1, 0, 1, 1, 0, 1]
 
 
 def test_a_position_of_other_data_is_refused():
@@ -190,6 +232,14 @@ def test_a_stream_is_shuffled_in_blocks_and_resumed_exactly(length, block, batch
     position = whole[before - 1][1] if before else sampler.start()
     rest = islice(sampler.batches(sampler.resume(SamplerState.from_json(position.to_json()))), after)
     assert numbers_in(rest) == numbers_in(whole[before:])
+
+
+def test_a_stream_is_shuffled_anew_in_every_pass():
+    sampler = StreamSampler((Numbers(40),), (1.0,), 0, 40, 20)
+    first, second = (numbers_in([batch]) for batch in islice(sampler.batches(sampler.start()), 2))
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second
+    assert first[:20] != [number - 20 for number in first[20:]]  # and so is every block
 
 
 def test_streams_are_blended_by_weight():

@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import DataSource, UserError
+from dilatant.data.blend import open_blend
 from dilatant.data.reader import open_source
 from dilatant.data.sample import Media
 
@@ -80,6 +82,13 @@ SOUND = base64.b64encode(wav_bytes()).decode()
         ({"messages": messages({"type": "image"}, TEXT), "images": ["media/a.png"]}, ["image"]),
         (
             {
+                "messages": messages({"type": "image"}, {"type": "image"}, TEXT),
+                "images": ["media/a.png", "media/b.png"],
+            },
+            ["image", "image"],
+        ),
+        (
+            {
                 "messages": messages({"type": "image"}, {"type": "audio"}, TEXT),
                 "image": "media/a.png",
                 "audio": "media/c.wav",
@@ -92,10 +101,11 @@ def test_typed_content_keeps_media_in_reading_order(folder, record, media):
     (sample,) = read_all(write_lines(folder / "x.jsonl", [record]))
     assert turns(sample) == (("user", (*media, QUESTION)), ("assistant", (ANSWER,)))
     assert sample.unplaced == ()
+    images = [image_bytes(seed=1), image_bytes(seed=2)]
     for part in sample.turns[0].content:
         if isinstance(part, Media):
             data = part.source if isinstance(part.source, bytes) else part.source.read_bytes()
-            assert data == (image_bytes(seed=1) if part.kind == "image" else wav_bytes())
+            assert data == (images.pop(0) if part.kind == "image" else wav_bytes())
 
 
 @pytest.mark.parametrize(
@@ -251,25 +261,30 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(
     extras=st.lists(JSON_VALUES, min_size=1, max_size=6),
-    indent=st.sampled_from([None, 1]),
+    gaps=st.lists(st.sampled_from([",", ", ", " ,", ",\n", ",\r\n  ", ",  "]), min_size=1, max_size=6),
     ascii_only=st.booleans(),
-    scan=st.integers(1, 40),
+    mark=st.booleans(),
 )
 def test_elements_of_a_json_array_are_found_whatever_the_strings_hold(
-    tmp_path_factory, extras, indent, ascii_only, scan
+    tmp_path_factory, extras, gaps, ascii_only, mark
 ):
     records = [{"x": extra, "question": "q", "answer": str(number)} for number, extra in enumerate(extras)]
-    path = tmp_path_factory.mktemp("json") / "x.json"
-    path.write_text(
-        json.dumps(records, indent=indent, ensure_ascii=ascii_only), encoding="utf-8", newline="\r\n"
+    text = "".join(
+        gaps[number % len(gaps)] * (number > 0) + json.dumps(record, ensure_ascii=ascii_only)
+        for number, record in enumerate(records)
     )
-    from dilatant.data import json_records
+    path = tmp_path_factory.mktemp("json") / "x.json"
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + f" [{text} ]\n".encode())
+    reader = open_source(DataSource(path=str(path)))
+    assert [reader.records.read(index).fields for index in range(len(reader))] == records
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_records, "SCAN_BYTES", scan)
-        reader = open_source(DataSource(path=str(path)))
-        read = [reader.records.read(index).fields for index in range(len(reader))]
-    assert read == records
+
+@pytest.mark.parametrize("indent", [None, 0, 1, 4])
+def test_a_large_array_is_read_as_the_standard_library_reads_it(tmp_path, indent):
+    records = [{"text": "é" * (number % 7), "deep": {"x": [[], {}]}} for number in range(500)]
+    (tmp_path / "x.json").write_text(json.dumps(records, indent=indent))
+    reader = open_source(DataSource(path=str(tmp_path / "x.json")))
+    assert [reader.records.read(index).fields for index in range(len(reader))] == records
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
@@ -315,6 +330,75 @@ def test_a_limit_uses_the_first_samples(tmp_path):
     assert [sample.turns[1].content[0] for sample in read_all(path, limit=4)] == ["0", "1", "2", "3"]
     with pytest.raises(IndexError):
         open_source(DataSource(path=str(path), limit=4))[4]
+
+
+def test_a_limit_leaves_out_the_blocks_behind_it(tmp_path, monkeypatch):
+    from dilatant.data import parquet_records
+
+    monkeypatch.setattr(parquet_records, "CACHE_BYTES", 1)  # as if the file were larger than memory
+    table = pa.table({"text": [str(number) for number in range(20)]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=4)
+    for limit, lengths in ((None, (4,) * 5), (20, (4,) * 5), (9, (4, 4, 1)), (8, (4, 4)), (1, (1,))):
+        reader = open_source(DataSource(path=str(tmp_path / "x.parquet"), limit=limit))
+        assert reader.blocks.lengths == lengths
+        assert len(reader.blocks.groups) == len(lengths)
+        assert sum(lengths) == len(reader)
+
+
+def test_a_row_group_is_read_once_in_blocks_that_memory_holds(tmp_path, monkeypatch):
+    from dilatant.data import parquet_records
+
+    monkeypatch.setattr(parquet_records, "CACHE_BYTES", 400_000)
+    monkeypatch.setattr(parquet_records, "BLOCK_BYTES", 100_000)
+    noise = np.random.default_rng(0)
+    texts = [noise.bytes(5_000).hex() for _ in range(300)]  # 10 kB each, 3 MB in all
+    pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", row_group_size=200, compression=None)
+    opened = []
+    read = parquet_records._row_group
+    monkeypatch.setattr(
+        parquet_records, "_row_group", lambda path, block: opened.append(block.group) or read(path, block)
+    )
+    blend = open_blend([DataSource(path=str(tmp_path / "x.parquet"))])
+    records = blend.readers[0].records
+    assert records.blocks.window == 4
+    assert set(records.blocks.groups) == {0, 1}
+    assert max(records.blocks.lengths) <= 10
+
+    def check(index):
+        assert blend[index].turns[0].content == (texts[index],)
+        assert blend[index].id == f"x.parquet:{index + 1}"
+        assert sum(table.nbytes for table in records._cache.values()) <= 400_000
+
+    sampler = blend.sampler(0, 300)
+    for index in sampler.take(sampler.start(), 300)[0].tolist():
+        check(index)
+    assert sorted(opened) == [0, 1]
+    opened.clear()
+    for index in range(300):
+        check(index)
+    assert opened == [0, 1]
+    for index in noise.integers(0, 300, 30).tolist():
+        check(index)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12))
+def test_batches_of_any_length_become_blocks_of_one(lengths, rows):
+    from dilatant.data.parquet_records import in_blocks
+
+    ends = np.cumsum(lengths, dtype=int)
+    batches = [
+        pa.record_batch({"x": pa.array(range(end - length, end), pa.int64())})
+        for length, end in zip(lengths, ends.tolist())
+    ]
+    total = sum(lengths)
+    found = [table["x"].to_pylist() for table in in_blocks(batches, rows)]
+    assert found == [list(range(start, min(start + rows, total))) for start in range(0, total, rows)]
+
+
+def test_of_several_answers_the_first_is_used(folder):
+    path = write_lines(folder / "x.jsonl", [{"question": QUESTION, "captions": [ANSWER, "eight"]}])
+    assert turns(read_all(path)[0]) == PLAIN
 
 
 def test_a_reader_travels_to_another_process(folder):

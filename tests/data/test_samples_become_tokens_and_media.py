@@ -206,6 +206,13 @@ def test_what_cannot_be_trained_on_is_named(example, pattern):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_sample_may_have_as_many_tokens_as_are_allowed_and_no_more():
+    length = len(encode_sample(sample("a" * 40), ENCODING).input_ids)
+    encode_sample(sample("a" * 40), replace(ENCODING, max_length=length))
+    with pytest.raises(UserError, match="allowed"):
+        encode_sample(sample("a" * 40), replace(ENCODING, max_length=length - 1))
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"s:1: image '.*none.png' does not exist; put it there"):
         encode_sample(sample(Media("image", tmp_path / "none.png", "none.png")), ENCODING)

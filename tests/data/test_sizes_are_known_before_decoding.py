@@ -23,6 +23,12 @@ from dilatant.data.stats_view import bars, html_page, terminal_view
 ENCODING = small_encoding()
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sizes"
+
+
 @pytest.fixture
 def source(tmp_path):
     (tmp_path / "a.png").write_bytes(image_bytes(20, 30))
@@ -73,10 +79,12 @@ def index_of(source, encoding=ENCODING, **settings):
     return index, progress.calls
 
 
-def test_the_index_is_kept_beside_the_data_and_read_again(source, tmp_path):
+def test_the_index_is_kept_in_the_cache_and_read_again(source, tmp_path, cache):
+    before = sorted(tmp_path.iterdir())
     first, calls = index_of(source)
     assert calls == [(19, 19)]
-    assert len(list((tmp_path / ".dilatant").glob("sizes-*.parquet"))) == 1
+    assert len(list(cache.glob("sizes-*.parquet"))) == 1
+    assert sorted({*tmp_path.iterdir()} - {cache.parent}) == before  # nothing is written among the data
     second, calls = index_of(source)
     assert calls == []
     assert same(first, second)
@@ -92,19 +100,34 @@ def test_the_index_is_made_anew_when_what_it_depends_on_changes(source, tmp_path
     assert index_of(source)[1] == []  # the first index is still there
 
 
-def test_a_changed_file_replaces_its_index(source, tmp_path):
-    index_of(source)
+def test_a_changed_file_replaces_its_index(source, tmp_path, cache):
+    before, _ = index_of(source)
     path = tmp_path / "x.jsonl"
+    path.write_text(path.read_text().replace('"b"', '"a longer answer"'))  # as many records
+    index, calls = index_of(source)
+    assert calls
+    assert (index.of("language") > before.of("language")).sum() == 18  # all but the one that cannot be read
     path.write_text(path.read_text() + '{"text": "one more"}\n')
     index, calls = index_of(source)
     assert calls
     assert len(index) == 20
-    assert len(list((tmp_path / ".dilatant").iterdir())) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
-def test_a_damaged_index_is_made_anew(source, tmp_path):
+def test_data_of_one_name_in_two_folders_have_two_indices(source, tmp_path, cache, monkeypatch):
+    for folder, text in (("one", "short"), ("two", "somewhat longer")):
+        (tmp_path / folder).mkdir()
+        write_lines(tmp_path / folder / "y.jsonl", [{"text": text}])
+    for _ in range(2):
+        for folder, tokens in (("one", 7), ("two", 17)):
+            monkeypatch.chdir(tmp_path / folder)
+            assert index_of(DataSource(path="y.jsonl"))[0].of("language").tolist() == [tokens]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_damaged_index_is_made_anew(source, cache):
     first, _ = index_of(source)
-    (file,) = (tmp_path / ".dilatant").iterdir()
+    (file,) = cache.iterdir()
     file.write_bytes(file.read_bytes()[:-20])
     second, calls = index_of(source)
     assert calls
@@ -112,9 +135,9 @@ def test_a_damaged_index_is_made_anew(source, tmp_path):
     assert not index_of(source)[1]
 
 
-def test_the_index_goes_to_the_users_cache_where_the_data_cannot_be_written(source, tmp_path, monkeypatch):
+def test_the_index_goes_to_the_folder_that_is_named_or_the_users_cache(source, tmp_path, monkeypatch):
+    monkeypatch.delenv("DILATANT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    (tmp_path / ".dilatant").write_text("in the way")
     index_of(source)
     assert len(list((tmp_path / "home" / "dilatant" / "sizes").iterdir())) == 1
     assert not index_of(source)[1]

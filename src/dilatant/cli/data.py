@@ -62,7 +62,7 @@ def stats(
     else:
         console.print(terminal_view(found))
         if page is not None:
-            console.print(f"plots: {page}", highlight=False, soft_wrap=True)
+            console.print(f"plots: {page}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -77,6 +77,7 @@ def lint(
 ) -> None:
     """Find every sample that would fail in training. Exits with 1 when there is one."""
     from rich.console import Console
+    from rich.text import Text
 
     from dilatant.data.lint import lint as find_problems
     from dilatant.profiling.assemble import assemble_samples
@@ -85,13 +86,16 @@ def lint(
     samples = assemble_samples(read_config(config, overrides))
     problems: list[Problem] = []
     checked = 0
-    for blend in [samples.train] if samples.held_out is None else [samples.train, samples.held_out]:
+    for blend in (samples.train, samples.held_out):
+        if blend is None:
+            continue
         with _progress(console) as progress:
             task = progress.add_task("reading samples", total=len(blend))
             problems += find_problems(
                 blend,
                 samples.encoding,
                 deep=not headers_only,
+                held_out=blend is samples.held_out,
                 workers=workers,
                 progress=partial(_show, progress, task),
             )
@@ -100,9 +104,10 @@ def lint(
         print(json.dumps({"samples": checked, "problems": [asdict(problem) for problem in problems]}))
     else:
         for problem in problems:
-            console.print(f"[red]{problem.sample}[/]: {problem.problem}", highlight=False, soft_wrap=True)
+            # Assembled, not marked up: names and texts of the data may hold brackets.
+            console.print(Text.assemble((problem.sample, "red"), f": {problem.problem}"), soft_wrap=True)
             if problem.remedy:
-                console.print(f"    {problem.remedy}", style="dim", highlight=False, soft_wrap=True)
+                console.print(Text(f"    {problem.remedy}", "dim"), soft_wrap=True)
         verdict = f"{len(problems):,} problems" if problems else "no problem"
         console.print(f"{checked:,} samples, {verdict}", highlight=False)
     raise typer.Exit(1 if problems else 0)

@@ -141,6 +141,12 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
+def cache_folder() -> Path:
+    """Where we keep what can be made again: `DILATANT_CACHE`, or a folder of ours among those of other programs."""
+    named = os.environ.get("DILATANT_CACHE")
+    return Path(named) if named else cache_home() / "dilatant"
+
+
 def gloo_interfaces() -> str | None:
     """The network interfaces that Gloo was told to use."""
     return os.environ.get("GLOO_SOCKET_IFNAME")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.data.media import open_regular
 from dilatant.data.sample import MediaKind
 
 if TYPE_CHECKING:
@@ -37,8 +39,12 @@ _EDGE = "\U0010fffc"
 """Stands where an assistant's span starts or ends, so that no token crosses from prompt to answer: the ids of a
 prompt are then the same in training and in generation."""
 _PROBE = "\U0010fffb"
-RESERVED = re.compile(f"[{MEDIA}{_EDGE}{_PROBE}]")
-"""Characters that a text must not hold."""
+RESERVED = re.compile(f"[{MEDIA}{_EDGE}{_PROBE}\ud800-\udfff]")
+"""Characters that a text must not hold: ours, and halves of characters, which are no text."""
+LONGEST_TEMPLATE = 1 << 20
+"""Characters of a chat template, and those that one may add to a conversation."""
+TEMPLATE_SECONDS = 20.0
+"""Longest that a chat template may take for a question of one character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +200,12 @@ class ChatTokenizer:
             for message in messages
         ]
         spans: list[tuple[int, int]] = []
-        return self._render_messages(conversation, for_generation, spans if track else None), spans
+        text = self._render_messages(conversation, for_generation, spans if track else None)
+        if len(text) > LONGEST_TEMPLATE + 4 * sum(len(message.text) for message in messages):
+            raise UserError(
+                f"the chat template makes {len(text):,} characters of the conversation; use another"
+            )
+        return text, spans
 
     def _render_messages(
         self,
@@ -203,7 +214,6 @@ class ChatTokenizer:
         spans: list[tuple[int, int]] | None = None,
     ) -> str:
         """The text of a conversation; the characters inside generation tags are added to `spans`, if given."""
-        from jinja2 import TemplateError
         from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template  # annotated as if it returned one text
@@ -215,8 +225,9 @@ class ChatTokenizer:
                 return_assistant_tokens_mask=spans is not None,
                 **self.special_tokens,
             )
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"the chat template refuses the conversation: {error}") from None
+        except Exception as error:  # a template is a program
+            reason = str(error) or type(error).__name__
+            raise UserError(f"the chat template refuses the conversation: {reason}") from None
         if spans is not None:
             spans += found[0]
         return texts[0]
@@ -241,10 +252,27 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast, template: str = "auto") -
     digest = hashlib.sha256(f"{backend.to_str()}\n{text}\n{sorted(named.items())}".encode()).hexdigest()
     ids = [backend.encode(char, add_special_tokens=False).ids[0] for char in (MEDIA, _EDGE)]
     chat = ChatTokenizer(backend, text, named, special, ids[0], ids[1], tokenizer.eos_token_id, digest)
-    for candidate in (chat, replace(chat, typed=True)):
-        if candidate.writes_text():
-            return candidate
-    raise UserError(f"the chat template ({template}) does not write the text of a user's turn")
+    usable = _tried(chat, template)
+    if usable is None:
+        raise UserError(f"the chat template ({template}) does not write the text of a user's turn")
+    return usable
+
+
+def _tried(chat: ChatTokenizer, template: str) -> ChatTokenizer | None:
+    """The form of `chat` whose template writes text. Raises UserError for a template that comes to no end."""
+    found: list[ChatTokenizer] = []
+
+    def trial() -> None:
+        found.extend(form for form in (chat, replace(chat, typed=True)) if form.writes_text())
+
+    thread = threading.Thread(target=trial, name="dilatant-template", daemon=True)
+    thread.start()
+    thread.join(TEMPLATE_SECONDS)
+    if thread.is_alive():
+        raise UserError(
+            f"the chat template ({template}) takes more than {TEMPLATE_SECONDS:g} s for one word; use another"
+        )
+    return found[0] if found else None
 
 
 def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
@@ -256,8 +284,9 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, template: str) -> str:
             own = own.get("default")
         return own or PLAIN_TEMPLATE
     try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open_regular(Path(template)) as file:
+            return file.read(LONGEST_TEMPLATE).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise UserError(f"chat template {template!r} cannot be read: {error}") from None
 
 

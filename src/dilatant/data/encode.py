@@ -93,28 +93,38 @@ def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
 
     Raises SampleError naming it.
     """
+    prompt, answer = _without_answer(sample)
+    return EncodedPrompt(_encoded(prompt, encoding, _lay_out(prompt, encoding, for_generation=True)), answer)
+
+
+def _without_answer(sample: Sample) -> tuple[Sample, str]:
+    """The sample up to its last answer, and that answer's text. Raises SampleError where nothing is asked."""
     turns, answer = sample.turns, ""
     if turns and turns[-1].role == "assistant":
         answer = "".join(part for part in turns[-1].content if isinstance(part, str))
         turns = turns[:-1]
     if not turns:
         raise SampleError(sample.id, "has no question, so nothing to answer", "remove it from data.eval")
-    prompt = Sample(sample.id, turns, sample.unplaced)
-    return EncodedPrompt(_encoded(prompt, encoding, _lay_out(prompt, encoding, for_generation=True)), answer)
+    return Sample(sample.id, turns, sample.unplaced), answer
 
 
-def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
-    """Every reason why `encode_sample` would refuse the sample; with `deep` off, media are not decoded."""
+def find_problems(
+    sample: Sample, encoding: Encoding, deep: bool, held_out: bool = False
+) -> list[SampleError]:
+    """Every reason why `encode_sample` would refuse the sample; with `deep` off, media are not decoded; with
+    `held_out`, also those of `encode_prompt`."""
     try:
+        if held_out:
+            _lay_out(_without_answer(sample)[0], encoding, for_generation=True)
         layout = _lay_out(sample, encoding)
     except SampleError as error:
         return [error]
     problems = list(_refusals(sample, encoding, layout))
     for item in layout.items if deep else ():
         try:
-            item.unit.process(item.media)
-        except MediaError as error:
-            problems.append(error.of(sample.id))
+            _processed(sample, item)
+        except SampleError as error:
+            problems.append(error)
     return problems
 
 
@@ -169,12 +179,8 @@ def _encoded(sample: Sample, encoding: Encoding, layout: _Layout) -> EncodedSamp
     for item in layout.items:
         if encoding.decode is not None and item.unit.name not in encoding.decode:
             continue
-        try:
-            arrays = item.unit.process(item.media)
-        except MediaError as error:
-            raise error.of(sample.id) from None
         collected = media.setdefault(item.unit.name, {})
-        for name, array in arrays.items():
+        for name, array in _processed(sample, item).items():
             collected.setdefault(name, []).append(array)
     joined = {
         unit: {
@@ -220,6 +226,20 @@ def _sized(sample: Sample, media: Media, unit: MediaUnit) -> _Item:
     except MediaError as error:
         raise error.of(sample.id) from None
     return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size))
+
+
+def _processed(sample: Sample, item: _Item) -> dict[str, NDArray]:
+    try:
+        return item.unit.process(item.media)
+    except MediaError as error:
+        raise error.of(sample.id) from None
+    except (ValueError, MemoryError) as error:
+        reason = "there is not enough memory" if isinstance(error, MemoryError) else error
+        raise SampleError(
+            sample.id,
+            f"the processor of {item.unit.name!r} refuses {item.media.kind} {item.media.name!r}: {reason}",
+            "replace the file or remove the sample",
+        ) from None
 
 
 _Placed = list[tuple[Media, MediaUnit]]
@@ -269,11 +289,9 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
                 text.append(put(part, first_of_kind.get(part.kind)))
                 continue
             if reserved := RESERVED.search(part):
-                raise SampleError(
-                    sample.id,
-                    f"the text holds U+{ord(reserved.group()):X}, a private character that is used internally",
-                    "remove it",
-                )
+                code = ord(reserved.group())
+                kind = "half a character" if code < 0xE000 else "a private character that is used internally"
+                raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
             text.append(_fill_markers(part, encoding, waiting, used, put))
         messages.append(Message(turn.role, "".join(text)))
     problems = [

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dilatant.config.errors import UserError
 
+LONGEST = 500
+"""Characters of a message about a sample, which may quote what the sample holds."""
+
 
 class SampleError(UserError):
     """A sample that cannot be trained on. It survives pickling, as it comes from worker processes."""
 
     def __init__(self, sample: str, problem: str, remedy: str = "") -> None:
+        sample, problem = _printable(sample), _printable(problem)
         super().__init__(f"{sample}: {problem}" + (f"; {remedy}" if remedy else ""))
         self.sample, self.problem, self.remedy = sample, problem, remedy
 
@@ -29,3 +33,11 @@ class MediaError(UserError):
     def of(self, sample: str) -> SampleError:
         """The same, as an error of the sample that holds the medium."""
         return SampleError(sample, self.problem, self.remedy)
+
+
+def _printable(text: str) -> str:
+    """A text that quotes data, short and such that any terminal and file takes it."""
+    short = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in short
+    )

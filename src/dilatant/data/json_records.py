@@ -6,7 +6,9 @@ Only the place of each record is kept in memory: 16 bytes a record.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import mmap
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,14 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
+from dilatant.data.json_value import json_value
 from dilatant.data.records import Blocks, Record
 
 SCAN_BYTES = 1 << 24
-WHITESPACE = b" \t\r\n"
+MARK = b"\xef\xbb\xbf"
+"""What some programs write before UTF-8."""
+SPACE = (9, 10, 13, 32)
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonRecords:
@@ -44,11 +50,7 @@ class JsonRecords:
         place = f"{self._names[file]}:{number + 1}"
         with open(self._paths[file], "rb") as stream:
             stream.seek(int(start))
-            raw = stream.read(int(end - start))
-        try:
-            fields = json.loads(raw)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise SampleError(place, f"is not valid JSON: {error}", "correct or remove the record") from None
+            fields = json_value(stream.read(int(end - start)), place)
         if not isinstance(fields, dict):
             raise SampleError(
                 place, f"is JSON but no object: {type(fields).__name__}", "write one object a record"
@@ -58,88 +60,95 @@ class JsonRecords:
 
 def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
     """Start and end byte of every record: int64 [records, 2]."""
-    with open(path, "rb") as stream:
-        first = _first_byte(stream.read(1 << 16))
+    if not path.stat().st_size:
+        return np.zeros((0, 2), np.int64)
+    with open(path, "rb") as file:
+        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    begin = len(MARK) if text[: len(MARK)] == MARK else 0
+    first = text[begin : begin + (1 << 16)].lstrip()[:1]
     if first == b"[":
-        return _array_spans(path, name)
+        return _array_spans(text, begin, name)
     if first == b"{":
-        return _line_spans(path)
+        return _line_spans(text, begin)
     if first == b"":
         return np.zeros((0, 2), np.int64)
     raise UserError(f"{name} is neither JSON Lines nor a JSON array: it starts with {first!r}")
 
 
-def _first_byte(head: bytes) -> bytes:
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip(WHITESPACE)[:1]
+def _line_spans(text: mmap.mmap, begin: int) -> NDArray[np.int64]:
+    """Lines that hold more than whitespace."""
+    codes = np.frombuffer(text, np.uint8)
+    breaks = [
+        np.flatnonzero(codes[offset : offset + SCAN_BYTES] == 10) + offset
+        for offset in range(0, len(codes), SCAN_BYTES)
+    ]
+    end = np.concatenate([*breaks, [len(codes)]])
+    start = np.concatenate([[begin], end[:-1] + 1])
+    filled = end > start
+    # Few lines start with a blank; only those are looked at whole.
+    blank = np.flatnonzero(filled & np.isin(codes[np.minimum(start, len(codes) - 1)], SPACE))
+    filled[blank] = [bool(text[start[line] : end[line]].strip()) for line in blank]
+    return np.stack([start, end], axis=1)[filled]
 
 
-def _chunks(path: Path) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    offset = 0
-    with open(path, "rb") as stream:
-        while chunk := stream.read(SCAN_BYTES):
-            yield offset, np.frombuffer(chunk, np.uint8)
-            offset += len(chunk)
+def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
+    """Elements of a top-level array."""
+    import msgspec
+
+    try:
+        elements = msgspec.json.decode(memoryview(text)[begin:], type=list[msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        # It is stricter than Python's own reader, which writes and reads NaN and half characters, and names no record.
+        return _array_spans_one_by_one(text, begin, name)
+    length = np.fromiter(map(len, elements), np.int64, len(elements))
+    start = np.zeros(len(elements), np.int64)
+    if len(elements):
+        start[:] = _address(elements[0]) - _address(text)
+    if len(elements) > 1:
+        # Most writers put the same between all elements. Where that is there, and no more, an element starts behind it.
+        gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
+        start[1:] += np.cumsum(length[:-1] + gap)
+        codes = np.frombuffer(text, np.uint8)
+        between = start[1:, None] + np.arange(-gap, 0)
+        if (
+            start[-1] + length[-1] > len(codes)
+            or (codes[between] != codes[between[0]]).any()
+            or np.isin(codes[start], SPACE).any()
+        ):
+            start = np.array([_address(element) - _address(text) for element in elements], np.int64)
+    return np.stack([start, start + length], axis=1)
 
 
-def _line_spans(path: Path) -> NDArray[np.int64]:
-    """Lines that hold more than whitespace. A byte order mark is left out of the first."""
-    ends, filled = [], []
-    last_filled = -1  # position of the newest byte that is not whitespace
-    for offset, chunk in _chunks(path):
-        newlines = np.flatnonzero(chunk == 10)
-        text = np.flatnonzero(~np.isin(chunk, np.frombuffer(WHITESPACE, np.uint8))) + offset
-        before = np.searchsorted(text, newlines + offset)
-        filled.append(np.concatenate([[last_filled], text])[before])
-        ends.append(newlines + offset)
-        last_filled = int(text[-1]) if len(text) else last_filled
-    size = path.stat().st_size
-    end = np.concatenate([*ends, [size]]).astype(np.int64)
-    newest = np.concatenate([*filled, [last_filled]])
-    start = np.concatenate([[0], end[:-1] + 1])
-    with open(path, "rb") as stream:
-        start[0] = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0
-    return np.stack([start, end], axis=1)[newest >= start]
+def _address(buffer: object) -> int:
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]  # type: ignore[call-overload]
 
 
-def _array_spans(path: Path, name: str) -> NDArray[np.int64]:
-    """Elements of a top-level array of objects, found by bracket depth outside strings."""
-    starts, ends = [], []
-    depth, inside, escaped = 0, False, False  # carried from chunk to chunk
-    for offset, chunk in _chunks(path):
-        quotes = np.flatnonzero(chunk == ord('"'))
-        backslashes = chunk == ord("\\")
-        real = quotes[~_is_escaped(backslashes, quotes, escaped)]
-        trailing = _trailing_run(backslashes)
-        escaped = bool((trailing + (escaped and trailing == len(chunk))) % 2)
-        opening = np.isin(chunk, np.frombuffer(b"{[", np.uint8))
-        closing = np.isin(chunk, np.frombuffer(b"}]", np.uint8))
-        brackets = np.flatnonzero(opening | closing)
-        in_string = (np.searchsorted(real, brackets) + inside) % 2 == 1
-        brackets = brackets[~in_string]
-        steps = np.where(opening[brackets], 1, -1)
-        depths = depth + np.cumsum(steps)
-        starts.append(brackets[(steps == 1) & (depths == 2)] + offset)
-        ends.append(brackets[(steps == -1) & (depths == 1)] + offset + 1)
-        depth = int(depths[-1]) if len(depths) else depth
-        inside = bool((len(real) + inside) % 2)
-    start, end = np.concatenate(starts), np.concatenate(ends)
-    if depth or inside or len(start) != len(end):
-        raise UserError(f"{name} is a JSON array that ends too early; the file is probably cut off")
-    return np.stack([start, end], axis=1).astype(np.int64)
-
-
-def _is_escaped(
-    backslashes: NDArray[np.bool_], quotes: NDArray[np.int64], carried: bool
-) -> NDArray[np.bool_]:
-    """Which quotes follow an odd run of backslashes; `carried`: the chunk before ended with one."""
-    positions = np.arange(len(backslashes))
-    last_other = np.maximum.accumulate(np.where(backslashes, -1, positions))
-    before = np.where(quotes > 0, last_other[np.maximum(quotes - 1, 0)], -1)
-    run = quotes - 1 - before
-    run = run + np.where((before == -1) & carried, 1, 0)
-    return run % 2 == 1
-
-
-def _trailing_run(flags: NDArray[np.bool_]) -> int:
-    others = np.flatnonzero(~flags)
-    return len(flags) - 1 - int(others[-1]) if len(others) else len(flags)
+def _array_spans_one_by_one(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
+    """The same with the standard library: slower, and in memory. Raises UserError naming the record that is wrong."""
+    characters = text[begin:].decode(
+        "latin-1"
+    )  # one for each byte, so that their places are those in the file
+    # What is wrong inside a record is that record's affair.
+    decoder = json.JSONDecoder(parse_int=str, strict=False)
+    spans: list[tuple[int, int]] = []
+    end = characters.index("[")
+    closed = re.compile(r"\s*\[\s*\]").match(characters) is not None
+    while not closed:
+        start = _SPACE.match(characters, end + 1).end()  # type: ignore[union-attr]
+        problem = "is cut off"
+        try:
+            _, end = decoder.raw_decode(characters, start)
+            spans.append((start + begin, end + begin))
+            end = _SPACE.match(characters, end).end()  # type: ignore[union-attr]
+            closed = characters[end : end + 1] == "]"
+            sound = characters[end : end + 1] in ("]", ",")
+        except RecursionError:
+            sound, problem = False, f"nests too deep in record {len(spans) + 1}"
+        except ValueError as error:
+            sound, problem = False, f"is wrong, or cut off, in record {len(spans) + 1}: {error}"
+        if not sound:
+            raise UserError(f"{name}: the JSON array {problem}; correct it, or write one record a line")
+    rest = characters[end + 1 if spans else characters.index("]") + 1 :].strip()
+    if rest:
+        raise UserError(f"{name} goes on after its JSON array: {rest[:20]!r}; write one array, or JSON Lines")
+    return np.array(spans, np.int64).reshape(-1, 2)

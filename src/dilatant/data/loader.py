@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, Protocol
@@ -15,10 +16,10 @@ from dilatant.data.encode import Encoding, encode_sample
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.sampler import SamplerState
-from dilatant.data.workers import WorkerPool
+from dilatant.data.workers import TASK_SECONDS, WorkerPool
 
 
-class Samples(Protocol):
+class Dataset(Protocol):
     """Undecoded samples by index; picklable. A `Reader` and a `Blend` are such."""
 
     def __len__(self) -> int: ...
@@ -84,7 +85,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class _EncodeJob:
-    samples: Samples
+    samples: Dataset
     encoding: Encoding
 
     def __call__(self, task: Task) -> EncodedSample:
@@ -92,6 +93,12 @@ class _EncodeJob:
             raise task
         sample = self.samples[task] if isinstance(task, int) else task
         return encode_sample(sample, self.encoding)
+
+
+def _named(task: Task) -> str:
+    if isinstance(task, int):
+        return f"sample {task} (counted from 0 through all sources)"
+    return task.id if isinstance(task, Sample) else task.sample
 
 
 class Loader:
@@ -102,11 +109,13 @@ class Loader:
     of the trainer, beside the one being put together.
     on_error: a corrupt sample raises UserError when its batch is due (`error`), or is left out of its batch and
     reported (`skip`): the batch is then smaller, and the position moves on as if the sample had been used.
+    sample_seconds: longest that a worker may take for a sample; afterwards it is taken for stopped or blocked, and
+    WorkerError is raised that names both.
     """
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Dataset,
         encoding: Encoding,
         sampler: Order,
         *,
@@ -115,6 +124,7 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         on_error: Literal["error", "skip"] = "error",
+        sample_seconds: float = TASK_SECONDS,
     ) -> None:
         self._sampler = sampler
         self._start = sampler.resume(position)
@@ -123,7 +133,9 @@ class Loader:
         # One more batch lies ready, and one waits to take its place.
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
-        self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(_EncodeJob(samples, encoding), workers)
+        self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(
+            _EncodeJob(samples, encoding), workers, named=_named, task_seconds=sample_seconds
+        )
         batches = self._make_batches()
         self._batches = Ahead(batches, "dilatant-loader") if workers else batches
 
@@ -148,7 +160,8 @@ class Loader:
     def close(self) -> None:
         """End the worker processes. Idempotent."""
         self._pool.close()
-        self._batches.close()
+        with suppress(ValueError):  # without workers, another thread may be making a batch
+            self._batches.close()
 
     def _make_batches(self) -> Generator[GlobalBatch]:
         results = self._pool.map(self._tasks(), self._ahead)

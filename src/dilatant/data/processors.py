@@ -18,7 +18,6 @@ from dilatant.config.errors import UserError
 from dilatant.data.audio_unit import AudioProcessor, LogMelProcessor
 from dilatant.data.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
 
-_STEPS = ("resize", "center_crop", "rescale", "normalize", "convert_rgb")
 _OTHER_STEPS = ("pad", "reduce_labels", "thumbnail", "align_long_axis", "image_splitting", "pan_and_scan")
 
 Settings = Mapping[str, Any]

@@ -15,7 +15,9 @@ import numpy as np
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
+from dilatant.data.errors import SampleError
 from dilatant.data.json_records import JsonRecords
+from dilatant.data.media import open_regular
 from dilatant.data.parquet_records import ParquetRecords
 from dilatant.data.records import Blocks, Record, parse_record
 from dilatant.data.sample import Sample
@@ -55,7 +57,7 @@ class Reader:
     """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
 
     fingerprint changes when the files do (their names, sizes or times) or when they are read in another way.
-    home: the folder of the data, where files about it may be kept; None for the hub.
+    home: the folder of the data; None for the hub.
     Indexing raises UserError naming the record that is wrong.
     """
 
@@ -74,7 +76,11 @@ class Reader:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return parse_record(self.records.read(index), self.prompt, self.columns)
+        record = self.records.read(index)
+        try:
+            return parse_record(record, self.prompt, self.columns)
+        except RecursionError:
+            raise SampleError(record.id, "nests too deep", "write it flat") from None
 
     @property
     def blocks(self) -> Blocks | None:
@@ -83,7 +89,8 @@ class Reader:
         if blocks is None or self.limit is None:
             return blocks
         lengths = np.diff(np.minimum(np.cumsum(blocks.lengths), len(self)), prepend=0)
-        return Blocks(tuple(int(length) for length in lengths if length), blocks.window)
+        count = int(np.count_nonzero(lengths))
+        return Blocks(tuple(lengths[:count].tolist()), blocks.window, blocks.groups[:count])
 
 
 def open_source(source: DataSource) -> Reader:
@@ -197,7 +204,7 @@ def _common_form(source: DataSource, files: Sequence[Path]) -> tuple[tuple[Path,
 def detect_form(file: Path) -> Form | None:
     """What a file is by its first bytes; None if it is empty. Raises UserError saying what was found instead."""
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             head = stream.read(512)
     except OSError as error:
         raise UserError(f"{str(file)!r} cannot be read: {error.strerror}") from None

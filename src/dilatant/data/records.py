@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from dilatant.data.errors import SampleError
+from dilatant.data.json_value import json_value
 from dilatant.data.sample import FileSlice, Media, MediaKind, Role, Sample, Turn
 
 ROLES: Mapping[str, Role] = {
@@ -29,26 +29,13 @@ ROLES: Mapping[str, Role] = {
     "bot": "assistant",
     "model": "assistant",
 }
+PAIR: tuple[Role, Role] = ("user", "assistant")
 MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
-    "image": ("images", "image", "image_path", "img"),
-    "audio": ("audios", "audio", "audio_path", "speech", "sound"),
+    "image": ("images", "image"),
+    "audio": ("audios", "audio"),
 }
-QUESTION_COLUMNS = ("question", "query", "instruction", "problem", "prompt", "user")
-ANSWER_COLUMNS = (
-    "answer",
-    "answers",
-    "response",
-    "completion",
-    "output",
-    "assistant",
-    "caption",
-    "captions",
-    "text",
-    "transcription",
-    "transcript",
-    "sentence",
-    "label",
-)
+QUESTION_COLUMNS = ("question", "query", "instruction", "prompt")
+ANSWER_COLUMNS = ("answer", "response", "completion", "output", "caption", "captions", "text", "label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +54,13 @@ class Record:
 class Blocks:
     """Runs of records that are read together at no more cost than one, such as the row groups of Parquet.
 
-    lengths: records of each run. window: runs that a reader can keep at hand.
+    lengths: records of each run. window: runs that a reader can keep at hand. groups: the group that each run belongs
+    to, counted from 0, where several runs can only be read one after another; without it each is a group of its own.
     """
 
     lengths: tuple[int, ...]
     window: int
+    groups: tuple[int, ...] = ()
 
 
 def parse_record(
@@ -202,12 +191,7 @@ def _base64(record: Record, name: str, text: str) -> bytes:
 
 def _turns(record: Record, messages: Any, listed: _ListedMedia) -> tuple[Turn, ...]:
     if isinstance(messages, str):
-        try:
-            messages = json.loads(messages)
-        except json.JSONDecodeError:
-            raise SampleError(
-                record.id, "the conversation is text but not JSON", "give a list of messages"
-            ) from None
+        messages = json_value(messages, record.id, "the conversation is text, which")
     if not _is_list(messages):
         raise SampleError(record.id, f"the conversation is {_kind_of(messages)}", "give a list of messages")
     turns = []
@@ -281,9 +265,9 @@ def _pairs(record: Record, texts: Any) -> tuple[Turn, ...]:
         )
     turns = []
     for number, pair in enumerate(texts, 1):
-        if not isinstance(pair, Mapping) or "user" not in pair or "assistant" not in pair:
+        if not isinstance(pair, Mapping) or not all(role in pair for role in PAIR):
             raise SampleError(record.id, f"entry {number} of 'texts' lacks 'user' or 'assistant'", "add it")
-        turns += [Turn("user", (str(pair["user"]),)), Turn("assistant", (str(pair["assistant"]),))]
+        turns += [Turn(role, (_scalar(record, role, pair[role]),)) for role in PAIR]
     return tuple(turns)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,9 @@ class Sampler:
     global_batch_size: int
     shuffle: bool = True
     blocks: tuple[Blocks | None, ...] = ()
+    _block_orders: dict[tuple[int, int], _BlockOrder] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) <= 0 or len(self.lengths) != len(self.weights):
@@ -135,9 +138,17 @@ class Sampler:
             result[chosen] = (
                 permute(positions[chosen], length, self.seed, stream)
                 if blocks is None
-                else _permute_blocks(positions[chosen], blocks, self.seed, stream)
+                else self._block_order(blocks, stream).permute(positions[chosen])
             )
         return result
+
+    def _block_order(self, blocks: Blocks, stream: tuple[int, int]) -> _BlockOrder:
+        """That of a pass, which many batches share."""
+        if stream not in self._block_orders:
+            if len(self._block_orders) > 2 * len(self.lengths):
+                self._block_orders.clear()
+            self._block_orders[stream] = _BlockOrder.of(blocks, self.seed, stream)
+        return self._block_orders[stream]
 
 
 def choose_sources(weights: Sequence[float], drawn: Sequence[int], count: int) -> NDArray[np.int64]:
@@ -153,24 +164,46 @@ def choose_sources(weights: Sequence[float], drawn: Sequence[int], count: int) -
     return sources
 
 
-def _permute_blocks(
-    positions: NDArray[np.int64], blocks: Blocks, seed: int, stream: tuple[int, ...]
-) -> NDArray[np.int64]:
-    """As `permute`, but neighbours in the new order come from few blocks."""
-    lengths = np.array(blocks.lengths, np.int64)
-    first = np.cumsum(lengths) - lengths
-    order = permute(np.arange(len(lengths)), len(lengths), seed, (*stream, 0))
-    ends = np.cumsum(lengths[order])
-    window_ends = ends[blocks.window - 1 :: blocks.window]
-    if not len(window_ends) or window_ends[-1] < ends[-1]:
-        window_ends = np.append(window_ends, ends[-1])
-    window = np.searchsorted(window_ends, positions, side="right")
-    result = np.empty_like(positions)
-    for number in np.unique(window):
-        chosen = window == number
-        start = int(window_ends[number - 1]) if number else 0
-        size = int(window_ends[number]) - start
-        inside = start + permute(positions[chosen] - start, size, seed, (*stream, 1, int(number)))
-        place = np.searchsorted(ends, inside, side="right")
-        result[chosen] = first[order[place]] + inside - (ends[place] - lengths[order[place]])
-    return result
+@dataclass(frozen=True, slots=True)
+class _BlockOrder:
+    """One pass over a source that is read in blocks. Arrays are int64, over the blocks in their new order, or over the
+    windows of blocks that are read together."""
+
+    seed: int
+    stream: tuple[int, ...]
+    first: NDArray[np.int64]
+    """Where in the source a block starts."""
+    ends: NDArray[np.int64]
+    """Where in the new order it ends."""
+    lengths: NDArray[np.int64]
+    window_ends: NDArray[np.int64]
+
+    @staticmethod
+    def of(blocks: Blocks, seed: int, stream: tuple[int, ...]) -> _BlockOrder:
+        lengths = np.array(blocks.lengths, np.int64)
+        first = np.cumsum(lengths) - lengths
+        # Runs of one group stay together and in order: they can only be reached one after another.
+        group = np.array(blocks.groups, np.int64) if blocks.groups else np.arange(len(lengths))
+        count = int(group[-1]) + 1
+        place = permute(np.arange(count), count, seed, (*stream, 0))
+        order = np.argsort(np.argsort(place)[group], kind="stable")
+        ends = np.cumsum(lengths[order])
+        window_ends = ends[blocks.window - 1 :: blocks.window]
+        if not len(window_ends) or window_ends[-1] < ends[-1]:
+            window_ends = np.append(window_ends, ends[-1])
+        return _BlockOrder(seed, stream, first[order], ends, lengths[order], window_ends)
+
+    def permute(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `permute`, but neighbours in the new order come from few blocks."""
+        window = np.searchsorted(self.window_ends, positions, side="right")
+        result = np.empty_like(positions)
+        for number in np.unique(window):
+            chosen = window == number
+            start = int(self.window_ends[number - 1]) if number else 0
+            size = int(self.window_ends[number]) - start
+            inside = start + permute(
+                positions[chosen] - start, size, self.seed, (*self.stream, 1, int(number))
+            )
+            place = np.searchsorted(self.ends, inside, side="right")
+            result[chosen] = self.first[place] + inside - (self.ends[place] - self.lengths[place])
+        return result

@@ -1,4 +1,4 @@
-"""The sizes index: tokens of every sample in every unit, known before anything is decoded, kept beside the data."""
+"""The sizes index: tokens of every sample in every unit, known before anything is decoded, kept in a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.environment import cache_home
+from dilatant.config.environment import cache_folder
 from dilatant.config.errors import UserError
 from dilatant.data.blend import Blend, StreamBlend
 from dilatant.data.encode import Encoding, measure_sample
@@ -95,22 +95,22 @@ def reader_sizes(
 
     It is measured again when the data files, the tokenizer, the template or a processor are others. Media files that
     a data file names are not watched.
-    cache_dir: where the index is kept; default: `.dilatant` beside the data, or the user's cache directory where that
-    cannot be written. workers: processes that measure; 0 works here.
+    cache_dir: where the index is kept; default: the user's cache directory. workers: processes that measure; 0 works
+    here. Raises UserError where the index cannot be written.
     """
     key = hashlib.sha256(
         f"{FORMAT} {reader.fingerprint} {encoding.fingerprint} {len(reader)}".encode()
     ).hexdigest()
     # Another state of the same files replaces this one; another use of them has its own file.
-    use = (reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, encoding.fingerprint)
-    name = hashlib.sha256(repr(use).encode()).hexdigest()[:16]
-    folders = _cache_folders(reader, cache_dir)
-    for folder in folders:
-        known = _load(folder / f"sizes-{name}.parquet", key)
-        if known is not None:
-            return known
+    folder = reader.home and reader.home.resolve()
+    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit)
+    name = hashlib.sha256(repr((use, encoding.fingerprint)).encode()).hexdigest()[:16]
+    file = (Path(cache_dir) if cache_dir else cache_folder() / "sizes") / f"sizes-{name}.parquet"
+    known = _load(file, key)
+    if known is not None:
+        return known
     index = measure(reader, encoding, workers=workers, progress=progress)
-    _save(index, folders, f"sizes-{name}.parquet", key)
+    _save(index, file, key)
     return index
 
 
@@ -126,7 +126,9 @@ def measure(
     bounds = [*range(0, total, CHUNK), total]
     # A handful of chunks is done before processes have started.
     pool: WorkerPool[tuple[int, int], _Chunk] = WorkerPool(
-        _MeasureJob(reader, encoding), workers if len(bounds) > 8 else 0
+        _MeasureJob(reader, encoding),
+        workers if len(bounds) > 8 else 0,
+        named=lambda bounds: f"samples {bounds[0]} to {bounds[1] - 1} of {reader.name}",
     )
     chunks: list[_Chunk] = []
     try:
@@ -188,14 +190,6 @@ def _joined(parts: Sequence[SizesIndex]) -> SizesIndex:
     )
 
 
-def _cache_folders(reader: Reader, cache_dir: str | Path | None) -> list[Path]:
-    """Where the index may be, the best place first."""
-    if cache_dir is not None:
-        return [Path(cache_dir)]
-    user = cache_home() / "dilatant" / "sizes"
-    return [user] if reader.home is None else [reader.home / ".dilatant", user]
-
-
 def _load(path: Path, key: str) -> SizesIndex | None:
     """The index in a file, unless it is missing, damaged or about something else."""
     from pyarrow import ArrowException
@@ -220,8 +214,8 @@ def _load(path: Path, key: str) -> SizesIndex | None:
     )
 
 
-def _save(index: SizesIndex, folders: Sequence[Path], name: str, key: str) -> None:
-    """Write the index to the first folder that can be written; nobody ever sees half a file."""
+def _save(index: SizesIndex, path: Path, key: str) -> None:
+    """Write the index; nobody ever sees half a file."""
     import pyarrow as pa
     from pyarrow.parquet import write_table
 
@@ -230,24 +224,20 @@ def _save(index: SizesIndex, folders: Sequence[Path], name: str, key: str) -> No
     columns["problem"] = pa.array([index.problems.get(at) for at in range(len(index))], pa.string())
     header = json.dumps({"key": key, "units": index.units})
     table = pa.table(columns).replace_schema_metadata({"dilatant": header})
-    problem: OSError | None = None
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".sizes-", delete=False) as file:
-                temporary = Path(file.name)
-                try:
-                    write_table(table, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except BaseException:
-                    temporary.unlink()
-                    raise
-            temporary.replace(folder / name)
-            return
-        except OSError as error:
-            problem = error
-    raise UserError(
-        f"the sizes index cannot be written to {' or '.join(map(repr, map(str, folders)))}: {problem}; "
-        "set 'data.cache_dir' to a folder with room"
-    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".sizes-", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                write_table(table, file)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink()
+                raise
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"the sizes index cannot be written to {str(path.parent)!r}: {error}; set 'data.cache_dir' to a folder "
+            "with room"
+        ) from None

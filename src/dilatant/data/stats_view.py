@@ -28,7 +28,7 @@ def terminal_view(stats: DataStats) -> RenderableType:
             *percentiles,
             f"{unit.maximum:,}",
         ]
-        table.add_row(unit.unit, *figures)
+        table.add_row(Text(unit.unit), *figures)
     parts.append(table)
     for unit in stats.units:
         if unit.samples:

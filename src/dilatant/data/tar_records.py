@@ -5,7 +5,6 @@ The index holds offsets only; media stay in the tar and are read as a slice of t
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ import numpy as np
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
+from dilatant.data.json_value import json_value
 from dilatant.data.records import MEDIA_COLUMNS, Blocks, Record
 from dilatant.data.sample import FileSlice, MediaKind
 
@@ -76,15 +76,15 @@ class TarRecords:
 
 
 def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
-    try:
-        text = raw.decode("utf-8")
-        if suffix != "json":
-            return {"label" if suffix == "cls" else "text": text.strip()}
-        fields = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SampleError(
-            place, f"the .{suffix} member cannot be read: {error}", "write the shard again"
-        ) from None
+    if suffix != "json":
+        try:
+            text = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise SampleError(
+                place, f"the .{suffix} member is no text: {error}", "write the shard again"
+            ) from None
+        return {"label" if suffix == "cls" else "text": text}
+    fields = json_value(raw, place, "the .json member")
     if isinstance(fields, list):
         return {"conversations": fields}
     if not isinstance(fields, dict):
@@ -124,6 +124,10 @@ def _index(path: Path, name: str, suffixes: list[str]) -> _Shard:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep every header
                 if not member.isreg():
                     continue
+                if member.issparse():
+                    raise UserError(
+                        f"{name} is a sparse tar, which cannot be read in place; write it without --sparse"
+                    )
                 key, suffix = _split_name(member.name)
                 if key is None:
                     continue
@@ -131,12 +135,31 @@ def _index(path: Path, name: str, suffixes: list[str]) -> _Shard:
                     numbers[suffix] = len(suffixes)
                     suffixes.append(suffix)
                 members.append((key, member.offset_data, member.size, numbers[suffix]))
+            end = archive.offset
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"{name} cannot be read as a tar: {error}") from None
     size = path.stat().st_size
     if members and members[-1][1] + members[-1][2] > size:
         raise UserError(f"{name} is cut off: member {members[-1][0]!r} ends after the file does")
+    _refuse_early_end(path, name, end, members[-1][0] if members else "")
     return _Shard(members)
+
+
+def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:
+    """A tar ends in blocks of zeros. At anything else tarfile stops without a word, as if that were the end."""
+    with open(path, "rb") as stream:
+        stream.seek(end)
+        block = stream.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE:
+            raise UserError(
+                f"{name} is cut off after member {last!r}: it has no end mark; write or fetch it again"
+            )
+        while block:
+            if block.strip(b"\0"):
+                raise UserError(
+                    f"{name} is damaged after member {last!r}, or several tars were joined; write or fetch it again"
+                )
+            block = stream.read(1 << 20)
 
 
 def _split_name(name: str) -> tuple[str | None, str]:

@@ -6,11 +6,14 @@ They come from the fork server, which holds what they import.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
@@ -30,6 +33,12 @@ TASKS_IN_HAND = 3
 """Tasks a worker holds at once: one at work and the next ones waiting, so that it never waits for us."""
 
 
+TASK_SECONDS = 300.0
+"""Longest that a task may take: a worker that takes longer is stopped, or waits for a file that never comes."""
+GRACE_SECONDS = 1.0
+"""What a worker is given beyond that, in case we were the ones that stood still."""
+
+
 class WorkerError(RuntimeError):
     """A worker process died, or failed in a way that is no mistake in the data."""
 
@@ -42,11 +51,23 @@ def warm_up() -> None:
 class WorkerPool(Generic[T, R]):
     """`workers` processes, each with its own copy of `job`; with 0 the job runs in the caller.
 
-    job: picklable; called with one task. A UserError it raises is an ordinary result (see `map`).
+    job: picklable; called with one task. A UserError it raises is an ordinary result (see `map`). named: what messages
+    call a task. task_seconds: longest that a worker may take for one.
     """
 
-    def __init__(self, job: Callable[[T], R], workers: int) -> None:
+    def __init__(
+        self,
+        job: Callable[[T], R],
+        workers: int,
+        *,
+        named: Callable[[T], str] = repr,
+        task_seconds: float = TASK_SECONDS,
+    ) -> None:
         self._job = job
+        self._named = named
+        self._task_seconds = task_seconds
+        self._in_hand: list[deque[T]] = []
+        self._since: list[float] = []  # when each worker began what it is at
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         util.Finalize(self, _end, (self._processes, self._connections), exitpriority=0)
@@ -68,25 +89,27 @@ class WorkerPool(Generic[T, R]):
         """The result of every task, in order. A task whose job raised a UserError gives that error as its result.
 
         ahead: most tasks started and not yet taken from this iterator. Raises WorkerError at once when a worker dies
-        or a job fails otherwise. One map at a time.
+        or a job fails otherwise, and when a task takes too long. One map at a time.
         """
         if not self._processes:
             yield from self._map_here(tasks)
             return
         source = enumerate(tasks)
         done: dict[int, Any] = {}
-        in_hand = [0] * len(self._processes)
+        self._in_hand = [deque() for _ in self._processes]
+        self._since = [0.0] * len(self._processes)
         started, taken, more = 0, 0, True
         while True:
-            while more and started - taken < max(ahead, 1) and min(in_hand) < TASKS_IN_HAND:
+            while more and started - taken < max(ahead, 1):
+                worker = min(range(len(self._in_hand)), key=lambda number: len(self._in_hand[number]))
+                if len(self._in_hand[worker]) >= TASKS_IN_HAND:
+                    break
                 try:
                     number, task = next(source)
                 except StopIteration:
                     more = False
                     break
-                worker = in_hand.index(min(in_hand))
-                self._send(worker, (number, task))
-                in_hand[worker] += 1
+                self._send(worker, number, task)
                 started += 1
             if taken in done:
                 yield self._opened(done.pop(taken))
@@ -94,8 +117,7 @@ class WorkerPool(Generic[T, R]):
                 continue
             if not more and taken == started:
                 return
-            for worker, (number, *result) in self._receive():
-                in_hand[worker] -= 1
+            for number, *result in self._receive():
                 done[number] = result
 
     def _map_here(self, tasks: Iterable[T]) -> Iterator[R | UserError]:
@@ -106,20 +128,37 @@ class WorkerPool(Generic[T, R]):
                 result = error
             yield result
 
-    def _send(self, worker: int, message: Any) -> None:
+    def _send(self, worker: int, number: int, task: T) -> None:
+        if not self._in_hand[worker]:
+            self._since[worker] = time.monotonic()
+        self._in_hand[worker].append(task)
         try:
-            self._connections[worker].send(message)
+            self._connections[worker].send((number, task))
         except OSError:
             raise self._death(worker) from None
 
-    def _receive(self) -> Iterator[tuple[int, Any]]:
+    def _receive(self) -> Iterator[Any]:
         """Results that have arrived; waits for the first."""
-        for ready in wait(self._connections):
+        busy = [worker for worker, tasks in enumerate(self._in_hand) if tasks]
+        oldest = min(busy, key=lambda worker: self._since[worker])
+        left = self._since[oldest] + self._task_seconds - time.monotonic()
+        if left <= 0 and not self._connections[oldest].poll(GRACE_SECONDS):
+            raise WorkerError(
+                f"{self._shown(oldest)} has been at {self._named(self._in_hand[oldest][0])} for "
+                f"{self._task_seconds:g} s: it is stopped, or a file of that sample cannot be read to its end"
+            )
+        for ready in wait(self._connections, max(left, 0)):
             worker = self._connections.index(ready)  # type: ignore[arg-type]
             try:
-                yield worker, self._connections[worker].recv()
+                result = self._connections[worker].recv()
             except (EOFError, OSError):
                 raise self._death(worker) from None
+            self._in_hand[worker].popleft()
+            self._since[worker] = time.monotonic()
+            yield result
+
+    def _shown(self, worker: int) -> str:
+        return f"data worker {worker} (process {self._processes[worker].pid})"
 
     def _death(self, worker: int) -> WorkerError:
         process = self._processes[worker]
@@ -131,7 +170,7 @@ class WorkerPool(Generic[T, R]):
                 how += ", probably because memory ran out; use fewer 'data.workers'"
         else:
             how = f"ended with exit code {code}"
-        return WorkerError(f"data worker {worker} (process {process.pid}) {how}")
+        return WorkerError(f"{self._shown(worker)} {how}")
 
     @staticmethod
     def _opened(result: Any) -> Any:
@@ -151,7 +190,7 @@ def _end(processes: list[Any], connections: list[Connection]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.join()
+        process.join(timeout=5)  # one that waits for a dead file server goes when that answers
     for connection in connections:
         connection.close()
     processes.clear()
@@ -166,17 +205,18 @@ def _work(connection: Connection, payload: bytes) -> None:
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:
-        # Taken off the pipe at once: a caller must never block on us while we block on it.
+        # Taken off the pipe at once: a caller must never block on us while we block on it. Once it is gone, so are we,
+        # whatever file the job may be waiting for.
         try:
             while True:
                 waiting.put(connection.recv())
-        except (EOFError, OSError):
-            waiting.put(None)
+        except BaseException:
+            os._exit(0)
 
     job: Any = None
     threading.Thread(target=listen, daemon=True).start()
-    while (message := waiting.get()) is not None:
-        number, task = message
+    while True:
+        number, task = waiting.get()
         try:
             job = job if job is not None else pickle.loads(payload)
             reply = (number, "value", job(task))
