@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import multiprocessing
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dilatant.comm.launch import Worker, launch_local
 LISTEN = "0A"
 
 
-def _listening(process: int) -> dict[str, str]:
+def listening(process: int) -> dict[str, str]:
     """Addresses that a process listens on, by the inode of the socket."""
     own = set()
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
@@ -43,14 +44,17 @@ def _address(text: str) -> str:
 
 
 def _everything_open(worker: Worker, launcher: int) -> dict[str, str]:
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    if others:  # what Gloo would take on several machines
+        os.environ["GLOO_SOCKET_IFNAME"] = others[0]
     comm = Comm(worker.store, worker.rank, worker.size)
     comm.group("pair", (0, 1)).barrier() if worker.rank < 2 else None
     comm.edge("edge", 1, 2) if worker.rank > 0 else None
     comm.world.sum_(torch.ones(1)).wait()
     processes = [os.getpid(), os.getppid()]
-    found = {inode: address for process in processes for inode, address in _listening(process).items()}
+    found = {inode: address for process in processes for inode, address in listening(process).items()}
     if worker.rank == 0:
-        found |= {f"launcher {inode}": address for inode, address in _listening(launcher).items()}
+        found |= {f"launcher {inode}": address for inode, address in listening(launcher).items()}
     all_gather_object(comm, 0)
     comm.close()
     return found
@@ -58,7 +62,7 @@ def _everything_open(worker: Worker, launcher: int) -> dict[str, str]:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed in /proc")
 def test_every_listening_socket_of_a_local_run_is_on_loopback() -> None:
-    before = {f"launcher {inode}" for inode in _listening(os.getpid())}
+    before = {f"launcher {inode}" for inode in listening(os.getpid())}
     assert multiprocessing.parent_process() is None
     of_ranks = launch_local(_everything_open, 3, os.getpid())
     store = {inode for inode in of_ranks[0] if inode.startswith("launcher")} - before

@@ -10,8 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from test_listening import listening
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch
@@ -25,6 +27,14 @@ def _sum(worker: Worker) -> float:
     comm.world.sum_(total).wait()
     comm.close()
     return total.item()
+
+
+def _addresses(worker: Worker) -> list[str]:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    found = sorted(listening(os.getpid()).values())
+    comm.world.barrier()
+    comm.close()
+    return found
 
 
 def _fail(worker: Worker) -> float:
@@ -89,6 +99,13 @@ def _torchrun(size: int, home: Path, machines: int) -> list[dict[str, str]]:
 
 def test_ranks_of_one_machine_need_no_token(tmp_path: Path) -> None:
     assert _run(_sum, _torchrun(3, tmp_path, machines=1)) == [[6.0]] * 3
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed in /proc")
+def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path) -> None:
+    for (addresses,) in _run(_addresses, _torchrun(2, tmp_path, machines=1)):
+        assert addresses
+        assert set(addresses) == {"127.0.0.1"}
 
 
 def test_machines_that_share_a_token_communicate(tmp_path: Path) -> None:

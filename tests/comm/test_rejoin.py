@@ -13,6 +13,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.launch import Worker as LaunchedWorker
 from dilatant.comm.launch import launch_local, local_worker
+from dilatant.comm.rendezvous import announce_failure
 from worker_pool import Worker, WorkerPool
 
 
@@ -129,3 +130,26 @@ def _twice(worker: LaunchedWorker) -> list[float]:
 
 def test_one_launch_communicates_twice() -> None:
     assert launch_local(_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def _after_an_announced_failure(worker: Worker) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    comm.world.barrier()
+    comm.close()
+    worker.store.add("closed", 1)
+    if worker.rank == 0:
+        while worker.store.add("closed", 0) < 2:
+            time.sleep(0.01)
+        announce_failure(worker.store, "rank 2 was killed")
+        worker.store.set("announced", b"")
+    worker.store.wait(["announced"])
+    with pytest.raises(CommAborted, match="rank 2 was killed"):
+        Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+    again = Comm(worker.store, worker.rank, worker.size, generation=1)
+    sums = _sums(again, worker)
+    again.close()
+    return str(sums)
+
+
+def test_a_generation_that_lost_a_rank_is_not_joined_again_but_the_next_one_is(workers: WorkerPool) -> None:
+    assert workers.run(_after_an_announced_failure, 2, timeout_seconds=40) == ["[3.0, 6.0]"] * 2

@@ -150,7 +150,6 @@ def test_connections_that_never_authenticate_are_closed(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_server, "HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr(store_server, "MAX_UNAUTHENTICATED", 20)
     steady = _connect(server)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
     assert _still_serves(server)
@@ -159,6 +158,19 @@ def test_connections_that_never_authenticate_are_closed(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     steady.set("a", b"b")
+    for connection in silent:
+        connection.close()
+
+
+def test_more_newcomers_than_the_limit_push_out_the_oldest(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "MAX_UNAUTHENTICATED", 20)
+    steady = _connect(server)
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
+    assert _still_serves(server)  # later than all of them
+    steady.set("a", b"b")
+    assert len(server._clients) <= 22
     for connection in silent:
         connection.close()
 
