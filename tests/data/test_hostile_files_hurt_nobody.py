@@ -316,3 +316,11 @@ def test_held_out_samples_need_a_question(tmp_path):
     assert problem.sample == "x.jsonl:2"
     with pytest.raises(SampleError, match=re.escape(problem.problem)):
         encode_prompt(blend[1], ENCODING)
+
+
+def test_what_a_message_quotes_is_short_and_safe_to_print():
+    error = SampleError("x\x1b[2J.jsonl:1", "holds \ud800 and\n" + "y" * 10_000, "remove it")
+    assert str(error).isprintable()
+    assert len(str(error)) < 600
+    assert "\\x1b" in error.sample
+    str(error).encode("utf-8")
