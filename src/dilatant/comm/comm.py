@@ -299,7 +299,8 @@ class Comm:
                 inboxes = self._inboxes_of_others(store)
                 answers = check_liveness(store, inboxes)
         except Exception as error:
-            return f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {' '.join(str(error).split())[:200]}"
+            reason = " ".join(str(error).split())[:200]
+            return f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {reason}"
         others = [rank for rank in range(self.size) if rank != self.rank]
         absent = [str(rank) for rank in others if rank not in inboxes]
         silent = [str(rank) for rank in inboxes if rank not in answers]
