@@ -53,6 +53,9 @@ class TrainConfig(Section):
     schedule: RateSchedule = RateSchedule()
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are clipped to this norm over the whole model; `null`: not."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens at a loss or gradient that is not finite, which is never applied: the run stops and names the
+    samples, or goes on without the update and counts it."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: GPUs where there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

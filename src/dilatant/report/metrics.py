@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens. `busy` and
-    `waited` are those of `StepShares`, empty for one process."""
+    """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens. skipped_updates:
+    steps so far whose loss or gradient was not finite, which changed nothing. `busy` and `waited` are those of
+    `StepShares`."""
 
     step: int
     total_steps: int
@@ -21,6 +23,7 @@ class StepMetrics:
     data_wait_seconds: float
     samples: int
     skipped_samples: int
+    skipped_updates: int
     target_tokens: int
     tokens: Mapping[str, int]
     tokens_per_second: float
@@ -32,13 +35,15 @@ class StepMetrics:
         """The line of `metrics.jsonl`."""
         record = asdict(self)
         record.pop("total_steps")
+        for name in ("loss", "grad_norm"):  # JSON has no word for what is not finite
+            record[name] = record[name] if math.isfinite(record[name]) else None
         return {name: value for name, value in record.items() if value != {}}
 
     def to_scalars(self) -> dict[str, float]:
         """The same figures under the flat names that trackers group by."""
         flat: dict[str, float] = {}
         for name, value in self.to_record().items():
-            if name == "step":
+            if name == "step" or value is None:
                 continue
             if isinstance(value, Mapping):
                 flat |= {f"{name}/{key}": float(number) for key, number in value.items()}

@@ -6,7 +6,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather
@@ -18,18 +20,20 @@ class Diverged(RuntimeError):
     """Ranks were about to run different steps; the message names them."""
 
 
-def digest(*documents: str) -> int:
-    """62 bits of the SHA-256 of `documents`."""
+def digest(*documents: str | NDArray[np.int64]) -> int:
+    """62 bits of the SHA-256 of `documents`: texts, and arrays by their bytes."""
     joined = hashlib.sha256()
     for document in documents:
-        joined.update(hashlib.sha256(document.encode()).digest())
+        data = document.encode() if isinstance(document, str) else np.ascontiguousarray(document).data
+        joined.update(len(data).to_bytes(8, "little"))
+        joined.update(data)
     return int.from_bytes(joined.digest()[:8], "little") >> (64 - _BITS)
 
 
 class Agreement:
-    """Whether all ranks began one with equal `values` (name → integer of 62 bits, names equal everywhere).
+    """Whether all ranks began a step with equal `values` (name → integer of 62 bits, names equal everywhere).
 
-    Values travel while the rank computes; it must `settle` before it sends, awaits or sums anything that hangs on them.
+    Values travel while the rank computes; it must `require` them to be equal before it sends, awaits or sums anything.
     """
 
     def __init__(self, comm: Comm, values: Mapping[str, int]) -> None:
@@ -37,7 +41,7 @@ class Agreement:
         own = torch.tensor([*values.values()], dtype=torch.int64)
         self._gathering: AsyncAllGather | None = AsyncAllGather(comm, own, "agreement on the step")
 
-    def settle(self) -> None:
+    def require(self) -> None:
         """Return when all agree; again and again, if need be. Raises Diverged on every rank otherwise, naming what
         differs and the ranks in the minority."""
         if self._gathering is None:

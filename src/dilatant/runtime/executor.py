@@ -131,7 +131,7 @@ class Executor:
                 if action.kind == ActionKind.F:
                     results += self._forward(stage, action, samples, routes, data)
                 elif stage.needs_backward:
-                    agreement.settle()  # gradients are summed over ranks as soon as they are there
+                    agreement.require()  # gradients are summed over ranks as soon as they are there
                     is_last = last[action.stage] == index
                     if action.kind == ActionKind.W:
                         self._weight_gradients(action)
@@ -146,7 +146,7 @@ class Executor:
                 raise
             except Exception as error:
                 raise ActionFailed(self._explain(stage, action, samples, data, error)) from error
-        agreement.settle()
+        agreement.require()
         self._transport.finish()
         self._pieces.clear()
         return results
@@ -310,7 +310,7 @@ class Executor:
         if message.producer.stage in self._stages:
             return self._handed_over.pop(message)
         began = time.perf_counter()
-        self._agreement.settle()
+        self._agreement.require()
         rows = self._transport.receive(message)
         source = self._transport.rank_of(message.producer.stage)
         self._recorder.waited(source, time.perf_counter() - began)
@@ -337,7 +337,7 @@ class Executor:
             if message.consumer.stage in self._stages:
                 self._handed_over[message] = chosen
             else:
-                self._agreement.settle()
+                self._agreement.require()
                 self._transport.send(message, chosen)
 
     def _explain(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.launch import Worker
+from dilatant.comm.launch import Worker, local_worker
 from dilatant.config.errors import UserError
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import prefer_row_attention
@@ -23,7 +23,7 @@ def parallelize(
     specs: Mapping[str, ParallelSpec],
     *,
     num_microbatches: int = 1,
-    worker: Worker,
+    worker: Worker | None = None,
     colocated: Mapping[str, str] | None = None,
     family: Family = one_f_one_b,
     seed: int = 0,
@@ -33,10 +33,12 @@ def parallelize(
 ) -> Runtime:
     """`model` spread over all workers as `specs` say.
 
-    model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. worker:
-    from `launch`. colocated: see `plan_from_specs`. num_microbatches, row_tokens: see `Microbatching`. options: of
-    Runtime. Raises UserError that lists what is wrong, before anything is built.
+    model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. worker: from
+    `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`. num_microbatches,
+    row_tokens: see `Microbatching`. options: of Runtime. Raises UserError that lists what is wrong, before anything is
+    built.
     """
+    worker = worker or local_worker()
     plan = plan_from_specs(
         {name: len(unit.layers) for name, unit in model.units.items()},
         specs,
@@ -44,7 +46,10 @@ def parallelize(
         colocated,
     )
     if len(plan.ranks) != worker.size:
-        raise UserError(f"the specs need {len(plan.ranks)} workers, but {worker.size} were started")
+        raise UserError(
+            f"the specs need {len(plan.ranks)} workers, but there {'are' if worker.size > 1 else 'is'} {worker.size}; "
+            f"call this in a function that `launch(function, {len(plan.ranks)})` runs, and hand it the worker"
+        )
     if num_microbatches < 1:
         raise UserError(f"num_microbatches is {num_microbatches}; it must be at least 1")
     if model.language.model.config._attn_implementation == "sdpa":  # what transformers takes if nobody chose

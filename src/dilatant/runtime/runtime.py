@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
-from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.freeze import check
 from dilatant.models.materialize import materialize
@@ -45,7 +44,8 @@ class StepResult:
 
     loss: of the global batch, the weighted sum of `losses`, which are by unit. target_tokens: of the language model.
     grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
-    `execute`). shares: where the step's time went, up to the last gradient.
+    `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
+    whose loss is not finite; whoever gets such a loss or norm should not apply the gradients.
     """
 
     loss: float
@@ -54,6 +54,7 @@ class StepResult:
     grad_norm: float
     should_stop: bool
     shares: StepShares
+    nonfinite_samples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +156,7 @@ class Runtime:
         schedule: Schedule | None = None,
         *,
         should_stop: Callable[[], bool] = lambda: False,
+        step: int | None = None,
     ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, on all ranks together.
 
@@ -162,6 +164,7 @@ class Runtime:
         the sample. assignment and schedule: instead of those that the runtime's microbatching gives. Gradients that are
         already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
         applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
+        step: the caller's own number of this step, on which all ranks must agree, too.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
@@ -170,6 +173,7 @@ class Runtime:
             if assignment is None or schedule is None:
                 self._last = self._planner.plan_step(samples)
                 assignment, schedule = self._last.assignment, self._last.schedule
+            self._step = self._step + 1 if step is None else step
             return self._execute(self._step_data(samples), assignment, schedule, should_stop)
 
     def predict(
@@ -271,7 +275,7 @@ class Runtime:
     def _execute(
         self, data: StepData, assignment: Assignment, schedule: Schedule, should_stop: Callable[[], bool]
     ) -> StepResult:
-        own_losses = _finite_sums(self._run(data, assignment, schedule), data)
+        own_losses, nonfinite = _sum_losses(self._run(data, assignment, schedule), data)
         self._sync.finish()
         weights = {unit: loss.weight for unit, loss in self.model.graph.losses.items()}
         own = (
@@ -289,11 +293,13 @@ class Runtime:
         shares = self._shares.shares(times)
         loss = sum(weights[unit] * value for unit, value in losses.items())
         targets = int(data.counts[self.model.graph.anchor])
-        return StepResult(loss, losses, targets, math.sqrt(squares), stops > 0, shares)
+        samples: tuple[str, ...] = ()
+        if not math.isfinite(loss):
+            samples = tuple(name for names in all_gather_object(self.comm, nonfinite) for name in names)
+        return StepResult(loss, losses, targets, math.sqrt(squares), stops > 0, shares, samples)
 
     def _run(self, data: StepData, assignment: Assignment, schedule: Schedule) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
-        self._step += 1
         prepared = self._prepare(assignment, schedule, data.predicts)
         agreement = Agreement(
             self.comm,
@@ -301,6 +307,7 @@ class Runtime:
                 "the plan": self._plan_digest,
                 **prepared.digests,
                 "the global batch": digest(*(f"{s.id} {sorted(s.sizes.items())}" for s in data.samples)),
+                "tokens or labels": digest(*(part for s in data.samples for part in (s.input_ids, s.labels))),
                 "the step number": self._step,
             },
         )
@@ -311,7 +318,7 @@ class Runtime:
             return rows, boundary.width, boundary.dtype
 
         if not self._transport.has_open(prepared.routes):
-            agreement.settle()
+            agreement.require()
         self._transport.begin(prepared.routes, shape)
         self._recorder.begin(kept=not data.predicts)
         actions = schedule.actions.get(self.comm.rank, ())
@@ -413,19 +420,16 @@ class Runtime:
         )
 
 
-def _finite_sums(outcomes: Sequence[Outcome], data: StepData) -> dict[str, float]:
-    """Unit → the sum of its losses computed here. Raises UserError, naming the samples of a loss that is not finite."""
+def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
+    """Unit → the sum of its losses computed here; and the samples of those that are not finite."""
     values = torch.stack([outcome.value.float() for outcome in outcomes]).tolist() if outcomes else []
     sums: dict[str, float] = {}
+    nonfinite: list[str] = []
     for value, outcome in zip(values, outcomes, strict=True):
         if not math.isfinite(value):
-            names = ", ".join(repr(data.samples[sample].id) for sample in outcome.samples[:8])
-            raise UserError(
-                f"the {outcome.unit} loss became {value} in a microbatch with the samples {names}; "
-                "lower the learning rate, or look at these samples"
-            )
+            nonfinite += [data.samples[sample].id for sample in outcome.samples]
         sums[outcome.unit] = sums.get(outcome.unit, 0.0) + value
-    return sums
+    return sums, nonfinite
 
 
 def _refuse_tensor_parallel(plan: Plan) -> None:

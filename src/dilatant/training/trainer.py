@@ -121,6 +121,7 @@ class Trainer:
             checkpoints, config.train.keep_checkpoints, session, worker.rank, worker.size
         )
         self._saved_step = 0
+        self._skipped_updates = 0
         self._unpublished = False
         self._half_updated = False
 
@@ -130,6 +131,10 @@ class Trainer:
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, held & moments)
         values = load(checkpoint, self._tensors(), known=self._known)
+        if not isinstance(values.get("step"), int) or "position" not in values:
+            raise UserError(
+                f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
+            )
         self.runtime.require_equal(optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
@@ -175,6 +180,11 @@ class Trainer:
         seconds = time.perf_counter() - began
         return TrainResult(self.step, self.total_steps, seconds, self.step >= self.total_steps)
 
+    @property
+    def published(self) -> Path | None:
+        """The last checkpoint that this run wrote; known on rank 0."""
+        return None if self._writer.published is None else self._writer.published.path
+
     def evaluate(self) -> Evaluation | None:
         """See `evaluation.evaluate`; called by all ranks together."""
         return evaluate(self.runtime, self._config, self._samples)
@@ -203,24 +213,24 @@ class Trainer:
         rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step, self.rank)
-        result = self.runtime.execute(batch.samples, should_stop=should_stop)
+        result = self.runtime.execute(batch.samples, should_stop=should_stop, step=self.step)
         self._apply(result, batch)
         return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
-        """The update, on every rank or on none. Raises UserError for gradients that are not finite."""
-        if not math.isfinite(result.grad_norm):
-            names = ", ".join(repr(sample.id) for sample in batch.samples[:8])
-            more = ", ..." if len(batch.samples) > 8 else ""
-            raise UserError(
-                f"step {self.step + 1}: the gradient's norm is {result.grad_norm}, so nothing was updated; lower the "
-                f"learning rate, or look at the samples of this step: {names}{more}"
-            )
-        limit = self._config.train.max_grad_norm
-        if limit is not None:
-            self.runtime.clip_grad_norm_(limit, result.grad_norm)
+        """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
+        these, unless they are to be skipped."""
+        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        if not finite and self._config.train.on_nonfinite == "stop":
+            raise UserError(_explain_nonfinite(self.step + 1, result, batch))
         self._half_updated = True
-        self._optimizer.step()
+        if finite:
+            limit = self._config.train.max_grad_norm
+            if limit is not None:
+                self.runtime.clip_grad_norm_(limit, result.grad_norm)
+            self._optimizer.step()
+        else:
+            self._skipped_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._position = batch.position
@@ -238,6 +248,7 @@ class Trainer:
             data_wait_seconds=batch.wait_seconds,
             samples=batch.num_samples,
             skipped_samples=batch.skipped,
+            skipped_updates=self._skipped_updates,
             target_tokens=result.target_tokens,
             tokens=tokens,
             tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
@@ -278,12 +289,14 @@ class Trainer:
             kind: {name: tensor for name, tensor in held.items() if self._saved_by[name] == self.rank}
             for kind, held in self._tensors().items()
         }
-        for name, tensor in tensors["model"].items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise UserError(
-                    f"weight {name!r} is not finite after step {self.step}, so it is not saved; the checkpoint before "
-                    "is still valid: go on from it with a lower learning rate"
-                )
+        own = {name: p for name, p in self.runtime.parameters.items() if p.requires_grad}
+        finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
+        if finite and not bool(torch.stack(finite).all()):
+            name = next(name for name, ok in zip(own, finite) if not bool(ok))
+            raise UserError(
+                f"weight {name!r} is not finite after step {self.step}, so nothing is saved; the checkpoint before is "
+                "still valid: go on from it with a lower learning rate"
+            )
         frozen = [name for name, p in self.runtime.parameters.items() if not p.requires_grad]
         values = {"step": self.step, "position": self._position.to_json()}
         self._writer.save(self.step, tensors, values, frozen)
@@ -312,6 +325,20 @@ class Trainer:
             self._write()
             self._publish(LAST_PATIENCE_SECONDS)
         self._writer.wait()
+
+
+def _explain_nonfinite(step: int, result: StepResult, batch: GlobalBatch) -> str:
+    if result.nonfinite_samples:
+        what = f"the loss became {result.loss} in microbatches with the samples"
+        names = result.nonfinite_samples
+    else:
+        what = f"the gradient's norm is {result.grad_norm} for a step with the samples"
+        names = tuple(sample.id for sample in batch.samples)
+    listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return (
+        f"step {step}: {what} {listed}; nothing was updated. Lower the learning rate, look at these samples, or set "
+        "train.on_nonfinite: skip"
+    )
 
 
 def count_steps(config: Config, samples: Samples) -> int:

@@ -1,0 +1,142 @@
+"""One rank's part of a run: built, restored, trained, judged."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from dilatant.comm.launch import Worker
+from dilatant.config import Config
+from dilatant.data.workers import warm_up
+from dilatant.plan.plan import Plan
+from dilatant.report.gantt_of_step import measured_chart
+from dilatant.report.gantt_summary import by_lane
+from dilatant.report.perfetto import write_timeline
+from dilatant.report.run_folder import RunFolder
+from dilatant.report.step_page import write_step_page
+from dilatant.training.evaluation import Evaluation
+from dilatant.training.layout import units_decoded_on
+from dilatant.training.observer import Observer
+from dilatant.training.prepare import Prepared, prepare
+from dilatant.training.starting_point import Start, agreed_checkpoint
+from dilatant.training.stop_signal import StopSignal
+from dilatant.training.trainer import Trainer, TrainResult
+
+Show = Literal["nothing", "stdout", "stderr"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. exit_code: 0, or what the signal that stopped it asks for (128 + its number). loss: of the last
+    step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
+    checkpoint: the last one. is_first: this process speaks for the run; under an outer launcher that is rank 0's."""
+
+    folder: Path
+    step: int
+    total_steps: int
+    seconds: float
+    exit_code: int
+    loss: float | None = None
+    summary: str = ""
+    evaluation: Evaluation | None = None
+    checkpoint: Path | None = None
+    is_first: bool = True
+
+    @property
+    def finished(self) -> bool:
+        return self.exit_code == 0
+
+
+def train_rank(
+    worker: Worker,
+    config: Config,
+    plan_json: str,
+    start: Start,
+    show: Show,
+    prepared: Prepared | None = None,
+) -> RunResult:
+    """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
+    plan = Plan.from_json(plan_json)
+    prepared = prepared or prepare(config, plan)
+    samples = prepared.samples
+    decoded = units_decoded_on(prepared.model, plan, worker.rank)
+    if config.data.workers and decoded:
+        warm_up()
+    if config.data.on_error == "error":
+        # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
+        samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
+    folder = RunFolder(config.output_dir)
+    trainer = Trainer(config, samples, prepared.model, plan, worker, folder.checkpoints)
+    try:
+        checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        first = worker.rank == 0
+        if first:
+            # Nothing can be wrong with the config any more: a mistake must not cost an old run.
+            if start.discards:
+                shutil.rmtree(folder.checkpoints, ignore_errors=True)
+            folder.write_config(config.to_yaml())
+            folder.write_text("plan.json", plan_json)
+        with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
+            with StopSignal() as stop:
+                result = _train(config, trainer, observer, stop)
+            summary = _show_last_step(trainer, folder) if result.step else ""
+            evaluation = trainer.evaluate() if result.finished else None
+            if observer is not None:
+                observer.evaluated(trainer.step, evaluation)
+        return RunResult(
+            folder.path,
+            result.step,
+            result.total_steps,
+            result.seconds,
+            # Without a signal here another rank was asked.
+            0 if result.finished else stop.exit_code or 128 + signal.SIGTERM,
+            observer.last_loss if observer is not None else None,
+            summary,
+            evaluation,
+            trainer.published,
+            first,
+        )
+    except BaseException as error:
+        trainer.fail(error)
+        raise
+    finally:
+        trainer.close()
+        folder.close()
+
+
+def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
+    def after_step(step: int) -> None:
+        every = config.evaluation.steps
+        if every and step % every == 0 and step < trainer.total_steps:
+            evaluation = trainer.evaluate()
+            if observer is not None:
+                observer.evaluated(step, evaluation)
+
+    if observer is None:
+        return trainer.run(lambda metrics: None, lambda: stop.received, after_step)
+    return trainer.run(observer.stepped, lambda: stop.received, after_step)
+
+
+def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
+    """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
+    ranks, of which the first writes."""
+    step = trainer.runtime.measured_step()
+    if trainer.rank != 0 or step is None or not step.actions:
+        return ""
+    plan = trainer.runtime.plan
+    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
+    write_step_page(folder.path / "timeline.html", step.actions, plan, f"{folder.path.name}: the last step")
+    folder.write_text("step.json", step.to_json() + "\n")
+    return by_lane(measured_chart(step.actions, plan), plan)
+
+
+def console_for(show: Show) -> Console:
+    return Console(stderr=show == "stderr", quiet=show == "nothing")

@@ -1,0 +1,74 @@
+"""Where a run begins: anew, or at a checkpoint; never at the cost of a run that is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.config import Config, UserError
+from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
+from dilatant.training.checkpoint import damage, identity, list_checkpoints, newest_valid
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run begins with: a checkpoint, or nothing; `discards` the checkpoints of the run that was there."""
+
+    checkpoint: Path | None
+    discards: bool = False
+
+
+def find_start(config: Config, folder: RunFolder, overwrite: bool, console: Console) -> Start:
+    """Where to begin. Raises UserError rather than lose a run."""
+    resume = config.train.resume
+    if resume == "auto":
+        checkpoint, warnings = newest_valid(folder.checkpoints)
+        for warning in warnings:
+            warn(console, warning)
+        if checkpoint is None and warnings:
+            raise UserError(
+                f"no checkpoint in {str(folder.checkpoints)!r} is undamaged; start anew with --overwrite"
+            )
+        return Start(checkpoint.path if checkpoint else None)
+    if resume != "never":
+        problem = damage(Path(resume))
+        if problem is not None:
+            raise UserError(f"train.resume: {resume!r} is not a usable checkpoint: {problem}")
+        return Start(Path(resume))
+    if list_checkpoints(folder.checkpoints):
+        if not overwrite:
+            raise UserError(
+                f"{str(folder.path)!r} holds a run already; go on with `dilatant resume {folder.path}`, "
+                "choose another output_dir, or start anew with --overwrite"
+            )
+        return Start(None, discards=True)
+    return Start(None)
+
+
+def agreed_checkpoint(comm: Comm, own: Path | None) -> Path | None:
+    """The checkpoint that rank 0 found, on all ranks. Raises UserError where a rank does not see it."""
+    chosen = all_gather_object(comm, None if own is None else str(own))[0]
+    if chosen is None:
+        return None
+    try:
+        seen, problem = identity(Path(chosen)), None
+    except UserError as error:
+        seen, problem = "", str(error)
+    sights = all_gather_object(comm, [seen, problem])
+    blind = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(sights) if text is not None]
+    blind += [
+        f"rank {rank} sees another checkpoint there"
+        for rank, (other, text) in enumerate(sights)
+        if text is None and other != sights[0][0]
+    ]
+    if blind:
+        raise UserError(
+            f"rank 0 goes on from {chosen!r}, which not all ranks see alike ({'; '.join(blind[:4])}); output_dir must "
+            "be on storage that all machines share"
+        )
+    return Path(chosen)
