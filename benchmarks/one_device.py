@@ -95,12 +95,10 @@ def tree(folder: Path, output: Path, settings: argparse.Namespace) -> dict[str, 
 def train_dilatant(folder: Path, settings: argparse.Namespace, between: Callable[[], None]) -> list[Step]:
     """Train by Dilatant, with `between` after every step. A step is timed from one to the next, its wait for data and
     its metrics included."""
-    from dilatant.runtime.step import OneProcess
-    from dilatant.training.metrics import StepMetrics
-
+    from dilatant.comm.launch import local_worker
     from dilatant.config.config import parse_config
-    from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.runtime.precision import pick_device, pick_precision
+    from dilatant.report.metrics import StepMetrics
+    from dilatant.training.prepare import prepare
     from dilatant.training.trainer import Trainer
 
     steps: list[Step] = []
@@ -115,11 +113,10 @@ def train_dilatant(folder: Path, settings: argparse.Namespace, between: Callable
 
     with tempfile.TemporaryDirectory() as output:
         config = parse_config(tree(folder, Path(output), settings), Path(output))
-        samples = assemble_samples(config)
-        model = assemble_model(config, samples)
-        device = pick_device()
-        engine = OneProcess(model, device, pick_precision(config.train.precision, device))
-        trainer = Trainer(config, model, samples, engine, Path(output) / "checkpoints")
+        run = prepare(config)
+        trainer = Trainer(
+            config, run.samples, run.model, run.planned, local_worker(), Path(output) / "checkpoints"
+        )
         try:
             trainer.run(observe)
         finally:

@@ -12,16 +12,14 @@ import pytest
 import dilatant
 
 
-def test_importing_dilatant_is_quick_and_loads_no_torch() -> None:
+def test_importing_dilatant_loads_nothing_heavy() -> None:
     program = (
-        "import sys, time; before = set(sys.modules); began = time.process_time(); import dilatant;"
-        "seconds = time.process_time() - began; new = {name.split('.')[0] for name in set(sys.modules) - before};"
-        "print(seconds); print(*sorted(new & {'torch', 'transformers', 'numpy', 'numba', 'pydantic'}))"
+        "import sys; before = set(sys.modules); import dilatant;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "print(*sorted(new & {'torch', 'transformers', 'numpy', 'numba', 'pydantic'}))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    seconds, heavy = found.stdout.split("\n")[:2]
-    assert float(seconds) < 0.1
-    assert heavy == ""
+    assert found.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("name", dilatant.__all__)

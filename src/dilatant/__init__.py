@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.plan.plan import ParallelSpec, Plan
     from dilatant.runtime.parallelize import parallelize
+    from dilatant.training.loading import make_loader
     from dilatant.training.run import train
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOME = {
     "Worker": "comm.launch",
     "launch": "comm.launch",
     "load_config": "config",
+    "make_loader": "training.loading",
     "parallelize": "runtime.parallelize",
     "train": "training.run",
 }
@@ -53,6 +55,7 @@ __all__ = [
     "Worker",
     "launch",
     "load_config",
+    "make_loader",
     "parallelize",
     "train",
 ]

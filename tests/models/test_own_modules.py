@@ -109,7 +109,7 @@ def test_the_graph_says_who_feeds_whom() -> None:
     graph = mllm.graph
     assert graph.units == ("vision", "language", "draw")
     assert graph.feeds == {"vision": ("language",), "language": ("draw",), "draw": ()}
-    assert (graph.anchor, graph.before_anchor, graph.behind_anchor) == ("language", ("vision",), ("draw",))
+    assert (graph.anchor, graph.behind_anchor) == ("language", ("draw",))
     assert {name: loss.weight for name, loss in graph.losses.items()} == {"language": 1.0, "draw": 0.5}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drawn_steps import CASE, build_model, build_samples
 
 from dilatant import ParallelSpec, UserError, parallelize
 from dilatant.comm import launch
 from dilatant.runtime.runtime import Runtime
+from drawn_steps import CASE, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
 APART = {"vision": ParallelSpec(), "language": ParallelSpec(pp=2)}

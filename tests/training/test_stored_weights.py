@@ -12,44 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from dilatant.comm.comm import Comm
 from dilatant.config import ModelConfig
-from dilatant.config.errors import UserError
 from dilatant.models.build import build_model as build_model_from
 from dilatant.runtime.holders import holders_of
 from dilatant.runtime.runtime import Runtime
 from dilatant.training import stored_weights
-from dilatant.training.stored_weights import read_pretrained, read_weights
+from dilatant.training.stored_weights import read_pretrained
 from drawn_steps import CASE, PLAN, build_model
 from worker_pool import Worker, WorkerPool
-
-
-def _held(worker: Worker, folder: Path) -> dict[str, torch.Tensor]:
-    comm = Comm(worker.store, worker.rank, worker.size)
-    model = build_model(CASE, "meta")
-    own = [name for name, ranks in holders_of(PLAN, model.units).items() if worker.rank in ranks]
-    weights = read_weights(model, folder, own)
-    assert sorted(weights) == sorted(own)
-    runtime = Runtime(model, PLAN, comm, seed=CASE.seed + 1, weights=weights)
-    comm.close()
-    return {name: parameter.detach().clone() for name, parameter in runtime.parameters.items()}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_ranks_hold_what_was_saved_whatever_the_seed(workers: WorkerPool, tmp_path: Path, tied: bool) -> None:
-    model = build_model(replace(CASE, tied=tied))
-    model.save_pretrained(tmp_path)
-    saved = {name: p for unit in model.units.values() for name, p in unit.named_logical_parameters()}
-    held: dict[str, torch.Tensor] = {}
-    for of_rank in workers.run(_held, 3, tmp_path) if not tied else [_tied(tmp_path)]:
-        held |= of_rank
-    assert held.keys() == saved.keys()
-    for name, tensor in held.items():
-        assert torch.equal(tensor, saved[name]), name
-
-
-def _tied(folder: Path) -> dict[str, torch.Tensor]:
-    model = build_model(replace(CASE, tied=True), "meta")
-    names = [name for unit in model.units.values() for name, _ in unit.named_logical_parameters()]
-    return read_weights(model, folder, names)
 
 
 def test_only_what_was_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,20 +43,20 @@ def test_only_what_was_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Mon
             return self._file.get_tensor(key)
 
     monkeypatch.setattr(stored_weights, "safe_open", Spy)
-    read_weights(build_model(CASE, "meta"), tmp_path, ["language.layers.1.mlp.up_proj.weight"])
+    name = "language.layers.1.mlp.up_proj.weight"
+    read_pretrained(build_model(CASE, "meta"), _pretrained_config(tmp_path), [name], seed=1)
     assert read == ["model.layers.1.mlp.up_proj.weight"]
 
 
-def test_a_stored_prefix_is_seen_through_and_a_missing_weight_is_named(tmp_path: Path) -> None:
-    build_model(CASE).save_pretrained(tmp_path)
+def test_a_stored_prefix_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(CASE)
+    model.save_pretrained(tmp_path)
     file = tmp_path / "language" / "model.safetensors"
-    tensors = {f"text_model.{key}": tensor for key, tensor in load_file(file).items()}
-    tensors.pop("text_model.lm_head.weight")
-    save_file(tensors, file)
-    model = build_model(CASE, "meta")
-    assert read_weights(model, tmp_path, ["language.layers.0.mlp.up_proj.weight"])
-    with pytest.raises(UserError, match=r"(?s)does not hold all weights.*language\.head\.lm_head\.weight"):
-        read_weights(model, tmp_path, ["language.head.lm_head.weight"])
+    save_file({f"text_model.{key}": tensor for key, tensor in load_file(file).items()}, file)
+    monkeypatch.setattr(stored_weights, "load_language_model", None)  # that would read all of it
+    name = "language.layers.0.mlp.up_proj.weight"
+    weights = read_pretrained(build_model(CASE, "meta"), _pretrained_config(tmp_path), [name], seed=1)
+    assert torch.equal(weights[name], dict(model.language.named_logical_parameters())[name])
 
 
 def _pretrained_config(folder: Path) -> ModelConfig:

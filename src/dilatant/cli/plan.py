@@ -75,7 +75,7 @@ def plan(
     )
     if problem.target.is_local and len(planned.result.winner.plan.ranks) > 1:
         print_line(console, "\nTo train with it:")
-        command = train_command(config, out or folder / "plan.json", planned)
+        command = train_command(config, out or folder / "plan.json")
         print_line(console, f"  {command}", wrap=False)
 
 
@@ -165,13 +165,11 @@ def _warnings(planned: PlannedRun) -> list[str]:
     return warnings
 
 
-def train_command(config: Path, plan_file: Path, planned: PlannedRun) -> str:
-    """The command that trains with a plan as it was simulated."""
-    winner = planned.result.winner
+def train_command(config: Path, plan_file: Path) -> str:
+    """The command that trains with a plan as it was simulated: microbatches, schedule and policy are in the file."""
     # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
     path = os.path.relpath(plan_file.resolve(), config.resolve().parent)
-    section = f"plan: {path}, microbatches: {winner.num_microbatches}, schedule: {winner.score.schedule}"
-    return f"dilatant train {config} --set 'parallel={{{section}}}'"
+    return f"dilatant train {config} --set 'parallel={{plan: {path}}}'"
 
 
 def _seen_from_here(path: Path) -> Path:
@@ -182,11 +180,10 @@ def _seen_from_here(path: Path) -> Path:
 def plan_document(planned: PlannedRun) -> str:
     """plan.json: the plan, and under `step` how a step runs it."""
     winner = planned.result.winner
-    config = planned.problem.config
     step = {
         "num_microbatches": winner.num_microbatches,
         "schedule": winner.score.schedule,
-        "assignment": config.plan.assignment,
+        "assignment": planned.problem.policy,
         "global_batch": planned.problem.global_batch,
         "predicted_seconds": winner.score.seconds,
     }

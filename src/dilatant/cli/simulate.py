@@ -68,7 +68,7 @@ def simulate(
         planned = _timed(problem, given.plan, microbatches or given.microbatches)
     if given.step is not None and page is None and not as_json:
         page = source / "plan.html"
-    _show(planned, given.step, source.stem, page, as_json, console)
+    _show(planned, given, source.stem, page, as_json, console)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class _Given:
     plan: Plan | None = None
     microbatches: int | None = None
     step: MeasuredStep | None = None
+    schedule: str | None = None
 
 
 def _read(source: Path, overrides: list[str]) -> _Given:
@@ -106,10 +107,7 @@ def _read(source: Path, overrides: list[str]) -> _Given:
     if not any(entry.startswith("plan.costs=") for entry in overrides):
         overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
     config = read_config(beside, overrides)
-    microbatches = step.get("num_microbatches")
-    if measured is not None and config.parallel is not None:
-        microbatches = config.parallel.microbatches
-    return _Given(config, plan, microbatches, measured)
+    return _Given(config, plan, step.get("num_microbatches"), measured, step.get("schedule"))
 
 
 def _measured(folder: Path) -> MeasuredStep | None:
@@ -163,7 +161,7 @@ def _timed(problem: PlanningProblem, plan: Plan | None, microbatches: int | None
 
 def _show(
     planned: PlannedRun,
-    measured: MeasuredStep | None,
+    given: _Given,
     title: str,
     page: Path | None,
     as_json: bool,
@@ -181,8 +179,9 @@ def _show(
         reasons=(),
         planning_seconds=None,
     )
+    measured = given.step
     if measured is not None:
-        report = _beside(report, measured, planned)
+        report = _beside(report, given.schedule, measured, planned)
     steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
     schedules = compare_schedules(planned.problem, winner.plan, winner.num_microbatches)
     if page is not None:
@@ -204,16 +203,17 @@ def _show(
         show_places(console, {page: "the same as a page: open it in a browser"})
 
 
-def _beside(report: PlanReport, measured: MeasuredStep, planned: PlannedRun) -> PlanReport:
+def _beside(
+    report: PlanReport, schedule: str | None, measured: MeasuredStep, planned: PlannedRun
+) -> PlanReport:
     """The report with a measured step, and the prediction of the very same actions instead of a typical step."""
     from dilatant.profiling.planning import predicted_step
     from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 
-    config = planned.problem.config
     predicted = predicted_step(planned.problem, report.plan, measured)
     return replace(
         report,
-        schedule=config.parallel.schedule if config.parallel is not None else report.schedule,
+        schedule=schedule or report.schedule,
         timeline=predicted_chart(predicted),
         measured=measured_chart(measured.actions, report.plan),
     )

@@ -31,10 +31,10 @@ class ParallelConfig(Section):
     """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`)."""
     plan: str | None = None
     """A plan file, as `dilatant plan` writes it, instead of `units`."""
-    microbatches: int = Field(4, ge=1)
-    """Microbatches of each unit replica in a step."""
-    schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] = "eager"
-    """In which order a rank works; see docs/schedules.md."""
+    microbatches: int | None = Field(None, ge=1)
+    """Microbatches of each replica of the language model in a step, at least. Default: as `plan` says, else 4."""
+    schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] | None = None
+    """In which order a rank works; see docs/schedules.md. Default: as `plan` says, else `eager`."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0)

@@ -49,8 +49,9 @@ class PlanConfig(Section):
     a node. A cost file has its own."""
     context_parallel: tuple[int, ...] = (1,)
     """Context-parallel degrees to model. A cost file has its own."""
-    assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] = "balanced"
-    """How samples are grouped into microbatches, in plans and in training over several processes."""
+    assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
+    """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
+    as `parallel.plan` says, else `balanced`."""
     finalists: int = Field(24, gt=0)
     """Candidates to simulate at most, the most promising first."""
 

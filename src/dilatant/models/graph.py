@@ -43,15 +43,6 @@ class ModelGraph:
         )
 
     @property
-    def before_anchor(self) -> tuple[str, ...]:
-        """The units that feed the anchor, directly or not (encoders)."""
-        found: set[str] = {self.anchor}
-        for name in reversed(self.units):
-            if found & set(self.feeds[name]):
-                found.add(name)
-        return tuple(name for name in self.units if name in found and name != self.anchor)
-
-    @property
     def behind_anchor(self) -> tuple[str, ...]:
         """The units that take rows of the anchor, directly or not (generators)."""
         found: list[str] = []

@@ -29,6 +29,7 @@ from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples, squares
 from dilatant.schedule import FAMILIES, plan_scorer, predict, trainability_of
+from dilatant.schedule.assign import Policy
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
@@ -48,6 +49,11 @@ class PlanningProblem:
     measured: CostModel
     costs: CostModel
     samples: PlannedSamples
+
+    @property
+    def policy(self) -> Policy:
+        """How samples are grouped into microbatches."""
+        return self.config.plan.assignment or "balanced"
 
     @property
     def global_batch(self) -> int:
@@ -175,7 +181,7 @@ def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int)
         problem.costs,
         problem.target.cluster,
         problem.simulated().steps(problem.global_batch),
-        problem.config.plan.assignment,
+        problem.policy,
         problem.target.rules,
         problem.config.seed,
     )
@@ -210,7 +216,7 @@ def compare_schedules(
         plan,
         plan_scorer.sample_seconds(plan, table, samples),
         num_microbatches,
-        problem.config.plan.assignment,
+        problem.policy,
         problem.config.seed,
         anchor=problem.model.anchor,
     )
@@ -247,7 +253,7 @@ def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
         problem.target.cluster,
         problem.simulated(),
         problem.global_batch,
-        problem.config.plan.assignment,
+        problem.policy,
         problem.target.rules,
         problem.config.seed,
     )

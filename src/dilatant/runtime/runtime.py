@@ -344,9 +344,9 @@ class Runtime:
         """Of every stage: unit → boundary of the rows that it takes from there, the stage's own for the next stage."""
         boundaries = []
         for placed in self._placed:
-            takers = self.model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
+            consumers = self.model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
             unit = self.model.units[placed.unit]
-            boundaries.append({taker: unit.boundary(placed.stage.end, taker) for taker in takers})
+            boundaries.append({consumer: unit.boundary(placed.stage.end, consumer) for consumer in consumers})
         return boundaries
 
     def _boundary_of(self, message: Message) -> Boundary:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from dilatant.config import Config
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
-from dilatant.training.layout import plan_from_config
+from dilatant.training.layout import TrainingPlan, plan_from_config
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """model: layers from configs, and weights that ranks
-    read for themselves, are on the meta device."""
+    """model: layers from configs, and weights that ranks read for themselves, are on the meta device. warnings: what
+    the user should know, to be said once for all ranks."""
 
     samples: Samples
     model: MultimodalModel
-    plan: Plan
+    planned: TrainingPlan
+    warnings: tuple[str, ...] = ()
 
 
-def prepare(config: Config, plan: Plan | None = None) -> Prepared:
+def prepare(config: Config, planned: TrainingPlan | None = None) -> Prepared:
     """Data, model and plan of a run. Raises UserError that names the key or the sample."""
-    samples = assemble_samples(config)
-    model = assemble_model(config, samples, hollow=True)
-    return Prepared(samples, model, plan or plan_from_config(config.parallel, model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", UserWarning)
+        samples = assemble_samples(config)
+        model = assemble_model(config, samples, hollow=True)
+        planned = planned or plan_from_config(config, model)
+    said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
+    return Prepared(samples, model, planned, tuple(said))

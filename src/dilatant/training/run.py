@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +20,8 @@ from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
 from dilatant.models.materialize import allocate
 from dilatant.report.run_folder import RunFolder
-from dilatant.training.checkpoint import load
+from dilatant.report.say import warn
+from dilatant.training.checkpoint import load, newest_valid
 from dilatant.training.export import export_model
 from dilatant.training.export_folder import check_target
 from dilatant.training.layout import prove_schedule
@@ -66,13 +68,15 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             start = find_start(config, folder, overwrite, console)
         with console.status("building the model"):
             prepared = prepare(config)
-        if place is not None and place.size != len(prepared.plan.ranks):
+        for warning in prepared.warnings:
+            warn(console, warning)
+        if place is not None and place.size != len(prepared.planned.plan.ranks):
             raise UserError(
-                f"the layout has {len(prepared.plan.ranks)} ranks, but {place.launcher} started {place.size} "
+                f"the layout has {len(prepared.planned.plan.ranks)} ranks, but {place.launcher} started {place.size} "
                 "processes; start as many as it has ranks, or change 'parallel'"
             )
         with console.status("proving the schedule"):
-            prove_schedule(config, prepared.plan, prepared.model)
+            prove_schedule(prepared.planned, prepared.model)
         _describe(console, prepared)
         result = _launch(config, prepared, start, show)
         if result.finished and result.is_first:
@@ -84,15 +88,15 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
 
 def _launch(config: Config, prepared: Prepared, start: Start, show: Show) -> RunResult:
     """Train on all ranks; how rank 0 (or this rank, under an outer launcher) ended."""
-    plan = prepared.plan
-    here = len(plan.ranks) == 1
+    planned = prepared.planned
+    here = len(planned.plan.ranks) == 1
     with _stopping(starts_workers=not here and place_from() is None) as stop:
         try:
             result, *_ = launch(
                 train_rank,
-                len(plan.ranks),
+                len(planned.plan.ranks),
                 config,
-                plan.to_json(),
+                planned.to_json(),
                 start,
                 show,
                 *((prepared,) if here else ()),
@@ -138,10 +142,17 @@ def _interrupt() -> None:
 
 def _export(prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
     model = prepared.model
-    if len(prepared.plan.ranks) > 1:  # in one process it is the trained one
-        assert result.checkpoint is not None
-        load(result.checkpoint, {"model": allocate(model.units)})
+    if len(prepared.planned.plan.ranks) > 1:  # in one process it is the trained one
+        load(result.checkpoint or _newest(folder), {"model": allocate(model.units)})
     export_model(model, prepared.samples.encoding, folder.export, folder.path)
+
+
+def _newest(folder: RunFolder) -> Path:
+    """The checkpoint that a run with nothing left to train went on from."""
+    checkpoint, _ = newest_valid(folder.checkpoints)
+    if checkpoint is None:
+        raise UserError(f"{str(folder.checkpoints)!r} holds no complete checkpoint to export")
+    return checkpoint.path
 
 
 def _describe(console: Console, prepared: Prepared) -> None:
@@ -162,4 +173,14 @@ def _describe(console: Console, prepared: Prepared) -> None:
     samples = prepared.samples
     amount = f"{len(samples.train):,} samples" if isinstance(samples.train, Blend) else "a stream of samples"
     held_out = f", {len(samples.held_out):,} held out" if samples.held_out is not None else ""
-    console.print(f"{amount} to train on{held_out}\n", highlight=False)
+    console.print(f"{amount} to train on{held_out}", highlight=False)
+    planned = prepared.planned
+    if len(planned.plan.ranks) > 1:
+        seconds = planned.predicted_seconds
+        predicted = "" if seconds is None else f"; a step is planned to take {seconds:.3g} s"
+        console.print(
+            f"{len(planned.plan.ranks)} ranks, {planned.num_microbatches} microbatches, schedule {planned.schedule}, "
+            f"samples placed by {planned.assignment}{predicted}",
+            highlight=False,
+        )
+    console.print()

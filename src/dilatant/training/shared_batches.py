@@ -1,4 +1,4 @@
-"""One rank of a machine reads, others are told: batches without media, over the CPU group of two ranks.
+"""One rank of a machine reads and broadcasts: batches without media, over the CPU group of two ranks.
 
 A rank that feeds media reads for itself. The others need only ids, labels and sizes, and a machine's cores are few:
 they take them from the first rank of their machine that reads. Batches travel ahead of the steps, in threads.
@@ -38,10 +38,10 @@ class SharedBatches:
         self._comm = comm
         places = [tuple(place) for place in all_gather_object(comm, [socket.gethostname(), feeds_media])]
         self.source = source_of(places, comm.rank)
-        self._takers = {
-            taker: self._group(comm.rank, taker)
-            for taker in range(comm.size)
-            if taker != source_of(places, taker) == comm.rank
+        self._receivers = {
+            receiver: self._group(comm.rank, receiver)
+            for receiver in range(comm.size)
+            if receiver != source_of(places, receiver) == comm.rank
         }
         self._from = self._group(self.source, comm.rank) if self.source != comm.rank else None
 
@@ -52,18 +52,18 @@ class SharedBatches:
         Whoever leaves without an error leaves together with all others.
         """
         if self._from is not None:
-            with _ahead(_take(self._from, self.source)) as batches:
+            with _ahead(_received(self._from, self.source)) as batches:
                 yield batches
             return
         with open_loader() as loader:
-            if not self._takers:
+            if not self._receivers:
                 yield loader
                 return
-            with _ahead(_hand_out(loader, self._takers)) as batches:
+            with _ahead(_broadcast(loader, self._receivers)) as batches:
                 yield batches
 
-    def _group(self, source: int, taker: int) -> Group:
-        return self._comm.group(f"batches/{source}-{taker}", (source, taker), torch.device("cpu"))
+    def _group(self, source: int, receiver: int) -> Group:
+        return self._comm.group(f"batches/{source}-{receiver}", (source, receiver), torch.device("cpu"))
 
 
 def source_of(places: list[tuple[str, bool]], rank: int) -> int:
@@ -92,37 +92,37 @@ def _timed(batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         yield replace(batch, wait_seconds=time.perf_counter() - began)
 
 
-def _hand_out(loader: Iterator[GlobalBatch], takers: dict[int, Group]) -> Generator[GlobalBatch]:
-    """The loader's batches, all of them told to `takers`, and how they end: so do theirs."""
+def _broadcast(loader: Iterator[GlobalBatch], receivers: dict[int, Group]) -> Generator[GlobalBatch]:
+    """The loader's batches, each sent to `receivers` as well, and then how they end."""
     sending: list[Pending] = []
 
-    def tell(batch: GlobalBatch | None, error: str | None = None) -> None:
-        told = batch_to_bytes(batch, error)
+    def send(batch: GlobalBatch | None, error: str | None = None) -> None:
+        message = batch_to_bytes(batch, error)
         for pending in sending:
             pending.wait()
-        sending[:] = [p for taker, group in takers.items() for p in _send(group, taker, told)]
+        sending[:] = [p for receiver, group in receivers.items() for p in _send(group, receiver, message)]
 
     try:
         for batch in loader:
-            tell(batch)
+            send(batch)
             yield batch
     except (UserError, GeneratorExit) as reason:
-        tell(None, str(reason) if isinstance(reason, UserError) else None)
+        send(None, str(reason) if isinstance(reason, UserError) else None)
         raise
     else:
-        tell(None)
+        send(None)
     finally:
         for pending in sending:  # nobody would wait for it later
             pending.wait()
 
 
-def _send(group: Group, taker: int, told: bytes) -> Iterator[Pending]:
-    yield group.send(torch.tensor([len(told)]), taker, 0, "the length of a batch")
-    yield group.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), taker, 1, "a batch")
+def _send(group: Group, receiver: int, message: bytes) -> Iterator[Pending]:
+    yield group.send(torch.tensor([len(message)]), receiver, 0, "the length of a batch")
+    yield group.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), receiver, 1, "a batch")
 
 
-def _take(group: Group, source: int) -> Generator[GlobalBatch]:
-    """What `_hand_out` on rank `source` tells; who closes this waits until that rank is through, too."""
+def _received(group: Group, source: int) -> Generator[GlobalBatch]:
+    """What `_broadcast` on rank `source` sends; who closes this waits until that rank is through, too."""
     try:
         while (batch := _receive(group, source)) is not None:
             yield batch
@@ -136,9 +136,9 @@ def _take(group: Group, source: int) -> Generator[GlobalBatch]:
 def _receive(group: Group, source: int) -> GlobalBatch | None:
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, source, 0, "the length of a batch").wait()
-    told = torch.empty(int(length), dtype=torch.uint8)
-    group.receive(told, source, 1, "a batch").wait()
-    return batch_from_bytes(told.numpy().tobytes())
+    message = torch.empty(int(length), dtype=torch.uint8)
+    group.receive(message, source, 1, "a batch").wait()
+    return batch_from_bytes(message.numpy().tobytes())
 
 
 def batch_to_bytes(batch: GlobalBatch | None, error: str | None = None) -> bytes:
@@ -158,16 +158,16 @@ def batch_to_bytes(batch: GlobalBatch | None, error: str | None = None) -> bytes
     return struct.pack("<q", len(text)) + text + body
 
 
-def batch_from_bytes(told: bytes) -> GlobalBatch | None:
+def batch_from_bytes(message: bytes) -> GlobalBatch | None:
     """What `batch_to_bytes` was given. Raises UserError where it was an error."""
-    (length,) = struct.unpack_from("<q", told)
-    header = json.loads(told[8 : 8 + length])
+    (length,) = struct.unpack_from("<q", message)
+    header = json.loads(message[8 : 8 + length])
     if header["error"] is not None:
         raise UserError(header["error"])
     if "samples" not in header:
         return None
     cuts = np.cumsum([count for _, count, _ in header["samples"]])
-    ids, labels = np.frombuffer(told, "<i8", offset=8 + length).reshape(2, -1).astype(np.int64)
+    ids, labels = np.frombuffer(message, "<i8", offset=8 + length).reshape(2, -1).astype(np.int64)
     samples = tuple(
         EncodedSample(name, own_ids, own_labels, {}, sizes)
         for (name, _, sizes), own_ids, own_labels in zip(

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config import ModelConfig
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model
@@ -26,26 +26,6 @@ from dilatant.models.unit import Unit
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-def read_weights(model: MultimodalModel, folder: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """The weights called `names` (logical), from a folder that `MultimodalModel.save_pretrained` wrote.
-
-    Give them to `Runtime(weights=...)`. Raises UserError that lists the weights that the folder lacks.
-    """
-    weights: dict[str, Tensor] = {}
-    for unit_name, unit in model.units.items():
-        wanted = {weight.name for weight in unit.weights} & set(names)
-        if not wanted:
-            continue
-        weights |= read_unit(unit, "model", wanted, tensor_files(folder / unit_name))
-        if "projector" in unit.parts:
-            projector = folder / "projectors" / f"{unit_name}.safetensors"
-            weights |= read_unit(unit, "projector", wanted, _keys(projector))
-    missing = sorted(set(names) - weights.keys())
-    if missing:
-        raise list_problems(f"{str(folder)!r} does not hold all weights of this model:", missing)
-    return weights
 
 
 def read_pretrained(

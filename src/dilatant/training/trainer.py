@@ -23,7 +23,6 @@ from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import lowest_holders, weights_held_on
@@ -32,7 +31,7 @@ from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.training.checkpoint import Tensors, load, stored_shapes
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
-from dilatant.training.layout import microbatching, units_decoded_on
+from dilatant.training.layout import TrainingPlan, units_decoded_on
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.optimizer import (
     allocate_moments,
@@ -59,7 +58,7 @@ class TrainResult:
 
 
 class Trainer:
-    """The run on one rank of `plan`, from its parts to its last checkpoint. `close` ends its background work.
+    """The run on one rank of a plan, from its parts to its last checkpoint. `close` ends its background work.
 
     model: the whole model, of which this rank gives memory to its own layers only; the rest stays on the meta device.
     """
@@ -69,10 +68,11 @@ class Trainer:
         config: Config,
         samples: Samples,
         model: MultimodalModel,
-        plan: Plan,
+        planned: TrainingPlan,
         worker: Worker,
         checkpoints: Path,
     ) -> None:
+        plan = planned.plan
         self.rank = worker.rank
         self.step = 0
         self.total_steps = count_steps(config, samples)
@@ -90,7 +90,7 @@ class Trainer:
             model,
             plan,
             self.comm,
-            microbatching=microbatching(config, plan),
+            microbatching=planned.microbatching(config),
             seed=config.seed,
             weights=read_pretrained(
                 model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed

@@ -1,0 +1,78 @@
+"""A plan is trained whole: its microbatches, schedule and policy, unless the config says otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilatant.config import Config, UserError
+from dilatant.config.config import parse_config
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.step_planner import StepPlanner
+from dilatant.schedule.trainability import trainability_of
+from dilatant.training.layout import TrainingPlan, plan_from_config
+from drawn_steps import CASE, PLAN, build_model, build_samples
+
+STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}
+
+
+def config(tmp_path: Path, step: Any = STEP, row_tokens: int = 512, **sections: Any) -> Config:
+    document = {**json.loads(PLAN.to_json()), "step": step}
+    (tmp_path / "plan.json").write_text(json.dumps(document), encoding="utf-8")
+    parallel = {"plan": str(tmp_path / "plan.json"), **sections.pop("parallel", {})}
+    tree = {
+        "model": {"encoders": {"vision": {"kind": "image", "id": "a"}}, "language_model": {"id": "b"}},
+        "data": {"train": [{"path": "x.jsonl"}]},
+        "train": {"row_tokens": row_tokens},
+        "parallel": parallel,
+        **sections,
+    }
+    return parse_config(tree, tmp_path)
+
+
+def test_a_plan_file_says_all_that_the_config_does_not(tmp_path: Path) -> None:
+    model = build_model(CASE, "meta")
+    planned = plan_from_config(config(tmp_path), model)
+    assert planned == TrainingPlan(PLAN, 3, "zb-h1", "searched", 0.5)
+    assert TrainingPlan.from_json(planned.to_json()) == planned
+    otherwise = config(tmp_path, parallel={"microbatches": 5}, plan={"assignment": "random"})
+    assert plan_from_config(otherwise, model) == TrainingPlan(PLAN, 5, "zb-h1", "random", 0.5)
+
+
+def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
+    planned = plan_from_config(config(tmp_path, step={}), build_model(CASE, "meta"))
+    assert (planned.num_microbatches, planned.schedule, planned.assignment) == (4, "eager", "balanced")
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"schedule": "fast"}, "schedule is 'fast'"),
+        ({"assignment": "mine"}, "assignment is 'mine'"),
+        ([], "'step' is not a mapping"),
+    ],
+)
+def test_a_plan_file_with_nonsense_is_refused_by_its_key(tmp_path: Path, step: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        plan_from_config(config(tmp_path, step=step), build_model(CASE, "meta"))
+
+
+@pytest.mark.parametrize("policy", ["random", "disttrain", "entrain", "balanced", "searched"])
+def test_the_token_budget_holds_under_every_policy(tmp_path: Path, policy: str) -> None:
+    model, samples = build_model(CASE, "meta"), build_samples(CASE)
+    longest = max(sample.sizes["language"] for sample in samples)
+    chosen = config(
+        tmp_path, row_tokens=longest + 1, plan={"assignment": policy}, parallel={"microbatches": 1}
+    )
+    planned = plan_from_config(chosen, model)
+    trainability = trainability_of(planned.plan, trainable_layers(model.units))
+    planner = StepPlanner(planned.plan, trainability, model.graph, planned.microbatching(chosen))
+    batches = planner.plan_step(samples).assignment.microbatches["language"][0]
+    assert len(batches) > 1
+    assert sorted(s for batch in batches for s in batch) == list(range(len(samples)))
+    for batch in batches:
+        assert sum(samples[s].sizes["language"] for s in batch) <= longest + 1

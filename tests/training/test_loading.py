@@ -1,0 +1,54 @@
+"""A loop of one's own trains on the batches that `dilatant train` would take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from dilatant import ParallelSpec, UserError, load_config, make_loader, parallelize
+from dilatant.data.loader import Loader
+from dilatant.profiling.assemble import assemble_model, assemble_samples
+
+
+@pytest.fixture
+def config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "cli")
+    from tiny_project import tiny_config, write_images
+
+    write_images(tmp_path, 12)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_config()), encoding="utf-8")
+    return tmp_path / "config.yaml"
+
+
+def test_batches_are_those_of_the_config_and_can_be_executed(config_path: Path) -> None:
+    config = load_config(config_path)
+    samples = assemble_samples(config)
+    model = assemble_model(config, samples)
+    expected = Loader(samples.train, samples.encoding, samples.train.sampler(config.seed, 4), steps=3)
+    own = ParallelSpec()
+    parallel = parallelize(model, {"vision": own, "language": own}, colocated={"vision": "language"})
+    optimizer = torch.optim.AdamW(parallel.trainable, lr=5e-3)
+    sources = [config_path.parent / "train.jsonl"]
+    with make_loader(model, sources, 4, steps=3, workers=0, max_length=64, parallel=parallel) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            for sample, other in zip(batch.samples, wanted.samples, strict=True):
+                assert (sample.id, dict(sample.sizes)) == (other.id, dict(other.sizes))
+                assert np.array_equal(sample.labels, other.labels)
+                for name, array in sample.media["vision"].items():
+                    assert np.array_equal(array, other.media["vision"][name])
+            assert np.isfinite(parallel.execute(batch.samples).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    parallel.close()
+
+
+def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:
+    config = load_config(config_path)
+    model = assemble_model(config, assemble_samples(config), hollow=True)
+    model.tokenizer = None
+    with pytest.raises(UserError, match="no tokenizer"):
+        make_loader(model, [config_path.parent / "train.jsonl"], 4)
