@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.data.sample import EncodedSample
-from dilatant.models.freeze import check
-from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
+from dilatant.runtime.build import build_stages, build_sync, derive_boundaries, refuse_tensor_parallel
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
-from dilatant.runtime.gradient_sync import GradientSync, make_buckets, squared_norm
+from dilatant.runtime.gradient_sync import squared_norm
 from dilatant.runtime.holders import Holders, holders_of, trainable_layers
 from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
@@ -96,7 +95,7 @@ class Runtime:
         check_transport: bool = False,
         owns_comm: bool = False,
     ) -> None:
-        _refuse_tensor_parallel(plan)
+        refuse_tensor_parallel(plan)
         self.model = model
         self.plan = plan
         self.comm = comm
@@ -107,9 +106,9 @@ class Runtime:
             index for index, backward in enumerate(self._trainability.backward) if backward
         }
         self._placed = plan.stages()
-        self._boundaries = self._derive_boundaries()
+        self._boundaries = derive_boundaries(model, plan)
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = self._build_modules(seed, weights or {})
+        modules = build_stages(model, plan, comm, seed, weights or {})
         self._stages = self._wire(modules)
         self.parameters = {
             name: parameter
@@ -117,7 +116,7 @@ class Runtime:
             for name, parameter in module.named_logical_parameters()
         }
         self.holders: Holders = holders_of(plan, model.units)
-        self._sync = self._build_sync(modules, bucket_bytes)
+        self._sync = build_sync(model, plan, comm, modules, self.holders, bucket_bytes)
         self._sync.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
@@ -340,40 +339,11 @@ class Runtime:
     def _step_data(self, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
         return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts)
 
-    def _derive_boundaries(self) -> list[dict[str, Boundary]]:
-        """Of every stage: unit → boundary of the rows that it takes from there, the stage's own for the next stage."""
-        boundaries = []
-        for placed in self._placed:
-            consumers = self.model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
-            unit = self.model.units[placed.unit]
-            boundaries.append({consumer: unit.boundary(placed.stage.end, consumer) for consumer in consumers})
-        return boundaries
-
     def _boundary_of(self, message: Message) -> Boundary:
         """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
         made = boundary_of(message)
         taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
         return self._boundaries[made][self._placed[taken].unit]
-
-    @torch.no_grad()
-    def _build_modules(self, seed: int | None, weights: Mapping[str, Tensor]) -> dict[int, Stage]:
-        own = [placed for placed in self._placed if self.comm.rank in placed.stage.ranks]
-        for placed in own:
-            unit = self.model.units[placed.unit]
-            materialize(unit, placed.stage.first, placed.stage.end, seed, weights.keys())
-        for unit_name in dict.fromkeys(placed.unit for placed in own):
-            self.model.units[unit_name].set_frozen(self.model.units[unit_name].frozen)
-        modules = {}
-        for placed in own:
-            unit = self.model.units[placed.unit]
-            module = unit.stage(placed.stage.first, placed.stage.end).to(self.comm.device)
-            module.train(unit.training)
-            check(module.named_logical_parameters(), unit.frozen)
-            for name, tensor in stage_tensors(module).items():
-                if name in weights:
-                    tensor.copy_(weights[name])
-            modules[placed.index] = module
-        return modules
 
     def _wire(self, modules: Mapping[int, Stage]) -> dict[int, LocalStage]:
         before = stages_before(self.plan)
@@ -400,25 +370,6 @@ class Runtime:
             )
         return stages
 
-    def _build_sync(self, modules: Mapping[int, Stage], bucket_bytes: int) -> GradientSync:
-        everything: dict[str, Tensor] = {}
-        frozen: set[str] = set()
-        for unit_plan in self.plan.units:
-            unit = self.model.units[unit_plan.name]
-            everything |= dict(unit.named_logical_parameters())
-            frozen |= unit.frozen
-        trainable = [name for name in everything if name not in frozen]
-        stages_of: dict[str, set[int]] = {}
-        for index, module in modules.items():
-            for name, _ in module.named_logical_parameters():
-                stages_of.setdefault(name, set()).add(index)
-        return GradientSync(
-            self.comm,
-            {name: p for name, p in self.parameters.items() if name not in frozen},
-            {name: frozenset(indices) for name, indices in stages_of.items()},
-            make_buckets(self.holders, everything, trainable, bucket_bytes),
-        )
-
 
 def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
     """Unit → the sum of its losses computed here; and the samples of those that are not finite."""
@@ -430,17 +381,3 @@ def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, 
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
         sums[outcome.unit] = sums.get(outcome.unit, 0.0) + value
     return sums, nonfinite
-
-
-def _refuse_tensor_parallel(plan: Plan) -> None:
-    wide = [
-        f"{p.unit} replica {p.replica} stage {p.position}: tp {p.stage.tp}, cp {p.stage.cp}"
-        for p in plan.stages()
-        if len(p.stage.ranks) != 1
-    ]
-    if wide:
-        raise ValueError(
-            "this runtime runs stages of one rank; set tp and cp to 1: "
-            + "; ".join(wide[:8])
-            + (f"; and {len(wide) - 8} more" if len(wide) > 8 else "")
-        )

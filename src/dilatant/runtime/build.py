@@ -1,0 +1,100 @@
+"""What a rank holds under a plan: its stages with memory and weights, and the buckets of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dilatant.comm.comm import Comm
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.freeze import check
+from dilatant.models.materialize import materialize
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.stage import Boundary, Stage, stage_tensors
+from dilatant.plan.plan import Plan
+from dilatant.runtime.gradient_sync import GradientSync, make_buckets
+from dilatant.runtime.holders import Holders
+
+
+def refuse_tensor_parallel(plan: Plan) -> None:
+    """Raises UserError that lists the stages of more than one rank."""
+    wide = [
+        f"{p.unit} replica {p.replica} stage {p.position}: tp {p.stage.tp}, cp {p.stage.cp}"
+        for p in plan.stages()
+        if len(p.stage.ranks) != 1
+    ]
+    if wide:
+        more = [f"and {len(wide) - 8} more"] if len(wide) > 8 else []
+        raise list_problems("this runtime runs stages of one rank; set tp and cp to 1:", [*wide[:8], *more])
+
+
+def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
+    """Of every stage: unit → boundary of the rows that it takes from there, the stage's own for the next stage."""
+    boundaries = []
+    for placed in plan.stages():
+        consumers = model.graph.feeds[placed.unit] if placed.is_last else (placed.unit,)
+        unit = model.units[placed.unit]
+        boundaries.append({consumer: unit.boundary(placed.stage.end, consumer) for consumer in consumers})
+    return boundaries
+
+
+@torch.no_grad()
+def build_stages(
+    model: MultimodalModel, plan: Plan, comm: Comm, seed: int | None, weights: Mapping[str, Tensor]
+) -> dict[int, Stage]:
+    """The stages of `comm.rank` by number, on its device: drawn from `seed`, or with the `weights` of their names.
+
+    Raises UserError for a weight of another shape.
+    """
+    own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
+    for placed in own:
+        materialize(model.units[placed.unit], placed.stage.first, placed.stage.end, seed, weights.keys())
+    for name in dict.fromkeys(placed.unit for placed in own):
+        model.units[name].set_frozen(model.units[name].frozen)
+    stages = {}
+    for placed in own:
+        unit = model.units[placed.unit]
+        stage = unit.stage(placed.stage.first, placed.stage.end).to(comm.device)
+        stage.train(unit.training)
+        check(stage.named_logical_parameters(), unit.frozen)
+        for name, tensor in stage_tensors(stage).items():
+            if name in weights:
+                if weights[name].shape != tensor.shape:  # a copy would broadcast some of them
+                    raise UserError(
+                        f"weight {name!r} has shape {list(weights[name].shape)} where it is read, and "
+                        f"{list(tensor.shape)} in the model"
+                    )
+                tensor.copy_(weights[name])
+        stages[placed.index] = stage
+    return stages
+
+
+def build_sync(
+    model: MultimodalModel,
+    plan: Plan,
+    comm: Comm,
+    stages: Mapping[int, Stage],
+    holders: Holders,
+    bucket_bytes: int,
+) -> GradientSync:
+    """The gradient sync of the weights in `stages`, in buckets that all ranks cut alike."""
+    everything: dict[str, Tensor] = {}
+    frozen: set[str] = set()
+    for unit_plan in plan.units:
+        unit = model.units[unit_plan.name]
+        everything |= dict(unit.named_logical_parameters())
+        frozen |= unit.frozen
+    trainable = [name for name in everything if name not in frozen]
+    held = {name: p for stage in stages.values() for name, p in stage.named_logical_parameters()}
+    stages_of: dict[str, set[int]] = {}
+    for index, stage in stages.items():
+        for name, _ in stage.named_logical_parameters():
+            stages_of.setdefault(name, set()).add(index)
+    return GradientSync(
+        comm,
+        {name: parameter for name, parameter in held.items() if name not in frozen},
+        {name: frozenset(indices) for name, indices in stages_of.items()},
+        make_buckets(holders, everything, trainable, bucket_bytes),
+    )
