@@ -88,10 +88,14 @@ def _show(result: RunResult, as_json: bool) -> None:
             summary["exact_match"] = result.evaluation.exact_match
         print(json.dumps(summary))
     if result.summary:
-        console.print(f"\nthe last step: {result.summary}", highlight=False, markup=False)
-    console.print(
-        f"\n{result.step} steps in {result.seconds:.1f} s. Where to look:", style="bold", highlight=False
+        console.print(f"\nthe last step: {result.summary}", highlight=False, markup=False, soft_wrap=True)
+    trained = result.step - result.began_at
+    what = (
+        f"{trained} steps in {result.seconds:.1f} s."
+        if trained
+        else f"Nothing was left to train: the run is at step {result.step} of {result.total_steps}."
     )
+    console.print(f"\n{what} Where to look:", style="bold", highlight=False)
     places = {
         f"{path}/metrics.jsonl": "every step's figures",
         f"tensorboard --logdir {path}": "the same as curves",

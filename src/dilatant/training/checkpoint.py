@@ -73,6 +73,8 @@ def damage(checkpoint: Path, contents: bool = True) -> str | None:
 
     contents: read every byte; otherwise only the manifests, which vouch for each other, and the sizes of files.
     """
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     try:
         parts = read_parts(checkpoint, read_manifest(checkpoint))
         stamps = {path: stamp for folder, part in parts.items() for path, stamp in part.paths(folder).items()}

@@ -34,7 +34,8 @@ Show = Literal["nothing", "stdout", "stderr"]
 class RunResult:
     """How a run ended. exit_code: 0, or what the signal that stopped it asks for (128 + its number). loss: of the last
     step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
-    checkpoint: the last one. is_first: this process speaks for the run; under an outer launcher that is rank 0's."""
+    checkpoint: the last one that was written here. began_at: steps that were done before. is_first: this process speaks
+    for the run; under an outer launcher that is rank 0's."""
 
     folder: Path
     step: int
@@ -45,6 +46,7 @@ class RunResult:
     summary: str = ""
     evaluation: Evaluation | None = None
     checkpoint: Path | None = None
+    began_at: int = 0
     is_first: bool = True
 
     @property
@@ -76,7 +78,7 @@ def train_rank(
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        first = worker.rank == 0
+        first, began_at = worker.rank == 0, trainer.step
         if first:
             # Nothing can be wrong with the config any more: a mistake must not cost an old run.
             if start.discards:
@@ -101,6 +103,7 @@ def train_rank(
             summary,
             evaluation,
             trainer.published,
+            began_at,
             first,
         )
     except BaseException as error:
