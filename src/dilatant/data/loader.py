@@ -54,7 +54,7 @@ class GlobalBatch:
     @property
     def target_tokens(self) -> int:
         """Tokens that carry loss, over the whole batch: what the loss is divided by."""
-        return sum(int((sample.labels != -100).sum()) for sample in self.samples)
+        return sum(sample.target_tokens for sample in self.samples)
 
     @property
     def tokens(self) -> dict[str, int]:

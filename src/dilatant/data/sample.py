@@ -6,6 +6,7 @@ media.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,12 +103,14 @@ class MediaUnit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """A sample as a model is fed.
+    """A sample as a model is fed, as far as it was loaded: all of it, or only the parts that a rank's stages use.
 
     input_ids, labels: int64 [tokens]; a media item stands as `merged_tokens` copies of its unit's placeholder id;
-    labels are -100 where no loss is wanted, and already -100 at the first token.
-    media: unit → encoder input name → array [encoder rows, ...]; a unit without items is absent.
-    sizes: unit → tokens that the unit processes ("language" included).
+    labels are -100 where no loss is wanted, and already -100 at the first token. Empty where tokens were not loaded.
+    media: unit → encoder input name → array [encoder rows, ...]; a unit without items, or not loaded, is absent.
+    sizes: unit → tokens that the unit processes ("language" included); always known.
+    draw: its number in the order of training, by which randomness is keyed. targets, content: what an index says of
+    `target_tokens` and `content_digest`; counted here where None.
     """
 
     id: str
@@ -115,3 +118,28 @@ class EncodedSample:
     labels: NDArray[np.int64]
     media: Mapping[str, Mapping[str, NDArray]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    draw: int = 0
+    targets: int | None = None
+    content: int | None = None
+
+    @property
+    def key(self) -> str:
+        """What it is known by on every rank: of an indexed one only the draw, for its name is read with it."""
+        return self.id if self.content is None else f"draw {self.draw}"
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return int((self.labels[1:] != -100).sum()) if self.targets is None else self.targets
+
+    @property
+    def content_digest(self) -> int:
+        """What `content_digest` says of ids and labels."""
+        return content_digest(self.input_ids, self.labels) if self.content is None else self.content
+
+
+def content_digest(input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
+    """62 bits that tell apart samples with other tokens or labels."""
+    digest = hashlib.blake2b(np.ascontiguousarray(input_ids, "<i8").tobytes(), digest_size=8)
+    digest.update(np.ascontiguousarray(labels, "<i8").tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 2

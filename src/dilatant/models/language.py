@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.sample import EncodedSample
-from dilatant.models.loss import IGNORED, positions_with_targets, shift_labels, summed_cross_entropy
+from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
@@ -362,7 +362,7 @@ class LanguageUnit(Unit, LanguageStage):
 
 
 def _target_tokens(sample: EncodedSample) -> int:
-    return int((sample.labels[1:] != IGNORED).sum())
+    return sample.target_tokens
 
 
 def _tokens(unit: str, sample: EncodedSample) -> int:

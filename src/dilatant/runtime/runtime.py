@@ -305,8 +305,8 @@ class Runtime:
             {
                 "the plan": self._plan_digest,
                 **prepared.digests,
-                "the global batch": digest(*(f"{s.id} {sorted(s.sizes.items())}" for s in data.samples)),
-                "tokens or labels": digest(*(part for s in data.samples for part in (s.input_ids, s.labels))),
+                "the global batch": digest(*(f"{s.key} {sorted(s.sizes.items())}" for s in data.samples)),
+                "tokens or labels": digest(*(str(s.content_digest) for s in data.samples)),
                 "the step number": self._step,
             },
         )
