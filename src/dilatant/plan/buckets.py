@@ -6,6 +6,7 @@ the row borders nearest to equal shares, so that every share consists of boxes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -77,7 +78,7 @@ def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
     borders = (
         [0] + [_border(boxes, (2 * total * k + count) // (2 * count)) for k in range(1, count)] + [total]
     )
-    for first, end in zip(borders, borders[1:]):
+    for first, end in itertools.pairwise(borders):
         share = []
         start = 0
         for box in boxes:
@@ -92,15 +93,16 @@ def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class BucketShare:
-    """A bucket as one of its ranks sees it.
+    """A bucket as its holder `rank` sees it.
 
-    sharing: the ranks that divide the state among them, this rank with them; `sections` are their shares in that order.
+    sharing: the ranks that divide the state among them, this one with them; `sections` are their shares in that order.
     alike: the ranks that hold the same share as this one, itself included. speaks: whether this rank is the one that
     counts its share in norms and writes it into checkpoints. even: nodes have equally many holders, so that shares are
     alike on all of them; otherwise nobody but this node cuts so.
     """
 
     bucket: Bucket
+    rank: int
     sharing: tuple[int, ...]
     alike: tuple[int, ...]
     sections: tuple[tuple[Box, ...], ...]
@@ -124,6 +126,8 @@ class BucketShare:
 
 def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> BucketShare:
     """How `rank` holds its part of `bucket`. node_of: rank → node."""
+    sharing: tuple[int, ...]
+    alike: tuple[int, ...]
     if zero == "none":
         sharing = (rank,)
     elif zero == "all":
@@ -143,7 +147,7 @@ def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
         alike = tuple(held[place] for held in nodes.values())
     speaks = sharing == bucket.ranks if zero == "all" else bucket.ranks[0] in sharing
     sections = shares(bucket.boxes, len(sharing)) if len(sharing) > 1 else (bucket.boxes,)
-    return BucketShare(bucket, sharing, alike, sections, sections[place], speaks, even)
+    return BucketShare(bucket, rank, sharing, alike, sections, sections[place], speaks, even)
 
 
 def _border(boxes: Sequence[Box], target: int) -> int:

@@ -15,12 +15,13 @@ from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
+from dilatant.plan.buckets import Zero
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
-from dilatant.runtime.build import build_stages, build_sync, derive_boundaries, refuse_tensor_parallel
+from dilatant.runtime.build import build_shared, build_stages, derive_boundaries, refuse_tensor_parallel
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
-from dilatant.runtime.gradient_sync import squared_norm
-from dilatant.runtime.holders import Holders, holders_of, trainable_layers
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
@@ -78,6 +79,10 @@ class Runtime:
 
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
+
+    zero: who shares the optimizer's state of a weight, see `plan.buckets.Zero`; node_of: rank → node (default: all are
+    on one). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
+    `owned.gather` follows every update.
     """
 
     def __init__(
@@ -91,6 +96,8 @@ class Runtime:
         weights: Mapping[str, Tensor] | None = None,
         precision: Precision | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        zero: Zero = "none",
+        node_of: Sequence[int] | None = None,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
@@ -100,7 +107,7 @@ class Runtime:
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
-        self._plan_digest = digest(plan.to_json())
+        self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._with_backward = {
             index for index, backward in enumerate(self._trainability.backward) if backward
@@ -115,9 +122,9 @@ class Runtime:
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        self.holders: Holders = holders_of(plan, model.units)
-        self._sync = build_sync(model, plan, comm, modules, self.holders, bucket_bytes)
-        self._sync.require_equal()
+        self._shared = build_shared(model, plan, comm, modules, bucket_bytes, zero, node_of)
+        self._sync = self._shared.sync
+        self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(
@@ -142,6 +149,11 @@ class Runtime:
     def modules(self) -> dict[int, Stage]:
         """The stages held here, by stage number."""
         return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def owned(self) -> OwnedWeights:
+        """What an optimizer updates on this rank."""
+        return self._shared.owned
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -200,7 +212,7 @@ class Runtime:
 
     def grad_norm(self) -> float:
         """The norm of all gradients as they are now; the same on every rank, and called by all of them."""
-        total = torch.tensor(squared_norm(self.parameters, self.holders, self.comm.rank), dtype=torch.float64)
+        total = torch.tensor(self.owned.squared_norm(), dtype=torch.float64)
         self.comm.world.sum_(total, "the gradient norm").wait()
         return float(total.sqrt())
 
@@ -210,7 +222,7 @@ class Runtime:
         norm: `StepResult.grad_norm`, where gradients are still what that step left; otherwise all ranks must call.
         """
         norm = self.grad_norm() if norm is None else norm
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = [p.grad for p in self.owned.parameters.values() if p.grad is not None]
         if norm > max_norm and gradients:
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
@@ -242,11 +254,11 @@ class Runtime:
 
     def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
-        ranks. moments: logical name → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
-        self._sync.require_equal()
+        ranks. moments: key → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+        self._shared.require_equal()
         for kind in ("exp_avg", "exp_avg_sq"):
-            own = {name: tensors[kind] for name, tensors in moments.items() if kind in tensors}
-            self._sync.require_equal(own, f"moments ({kind})")
+            own = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
+            self._shared.require_equal_state(own, f"moments ({kind})")
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""
@@ -279,7 +291,7 @@ class Runtime:
         weights = {unit: loss.weight for unit, loss in self.model.graph.losses.items()}
         own = (
             *(own_losses.get(unit, 0.0) for unit in weights),
-            squared_norm(self.parameters, self.holders, self.comm.rank),
+            self.owned.squared_norm(),
             float(should_stop()),
             *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
         )
