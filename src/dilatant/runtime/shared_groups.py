@@ -15,7 +15,8 @@ def open_groups(comm: Comm, shares: Iterable[BucketShare]) -> None:
     for share in shares:
         wanted |= {share.sharing, share.alike} if share.even else {share.sharing, share.bucket.ranks}
     for ranks in sorted(wanted):
-        group_of(comm, ranks)
+        if len(ranks) > 1:
+            group_of(comm, ranks)
 
 
 def group_of(comm: Comm, ranks: tuple[int, ...]) -> Group:
