@@ -51,6 +51,9 @@ class TrainConfig(Section):
     """Most language-model tokens of one packed microbatch. Default: `data.max_length`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
+    zero: Literal["none", "node", "all"] | None = None
+    """Who shares the optimizer state of a weight (ZeRO stage 1): nobody, the ranks of a node that hold it, or all that
+    do. With `all` a lost rank takes state along, so that a run can only go on from a checkpoint. Default: `node`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are clipped to this norm over the whole model; `null`: not."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

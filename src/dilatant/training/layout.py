@@ -11,12 +11,13 @@ import torch
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.buckets import Zero
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.validate import plan_problems
-from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.holders import holdings_of, trainable_layers
 from dilatant.runtime.step_planner import Family, Microbatching
 from dilatant.schedule import FAMILIES, trainability_of, validate
 from dilatant.schedule.assign import POLICIES, Policy
@@ -27,6 +28,9 @@ MICROBATCHES = 4
 SCHEDULE = "eager"
 ASSIGNMENT: Policy = "balanced"
 """Of a run over several ranks whose config and plan file say nothing else."""
+
+ZERO: Zero = "node"
+"""Who shares optimizer state where the config does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
     if parallel is None:
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
+        problems = _nothing_to_share(config, plan, model)
+        if problems:
+            raise list_problems("this plan cannot train:", problems)
         return TrainingPlan(plan, 1, "serial", ASSIGNMENT)
     if parallel.plan is None:
         specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
@@ -103,6 +110,8 @@ def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
         planned = _read_plan(parallel.plan)
     problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), split_layers=False)
     problems += _too_few_devices(planned.plan)
+    if not problems:
+        problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
     planned = replace(
@@ -114,6 +123,35 @@ def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
     if len(planned.plan.ranks) == 1:
         return replace(planned, num_microbatches=1, schedule="serial")
     return planned
+
+
+def zero_text(config: Config, plan: Plan, model: MultimodalModel) -> str:
+    """Who keeps optimizer state, in one line."""
+    zero = config.train.zero or ZERO
+    if zero == "none" or not shares_state(plan, model):
+        return "every rank keeps the optimizer state of all that it trains"
+    if zero == "node":
+        return "the ranks of a node that train the same weight share its optimizer state"
+    return (
+        "all ranks that train the same weight share its optimizer state (train.zero: all): a rank that is lost takes "
+        "its part along, so the run goes on from its last checkpoint"
+    )
+
+
+def shares_state(plan: Plan, model: MultimodalModel) -> bool:
+    """Whether any weight that trains is held more than once."""
+    frozen = {name for unit in model.units.values() for name in unit.frozen}
+    held = holdings_of(plan, model.units)
+    return any(len(holding.boxes) > 1 for name, holding in held.items() if name not in frozen)
+
+
+def _nothing_to_share(config: Config, plan: Plan, model: MultimodalModel) -> list[str]:
+    if config.train.zero in (None, "none") or shares_state(plan, model):
+        return []
+    return [
+        f"train.zero is {config.train.zero!r}, but every weight that trains is held by one rank, so there is no "
+        "optimizer state to share; leave it out, or give a unit `replicas` in 'parallel'"
+    ]
 
 
 def token_budget(config: Config) -> int | None:

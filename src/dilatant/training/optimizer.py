@@ -8,25 +8,28 @@ import torch
 from torch import nn
 
 from dilatant.config import OptimizerConfig
+from dilatant.plan.boxes import parse_key
 
 Matcher = Callable[[str], Set[str]]
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps in the form of a parameter; beside them the number of its steps."""
 
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, matching: Matcher
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable ones of `parameters` (logical name → parameter, tied weights once).
+    """AdamW over the trainable ones of `parameters` (logical name or box key → parameter, tied weights once).
 
     `matching(pattern)` gives the names that a key of `config.groups` stands for. Norms and biases (fewer than two
     dimensions) take no weight decay. Without a trainable parameter, as on a rank of frozen layers, it does nothing.
     """
-    rates = _rates(parameters, config, matching)
+    name_of = {key: parse_key(key)[0] for key in parameters}
+    rates = _rates(name_of.values(), config, matching)
     groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
-    for name, parameter in parameters.items():
+    for key, parameter in parameters.items():
         if parameter.requires_grad:
-            label, rate, decay = rates[name]
-            groups.setdefault((label, rate, decay if parameter.ndim >= 2 else 0.0), {})[name] = parameter
+            label, rate, decay = rates[name_of[key]]
+            groups.setdefault((label, rate, decay if parameter.ndim >= 2 else 0.0), {})[key] = parameter
     if not groups:
         groups["none", config.learning_rate, 0.0] = {}
     return torch.optim.AdamW(
@@ -76,9 +79,9 @@ def set_rate_factor(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """The moments by logical name; a parameter that never had a gradient has none."""
+    """The moments and the number of steps by name or key; a parameter that never had a gradient has none."""
     return {
-        name: {moment: optimizer.state[parameter][moment] for moment in _MOMENTS}
+        name: {moment: optimizer.state[parameter][moment] for moment in ("step", *MOMENTS)}
         for name, parameter in _members(optimizer)
         if optimizer.state.get(parameter)
     }

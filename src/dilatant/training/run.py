@@ -24,7 +24,7 @@ from dilatant.report.say import warn
 from dilatant.training.checkpoint import load, newest_valid
 from dilatant.training.export import export_model
 from dilatant.training.export_folder import check_target
-from dilatant.training.layout import prove_schedule
+from dilatant.training.layout import prove_schedule, zero_text
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.starting_point import Start, find_start
@@ -77,7 +77,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             )
         with console.status("proving the schedule"):
             prove_schedule(prepared.planned, prepared.model)
-        _describe(console, prepared)
+        _describe(console, config, prepared)
         result = _launch(config, prepared, start, show)
         if result.finished and result.is_first:
             _export(prepared, result, folder)
@@ -155,7 +155,7 @@ def _newest(folder: RunFolder) -> Path:
     return checkpoint.path
 
 
-def _describe(console: Console, prepared: Prepared) -> None:
+def _describe(console: Console, config: Config, prepared: Prepared) -> None:
     """What trains on what, before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")
@@ -183,4 +183,5 @@ def _describe(console: Console, prepared: Prepared) -> None:
             f"samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )
+        console.print(zero_text(config, planned.plan, prepared.model), highlight=False)
     console.print()

@@ -18,6 +18,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
+from dilatant.comm.nodes import nodes_of
 from dilatant.config import Config, UserError
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sampler import SamplerState
@@ -28,10 +29,10 @@ from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import lowest_holders, weights_held_on
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
-from dilatant.training.checkpoint import Tensors, load, stored_shapes
+from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
-from dilatant.training.layout import TrainingPlan, units_decoded_on
+from dilatant.training.layout import ZERO, TrainingPlan, units_decoded_on
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.optimizer import (
     allocate_moments,
@@ -40,6 +41,7 @@ from dilatant.training.optimizer import (
     peak_rates,
     set_rate_factor,
 )
+from dilatant.training.run_state import held_state, written_state
 from dilatant.training.shared_batches import SharedBatches
 from dilatant.training.stored_weights import read_pretrained
 
@@ -96,6 +98,8 @@ class Trainer:
                 model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
             ),
             precision=pick_precision(config.train.precision, worker.device),
+            zero=config.train.zero or ZERO,
+            node_of=nodes_of(self.comm),
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
         )
@@ -110,7 +114,7 @@ class Trainer:
             if parameter.requires_grad
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
-        self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching)
+        self._optimizer = build_optimizer(self.runtime.owned.parameters, config.train.optimizer, matching)
         self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
@@ -127,10 +131,12 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from `checkpoint`, of any layout: weights, moments and data position. Raises UserError."""
-        held = {name for name, p in self.runtime.parameters.items() if p.requires_grad}
+        owned = self.runtime.owned
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
-        allocate_moments(self._optimizer, held & moments)
-        values = load(checkpoint, self._tensors(), known=self._known)
+        allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
+        state = held_state(self.runtime, self._optimizer)
+        values = load(checkpoint, state, known=self._known, shapes=owned.shapes)
+        owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
@@ -229,6 +235,7 @@ class Trainer:
             if limit is not None:
                 self.runtime.clip_grad_norm_(limit, result.grad_norm)
             self._optimizer.step()
+            self.runtime.owned.gather()
         else:
             self._skipped_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
@@ -275,9 +282,6 @@ class Trainer:
             on_error=data.on_error,
         )
 
-    def _tensors(self) -> Tensors:
-        return {"model": self.runtime.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
-
     def _save(self) -> None:
         """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
         self._complete()
@@ -285,11 +289,8 @@ class Trainer:
 
     def _write(self) -> None:
         """Raises UserError for weights that are not finite: nobody could go on from them."""
-        tensors = {
-            kind: {name: tensor for name, tensor in held.items() if self._saved_by[name] == self.rank}
-            for kind, held in self._tensors().items()
-        }
-        own = {name: p for name, p in self.runtime.parameters.items() if p.requires_grad}
+        tensors = written_state(self.runtime, self._optimizer, self._saved_by)
+        own = self.runtime.owned.parameters
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
             name = next(name for name, ok in zip(own, finite) if not bool(ok))
@@ -299,7 +300,7 @@ class Trainer:
             )
         frozen = [name for name, p in self.runtime.parameters.items() if not p.requires_grad]
         values = {"step": self.step, "position": self._position.to_json()}
-        self._writer.save(self.step, tensors, values, frozen)
+        self._writer.save(self.step, tensors, values, frozen, self.runtime.owned.shapes)
         self._unpublished = True
         self._saved_step = self.step
 
