@@ -80,6 +80,7 @@ def build_shared(
     bucket_bytes: int,
     zero: Zero = "none",
     node_of: Sequence[int] | None = None,
+    exact: Mapping[str, Tensor] | None = None,
 ) -> SharedWeights:
     """The weights in `stages` that train, in buckets that all ranks cut alike."""
     everything: dict[str, Tensor] = {}
@@ -101,4 +102,4 @@ def build_shared(
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
     held = holdings_of(plan, model.units)
-    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of)
+    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact)

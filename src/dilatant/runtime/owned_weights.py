@@ -21,7 +21,8 @@ class OwnedWeights:
     weights: the trainable ones held here, by logical name. shares: of all buckets that this rank is in.
 
     A weight whose optimizer state nobody shares is its own parameter. Of the others, a box in fp32 whose numbers lie
-    together is a view into the weight; any other box is an fp32 master copy. spoken: key → the cells of it that this
+    together is a view into the weight; any other box is an fp32 master copy. exact: values that weights were rounded
+    from, by name, where they are known. spoken: key → the cells of it that this
     rank counts in norms and writes into checkpoints; over all ranks they hold every number of every weight once.
     """
 
@@ -31,6 +32,7 @@ class OwnedWeights:
         weights: Mapping[str, nn.Parameter],
         holdings: Holdings,
         shares: Sequence[BucketShare],
+        exact: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.comm = comm
         self.weights = dict(weights)
@@ -47,7 +49,7 @@ class OwnedWeights:
         for share in shares:
             for box in share.own:
                 if box.name in divided:
-                    self._own(box, self._part(box))
+                    self._own(box, self._part(box, exact or {}))
                 if share.speaks:
                     key = (box if box.name in divided else self.held[box.name]).key
                     self.spoken[key] = (*self.spoken.get(key, ()), box)
@@ -100,12 +102,13 @@ class OwnedWeights:
         self.parameters[box.key] = parameter
         self.boxes[box.key] = box
 
-    def _part(self, box: Box) -> nn.Parameter:
+    def _part(self, box: Box, exact: Mapping[str, Tensor]) -> nn.Parameter:
         view = self.view(box)
         if view.dtype == torch.float32 and view.is_contiguous():
             return nn.Parameter(view)
         self._copies[box.key] = view
-        return nn.Parameter(view.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
+        source = exact[box.name][self.held[box.name].place(box)] if box.name in exact else view
+        return nn.Parameter(torch.empty(box.shape, dtype=torch.float32, device=view.device).copy_(source))
 
     def _start(self, share: BucketShare) -> tuple[BucketShare, Tensor, Pending]:
         weight = self.weights[share.bucket.names[0]]

@@ -122,7 +122,7 @@ class Runtime:
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        self._shared = build_shared(model, plan, comm, modules, bucket_bytes, zero, node_of)
+        self._shared = build_shared(model, plan, comm, modules, bucket_bytes, zero, node_of, weights)
         self._sync = self._shared.sync
         self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)

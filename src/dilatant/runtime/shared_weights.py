@@ -49,11 +49,13 @@ def share_weights(
     bucket_bytes: int,
     zero: Zero = "none",
     node_of: Sequence[int] | None = None,
+    exact: Mapping[str, Tensor] | None = None,
 ) -> SharedWeights:
     """Called by all ranks, on which only `weights` and `stages_of` differ.
 
     weights: the trainable ones held here, by logical name. stages_of: the own stages that use them. formats: of every
-    trainable weight anywhere. zero, node_of: see `share_of`; without node_of all ranks are on one node.
+    trainable weight anywhere. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact: see
+    `OwnedWeights`.
     """
     nodes = [0] * comm.size if node_of is None else node_of
     shares = tuple(
@@ -62,7 +64,7 @@ def share_weights(
         if comm.rank in bucket.ranks
     )
     open_groups(comm, shares)
-    owned = OwnedWeights(comm, weights, holdings, shares)
+    owned = OwnedWeights(comm, weights, holdings, shares, exact)
     silent = frozenset(name for name in weights if comm.rank in holdings[name].silent)
     using = {name: frozenset(stages_of[name]) for name in weights}
     return SharedWeights(shares, owned, GradientSync(comm, owned, using, shares, silent))
