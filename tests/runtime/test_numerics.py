@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dilatant.comm.comm import Comm
-from dilatant.plan.buckets import Zero
+from dilatant.cost.memory import Zero
 from dilatant.runtime.runtime import Runtime
 from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from worker_pool import Worker, WorkerPool

@@ -7,8 +7,9 @@ from torch import nn
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
+from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import Format, Zero
+from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding, Holdings
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
 from worker_pool import Worker, WorkerPool

@@ -9,13 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box, atoms
 from dilatant.plan.holdings import Holdings
-
-Zero = Literal["none", "node", "all"]
-"""Who shares the optimizer's state of a weight: nobody, its holders on one node, or all of its holders."""
 
 
 @dataclass(frozen=True, slots=True)

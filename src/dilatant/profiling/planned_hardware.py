@@ -13,7 +13,7 @@ import torch
 
 from dilatant.config import ClusterConfig, UserError
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.cost.memory import FP32, ParameterBytes
+from dilatant.cost.memory import DEFAULT_ZERO, FP32, ParameterBytes, Zero
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
@@ -42,8 +42,8 @@ class Target:
     rules: ParameterBytes
 
 
-def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
-    """The devices of `cluster:` in the config, and `train.precision` on them.
+def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | None = None) -> Target:
+    """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
 
     Raises UserError for hardware that the file does not have, and for bf16 on a GPU here without it.
     """
@@ -73,7 +73,9 @@ def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
         is_local=is_local,
         threads=threads,
         dtype=dtype,
-        rules=FP32 if dtype == "float32" else AUTOCAST,
+        rules=replace(
+            FP32 if dtype == "float32" else AUTOCAST, zero=zero or DEFAULT_ZERO, ranks_per_node=per_node
+        ),
     )
 
 

@@ -97,7 +97,7 @@ def planning_problem(
     progress: Progress = lambda done, total: None,
 ) -> PlanningProblem:
     """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
-    target = plan_target(config.cluster, config.train.precision)
+    target = plan_target(config.cluster, config.train.precision, config.train.zero)
     _microbatch_sizes(config)  # before anything is measured
     model = describe_model(
         skeleton(config, len(samples.tokenizer)), recompute=config.train.gradient_checkpointing

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError, list_problems
+from dilatant.cost.memory import Zero
 from dilatant.models.freeze import check
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, stage_tensors
-from dilatant.plan.buckets import Format, Zero
+from dilatant.plan.buckets import Format
 from dilatant.plan.plan import Plan
 from dilatant.runtime.holders import holdings_of
 from dilatant.runtime.shared_weights import SharedWeights, share_weights

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
+from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
-from dilatant.plan.buckets import Zero
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries, refuse_tensor_parallel
@@ -80,7 +80,7 @@ class Runtime:
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
 
-    zero: who shares the optimizer's state of a weight, see `plan.buckets.Zero`; node_of: rank → node (default: all are
+    zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: all are
     on one). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
     `owned.gather` follows every update.
     """

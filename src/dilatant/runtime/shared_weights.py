@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
+from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
-from dilatant.plan.buckets import BucketShare, Format, Zero, make_buckets, share_of
+from dilatant.plan.buckets import BucketShare, Format, make_buckets, share_of
 from dilatant.plan.holdings import Holdings
 from dilatant.runtime.equality import require_equal
 from dilatant.runtime.gradient_sync import GradientSync

@@ -10,8 +10,8 @@ import torch
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
+from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.buckets import Zero
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
@@ -28,9 +28,6 @@ MICROBATCHES = 4
 SCHEDULE = "eager"
 ASSIGNMENT: Policy = "balanced"
 """Of a run over several ranks whose config and plan file say nothing else."""
-
-ZERO: Zero = "node"
-"""Who shares optimizer state where the config does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,7 @@ def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
 
 def zero_text(config: Config, plan: Plan, model: MultimodalModel) -> str:
     """Who keeps optimizer state, in one line."""
-    zero = config.train.zero or ZERO
+    zero = config.train.zero or DEFAULT_ZERO
     if zero == "none" or not shares_state(plan, model):
         return "every rank keeps the optimizer state of all that it trains"
     if zero == "node":

@@ -20,6 +20,7 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.nodes import nodes_of
 from dilatant.config import Config, UserError
+from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
@@ -32,7 +33,7 @@ from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
-from dilatant.training.layout import ZERO, TrainingPlan, units_decoded_on
+from dilatant.training.layout import TrainingPlan, units_decoded_on
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.optimizer import (
     allocate_moments,
@@ -98,7 +99,7 @@ class Trainer:
                 model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
             ),
             precision=pick_precision(config.train.precision, worker.device),
-            zero=config.train.zero or ZERO,
+            zero=config.train.zero or DEFAULT_ZERO,
             node_of=nodes_of(self.comm),
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
