@@ -108,7 +108,8 @@ def test_every_number_is_owned_once_by_those_who_speak_and_divided_where_it_is_s
             for other in own.alike:
                 assert share_of(bucket, other, zero, node_of).own == own.own  # type: ignore[arg-type]
             together = [share_of(bucket, other, zero, node_of).own for other in own.sharing]  # type: ignore[arg-type]
-            assert tuple(together) == own.sections
+            assert tuple(sum(box.size for box in share) for share in together) == own.sizes
+            assert [bucket.boxes[cell].meet(box) for cell, box in zip(own.cells, own.own)] == list(own.own)
             divided = [(box.name, point) for share in together for box in share for point in points(box)]
             whole = {(box.name, point) for box in bucket.boxes for point in points(box)}
             assert len(divided) == len(set(divided))

@@ -75,6 +75,6 @@ def test_a_rank_takes_what_the_memory_model_says(
         assert model == pytest.approx(parameters * (4 + 4 + 8 / sharing))
         # A bucket that is copied, and the activations of one sample: within 5 %.
         assert model <= peak <= 1.05 * model
-        # Between steps no gradient is left, but perhaps the last bucket, until the backend's thread drops it; and shares
-        # of small buckets are a row of 97 off.
+        # Between steps no gradient is left, but perhaps the last bucket, until the backend's thread drops it; and
+        # shares of small buckets are a row of 97 off.
         assert between == pytest.approx(parameters * (4 + 8 / sharing), rel=0.05)

@@ -92,7 +92,8 @@ def shares(boxes: Sequence[Box], count: int) -> tuple[tuple[Box, ...], ...]:
 class BucketShare:
     """A bucket as its holder `rank` sees it.
 
-    sharing: the ranks that divide the state among them, this one with them; `sections` are their shares in that order.
+    sharing: the ranks that divide the state among them, this one with them; `sizes` are the numbers in their shares, in
+    that order. own: this rank's share; cells: for each of its boxes, the number of the bucket's cell that it is of.
     alike: the ranks that hold the same share as this one, itself included. speaks: whether this rank is the one that
     counts its share in norms and writes it into checkpoints. even: nodes have equally many holders, so that shares are
     alike on all of them; otherwise nobody but this node cuts so.
@@ -102,8 +103,9 @@ class BucketShare:
     rank: int
     sharing: tuple[int, ...]
     alike: tuple[int, ...]
-    sections: tuple[tuple[Box, ...], ...]
+    sizes: tuple[int, ...]
     own: tuple[Box, ...]
+    cells: tuple[int, ...]
     speaks: bool
     even: bool = True
 
@@ -113,12 +115,13 @@ class BucketShare:
 
     @property
     def width(self) -> int:
-        """Numbers in the longest section; the others are padded to it."""
-        return max(sum(box.size for box in section) for section in self.sections)
+        """Numbers in the longest share; the others are padded to it."""
+        return max(self.sizes)
 
     @property
-    def most_boxes(self) -> int:
-        return max(len(section) for section in self.sections)
+    def begins(self) -> int:
+        """Where in the bucket this rank's share begins."""
+        return sum(self.sizes[: self.sharing.index(self.rank)])
 
 
 def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> BucketShare:
@@ -142,9 +145,15 @@ def share_of(bucket: Bucket, rank: int, zero: Zero, node_of: Sequence[int]) -> B
         alike = (rank,)
     else:
         alike = tuple(held[place] for held in nodes.values())
-    speaks = sharing == bucket.ranks if zero == "all" else bucket.ranks[0] in sharing
-    sections = shares(bucket.boxes, len(sharing)) if len(sharing) > 1 else (bucket.boxes,)
-    return BucketShare(bucket, rank, sharing, alike, sections, sections[place], speaks, even)
+    speaks = bucket.ranks[0] in sharing
+    divided = shares(bucket.boxes, len(sharing))
+    sizes = tuple(sum(box.size for box in share) for share in divided)
+    own = divided[place]
+    cells = tuple(
+        next(i for i, cell in enumerate(bucket.boxes) if cell.name == box.name and cell.meet(box) == box)
+        for box in own
+    )
+    return BucketShare(bucket, rank, sharing, alike, sizes, own, cells, speaks, even)
 
 
 def _border(boxes: Sequence[Box], target: int) -> int:

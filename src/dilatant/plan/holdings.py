@@ -68,15 +68,14 @@ def holdings(
     found = {}
     for weight in weights:
         boxes: dict[int, Box] = {}
+        made: dict[Intervals | None, Box] = {}  # one object for all ranks that hold the same
         silent: dict[int, bool] = {}
         for layer in sorted(weight.layers):
             for rank, (tp, index) in places.get(layer, {}).items():
                 intervals, partial = split(weight, tp, index)
-                box = (
-                    Box.of(weight.name, weight.shape)
-                    if intervals is None
-                    else Box(weight.name, weight.shape, intervals)
-                )
+                if intervals not in made:
+                    made[intervals] = _box(weight, intervals)
+                box = made[intervals]
                 if boxes.setdefault(rank, box) != box:
                     raise ValueError(f"rank {rank} holds {boxes[rank].key} and {box.key}")
                 silent[rank] = silent.get(rank, True) and not partial and index > 0
@@ -84,3 +83,9 @@ def holdings(
             boxes, frozenset(rank for rank, is_silent in silent.items() if is_silent)
         )
     return found
+
+
+def _box(weight: HeldWeight, intervals: Intervals | None) -> Box:
+    if intervals is None:
+        return Box.of(weight.name, weight.shape)
+    return Box(weight.name, weight.shape, intervals)

@@ -25,7 +25,7 @@ from dilatant.runtime.shared_groups import group_of
 
 @dataclass(slots=True)
 class _Sum:
-    """A bucket on its way. numbers: what `pending` fills, of one section [width + flags] or all of the bucket."""
+    """A bucket on its way. numbers: what `pending` fills: those of this rank's share, or of all."""
 
     share: BucketShare
     numbers: Tensor
@@ -108,7 +108,7 @@ class GradientSync:
             waiting[number] = None  # so that a bucket is freed as soon as this rank's part of it is taken
             under_way.pending.wait()
             share, own = under_way.share, _own_part(under_way)
-            if share.is_divided and share.even and len(share.alike) > 1:
+            if _is_scattered(share) and len(share.alike) > 1:
                 pending = group_of(self._comm, share.alike).sum_(own, _named(share))
                 across.append(_Sum(share, own, pending))
             else:
@@ -116,11 +116,12 @@ class GradientSync:
         for under_way in across:
             under_way.pending.wait()
             arrived.append(_numbers_and_flags(under_way.share, under_way.numbers))
-        used = iter(torch.cat([flags for _, _, flags in arrived]).tolist() if arrived else ())
+        flags = iter(torch.cat([flags for _, _, flags in arrived]).tolist() if arrived else ())
         for share, numbers, _ in arrived:
+            used = [next(flags) for _ in share.bucket.boxes]
             start = 0
-            for box in share.own:
-                if next(used):
+            for box, cell in zip(share.own, share.cells):
+                if used[cell]:
                     self._deliver(box, numbers[start : start + box.size].view(box.shape))
                 start += box.size
         for key, gradient in self._earlier.items():
@@ -160,49 +161,40 @@ class GradientSync:
 
     @torch.no_grad()
     def _start(self, share: BucketShare) -> _Sum:
-        cut_alike = share.is_divided and share.even
-        if cut_alike:
-            pieces = [
-                piece
-                for section in share.sections
-                for piece in self._pieces(share, section, share.width, share.most_boxes)
-            ]
-        else:  # where other nodes cut elsewhere, everybody receives all of it
-            pieces = self._pieces(share, share.bucket.boxes)
-        numbers = torch.cat(pieces)
-        del pieces
+        numbers = self._pack(share)
         for name in share.bucket.names:
             self._unpacked[name] -= 1
             if not self._unpacked[name]:
                 self._owned.weights[name].grad = None
         what = _named(share)
-        if cut_alike:
+        if _is_scattered(share):
             flat, group = numbers, group_of(self._comm, share.sharing)
             numbers = flat.view(len(share.sharing), -1)[share.sharing.index(self._comm.rank)]
             return _Sum(share, numbers, group.reduce_scatter(numbers, flat, what))
+        # Where other nodes cut elsewhere, everybody receives all of it.
         group = group_of(self._comm, share.alike if share.even else share.bucket.ranks)
         return _Sum(share, numbers, group.sum_(numbers, what))
 
-    def _pieces(
-        self, share: BucketShare, boxes: Sequence[Box], width: int | None = None, flags: int | None = None
-    ) -> list[Tensor]:
-        """The gradients of cells one after the other, padded to `width`; then a number for each, padded to `flags`,
-        that tells how many holders used it: unused everywhere is not the same as zero to AdamW."""
+    def _pack(self, share: BucketShare) -> Tensor:
+        """The gradients of a bucket's cells, then a number for each cell that tells how many holders used it: unused
+        everywhere is not the same as zero to AdamW. To be scattered: the same of every share, padded to equal lengths,
+        each with the numbers of all cells."""
         weight = self._owned.weights[share.bucket.names[0]]
         like = weight.new_empty(0, dtype=weight.grad_dtype or weight.dtype)
         pieces, used = [], []
-        for box in boxes:
+        for box in share.bucket.boxes:
             gradient = None if box.name in self._silent else self._owned.weights[box.name].grad
             used.append(float(gradient is not None))
             if gradient is None:
                 pieces.append(like.new_zeros(box.size))
             else:
                 pieces.append(gradient[self._owned.held[box.name].place(box)].flatten())
-        total = sum(box.size for box in boxes)
-        pieces.append(like.new_zeros((total if width is None else width) - total))
-        used += [0.0] * ((len(used) if flags is None else flags) - len(used))
-        pieces.append(like.new_tensor(used))
-        return pieces
+        flags = like.new_tensor(used)
+        if not _is_scattered(share):
+            return torch.cat([*pieces, flags])
+        padding = like.new_zeros(share.width - min(share.sizes))
+        rows = torch.cat(pieces).split(share.sizes)
+        return torch.cat([piece for row in rows for piece in (row, padding[: share.width - len(row)], flags)])
 
     def _deliver(self, box: Box, gradient: Tensor) -> None:
         owned = self._owned.parameters.get(box.key)
@@ -215,28 +207,24 @@ class GradientSync:
         weight.grad[self._owned.held[box.name].place(box)] = gradient
 
 
+def _is_scattered(share: BucketShare) -> bool:
+    return share.is_divided and share.even
+
+
 def _own_part(under_way: _Sum) -> Tensor:
-    """[numbers of this rank's share, flags of its boxes], in memory of its own."""
+    """Numbers of this rank's share, perhaps padded, and of the use of all cells; in memory of its own."""
     share, numbers = under_way.share, under_way.numbers
     if not share.is_divided:
         return numbers
     if share.even:
         return numbers.clone()
-    cells = share.bucket.boxes
-    before = sum(box.size for section in share.sections[: share.sharing.index(share.rank)] for box in section)
-    end = before + sum(box.size for box in share.own)
-    first_flag = sum(cell.size for cell in cells)
-    flags = [next(i for i, cell in enumerate(cells) if _holds(cell, box)) for box in share.own]
-    return torch.cat([numbers[before:end], numbers[first_flag:][flags]])
+    end = share.begins + sum(box.size for box in share.own)
+    return torch.cat([numbers[share.begins : end], numbers[sum(share.sizes) :]])
 
 
 def _numbers_and_flags(share: BucketShare, own: Tensor) -> tuple[BucketShare, Tensor, Tensor]:
-    size = share.width if share.is_divided and share.even else sum(box.size for box in share.own)
-    return share, own[:size], own[size : size + len(share.own)]
-
-
-def _holds(cell: Box, box: Box) -> bool:
-    return cell.name == box.name and cell.meet(box) == box
+    count = len(share.bucket.boxes)
+    return share, own[:-count], own[-count:]
 
 
 def _named(share: BucketShare) -> str:

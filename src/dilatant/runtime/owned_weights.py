@@ -46,6 +46,8 @@ class OwnedWeights:
         for name, weight in self.weights.items():
             if name not in divided:
                 self._own(self.held[name], weight)
+                if not weight.numel() and holdings[name].ranks[0] == comm.rank:  # in no bucket
+                    self.spoken[self.held[name].key] = (self.held[name],)
         for share in shares:
             for box in share.own:
                 if box.name in divided:
@@ -87,8 +89,8 @@ class OwnedWeights:
     @torch.no_grad()
     def gather(self) -> None:
         """Bring the weights of all holders to what their owners hold; called by all ranks, after every update."""
-        for key, copy in self._copies.items():
-            copy.copy_(self.parameters[key])
+        for key, copied in self._copies.items():
+            copied.copy_(self.parameters[key])
         under_way: tuple[BucketShare, Tensor, Pending] | None = None
         for share in self._divided:  # one bucket travels while the one before is unpacked
             started = self._start(share)
@@ -125,9 +127,10 @@ class OwnedWeights:
 
     def _finish(self, share: BucketShare, flat: Tensor, pending: Pending) -> None:
         pending.wait()
-        for number, section in enumerate(share.sections):
-            start = number * share.width
-            for box in section:
-                if box.key not in self.parameters:
-                    self.view(box).copy_(flat[start : start + box.size].view(box.shape))
-                start += box.size
+        if min(share.sizes) < share.width:
+            rows = flat.view(len(share.sharing), -1)
+            flat = torch.cat([row[:size] for row, size in zip(rows.unbind(), share.sizes)])
+        start = 0
+        for box in share.bucket.boxes:
+            self.view(box).copy_(flat[start : start + box.size].view(box.shape))
+            start += box.size
