@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
+from dilatant.comm.nodes import nodes_of
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
@@ -80,8 +81,8 @@ class Runtime:
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
 
-    zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: all are
-    on one). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
+    zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: as they
+    are). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
     `owned.gather` follows every update.
     """
 
@@ -103,6 +104,8 @@ class Runtime:
         owns_comm: bool = False,
     ) -> None:
         refuse_tensor_parallel(plan)
+        if zero == "node" and node_of is None:
+            node_of = nodes_of(comm)
         self.model = model
         self.plan = plan
         self.comm = comm
@@ -252,10 +255,15 @@ class Runtime:
             held |= stage_tensors(module)
         return held
 
-    def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
-        ranks. moments: key → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+    def require_equal(
+        self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Prove that all holders of a weight have the same, and all who own the same box the same state, after they
+        were loaded; called by all ranks. masters: what is updated of the owned weights, by their keys. moments: key →
+        kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
         self._shared.require_equal()
+        copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
+        self._shared.require_equal_state(copies, "master weights")
         for kind in ("exp_avg", "exp_avg_sq"):
             own = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
             self._shared.require_equal_state(own, f"moments ({kind})")

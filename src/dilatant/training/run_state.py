@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoint_boxes import Tensors
 from dilatant.training.optimizer import MOMENTS, optimizer_tensors
 
 
-def held_state(runtime: Runtime, optimizer: torch.optim.Optimizer) -> Tensors:
-    """By key: the weights that this rank owns with their moments, frozen weights and buffers; not copies.
+def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensors:
+    """By key: `masters` with their moments, frozen weights and buffers; not copies.
 
-    What others own comes from them, with `OwnedWeights.gather`.
+    masters: what this rank updates of every weight that it owns, with the keys of `runtime.owned.parameters`. What
+    others own comes from them, with `OwnedWeights.gather`.
     """
     owned = runtime.owned
     fixed = {name: tensor for name, tensor in runtime.tensors().items() if name not in owned.weights}
-    own = {key: parameter.detach() for key, parameter in owned.parameters.items()}
+    own = {key: master.detach() for key, master in masters.items()}
     return {"model": {**fixed, **own}, "optimizer": optimizer_tensors(optimizer)}
 
 
-def written_state(runtime: Runtime, optimizer: torch.optim.Optimizer, writers: Mapping[str, int]) -> Tensors:
+def written_state(
+    runtime: Runtime,
+    masters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    writers: Mapping[str, int],
+) -> Tensors:
     """The part of it that this rank writes; over all ranks every number is written once.
 
     writers: the rank that writes a frozen weight or buffer, by logical name.
@@ -33,7 +40,7 @@ def written_state(runtime: Runtime, optimizer: torch.optim.Optimizer, writers: M
         for name, tensor in runtime.tensors().items()
         if name not in owned.weights and writers[name] == rank
     }
-    weights = {key: parameter.detach() for key, parameter in owned.parameters.items()}
+    weights = {key: master.detach() for key, master in masters.items()}
     model |= {box.key: part for box, part in owned.spoken_parts(weights)}
     state = optimizer_tensors(optimizer)
     moments: Tensors = {}

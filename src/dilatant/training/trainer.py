@@ -18,7 +18,6 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
-from dilatant.comm.nodes import nodes_of
 from dilatant.config import Config, UserError
 from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.data.loader import GlobalBatch, Loader
@@ -100,7 +99,6 @@ class Trainer:
             ),
             precision=pick_precision(config.train.precision, worker.device),
             zero=config.train.zero or DEFAULT_ZERO,
-            node_of=nodes_of(self.comm),
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
         )
@@ -135,14 +133,14 @@ class Trainer:
         owned = self.runtime.owned
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
-        state = held_state(self.runtime, self._optimizer)
+        state = held_state(self.runtime, owned.parameters, self._optimizer)
         values = load(checkpoint, state, known=self._known, shapes=owned.shapes)
         owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
             )
-        self.runtime.require_equal(optimizer_tensors(self._optimizer))
+        self.runtime.require_equal(owned.parameters, optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._any_rank(False, "all to have read the checkpoint")
@@ -290,8 +288,8 @@ class Trainer:
 
     def _write(self) -> None:
         """Raises UserError for weights that are not finite: nobody could go on from them."""
-        tensors = written_state(self.runtime, self._optimizer, self._saved_by)
         own = self.runtime.owned.parameters
+        tensors = written_state(self.runtime, own, self._optimizer, self._saved_by)
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
             name = next(name for name, ok in zip(own, finite) if not bool(ok))
