@@ -16,7 +16,6 @@ from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measure
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
 from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
-from dilatant.runtime.precision import Precision
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -106,7 +105,7 @@ def test_every_layer_type_can_be_run_alone_with_gradients_to_input_and_weights(t
     found = described(config(tmp_path))
     parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
     for entry in found.types:
-        probe = layer_probe(entry, torch.device("cpu"), Precision(torch.float32))
+        probe = layer_probe(entry, torch.device("cpu"), torch.float32)
         layer = probe.build()
         assert sum(p.numel() for p in layer.parameters()) == parameters[entry.kind], entry.kind
         args, kwargs = probe.inputs(24)

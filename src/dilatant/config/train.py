@@ -59,7 +59,8 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: GPUs where there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto`: bf16 on a GPU that has it, fp32 on a CPU. Master weights and moments stay fp32."""
+    """`auto`: bf16 on a GPU that has it, fp32 on a CPU. In bf16 weights, activations and
+    what travels are bf16; gradients, the optimizer's master weights and its moments are fp32."""
     gradient_checkpointing: bool = False
     """Keep only the input of each block, and compute the rest again in its backward."""
     logging_steps: int = Field(1, gt=0)

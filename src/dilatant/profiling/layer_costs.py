@@ -20,7 +20,7 @@ from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
 from dilatant.profiling.layer_shards import check_tensor_degrees, is_divided, tensor_shard
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
-from dilatant.runtime.precision import Precision, pick_device
+from dilatant.runtime.precision import pick_device
 
 Say = Callable[[str], None]
 _ROWS = (1, 2, 4, 8)
@@ -90,12 +90,12 @@ def measure_layers(
     wanted = sorted(set(degrees))
     tensor = sorted({tp for tp, _ in wanted})
     check_tensor_degrees(model, tensor)
-    device, precision = pick_device(), Precision(getattr(torch, target.dtype))
+    device, dtype = pick_device(), getattr(torch, target.dtype)
     shards = {
         (unit, tp): tensor_shard(unit, tp) for unit in {entry.unit for entry in model.types} for tp in tensor
     }
     probes = [
-        replace(_probe(share, device, precision), degree=(tp, 1))
+        replace(_probe(share, device, dtype), degree=(tp, 1))
         for entry in model.types
         for tp, share in (
             [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor]
@@ -172,8 +172,8 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
     return replace(cost, **scaled)
 
 
-def _probe(entry: LayerType, device: torch.device, precision: Precision) -> LayerProbe:
-    probe = layer_probe(entry, device, precision)
+def _probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> LayerProbe:
+    probe = layer_probe(entry, device, dtype)
     if entry.geometry is None:
         return probe
     tokens = tuple(rows * entry.geometry.encoder_tokens for rows in _ROWS)

@@ -198,9 +198,15 @@ class GradientSync:
         parameters = [self._parameters[name] for name in bucket.names]
         gradients = [p.grad for p in parameters]
         # One number a weight tells how many holders used it: unused everywhere is not the same as zero to AdamW.
-        used = parameters[0].new_tensor([float(g is not None) for g in gradients])
+        dtype = parameters[0].grad_dtype or parameters[0].dtype  # fp32 where weights are less
+        used = torch.tensor(
+            [float(g is not None) for g in gradients], dtype=dtype, device=parameters[0].device
+        )
         flat = torch.cat(
-            [p.new_zeros(p.numel()) if g is None else g.flatten() for p, g in zip(parameters, gradients)]
+            [
+                p.new_zeros(p.numel(), dtype=dtype) if g is None else g.flatten()
+                for p, g in zip(parameters, gradients)
+            ]
             + [used]
         )
         for parameter in parameters:

@@ -21,7 +21,6 @@ from dilatant.runtime.build import build_stages, build_sync, derive_boundaries, 
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
 from dilatant.runtime.gradient_sync import squared_norm
 from dilatant.runtime.holders import Holders, holders_of, trainable_layers
-from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
 from dilatant.runtime.step_planner import Microbatching, PlannedStep, StepPlanner
@@ -73,6 +72,8 @@ class Runtime:
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan. Raises UserError where replicas would begin with unlike weights.
+    precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
+    gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
     of every message mean the same. owns_comm: `close` ends communication, too.
 
@@ -89,7 +90,7 @@ class Runtime:
         microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
-        precision: Precision | None = None,
+        precision: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         look_ahead: int = 2,
         check_transport: bool = False,
@@ -108,7 +109,7 @@ class Runtime:
         self._placed = plan.stages()
         self._boundaries = derive_boundaries(model, plan)
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = build_stages(model, plan, comm, seed, weights or {})
+        modules = build_stages(model, plan, comm, seed, weights or {}, precision)
         self._stages = self._wire(modules)
         self.parameters = {
             name: parameter
@@ -131,7 +132,6 @@ class Runtime:
             self._sync,
             self._recorder,
             comm.device,
-            precision or Precision(torch.float32),
         )
         self._planner = StepPlanner(plan, self._trainability, model.graph, microbatching)
         self._last: PlannedStep | None = None
@@ -240,10 +240,13 @@ class Runtime:
             held |= stage_tensors(module)
         return held
 
-    def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
-        ranks. moments: logical name → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
-        self._sync.require_equal()
+    def require_equal(
+        self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Prove that all holders of a weight have the same master of it (see `MasterAdamW`) and moments, after they
+        were loaded; called by all ranks. masters: logical name → tensor. moments: logical name → kind → tensor, as
+        `optimizer_tensors` gives them. Raises UserError."""
+        self._sync.require_equal(masters)
         for kind in ("exp_avg", "exp_avg_sq"):
             own = {name: tensors[kind] for name, tensors in moments.items() if kind in tensors}
             self._sync.require_equal(own, f"moments ({kind})")

@@ -4,6 +4,9 @@
 input and only notes what its weight gradient needs. `W` computes what was noted. All other weights (norms,
 embeddings, convolutions) get their gradients in `I`, as they cost little.
 
+Weights below fp32 have their gradients added up in fp32 here, product by product: autograd would round every product
+to the weight's format first.
+
 torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times over and
 loses gradients behind frozen stages.
 """
@@ -26,8 +29,8 @@ the gradient of the outputs [rows, out_features]."""
 class WeightGradients:
     """Weight gradients of one stage that are still to be computed. Set `deferring` around a backward to put them off.
 
-    splits: whether the backward of a forward that runs now may be split. Without it linear layers are plain ones,
-    which cost less.
+    splits: whether the backward of a forward that runs now may be split. Without it linear layers in fp32 are plain
+    ones, which cost less.
     """
 
     def __init__(self) -> None:
@@ -65,9 +68,9 @@ def accumulate(deferred: list[Deferred]) -> None:
     while deferred:
         weight, bias, inputs, gradient = deferred.pop()
         if weight is not None:
-            _accumulate(weight, gradient.t() @ inputs)
+            _add_product(weight, gradient, inputs)
         if bias is not None:
-            _accumulate(bias, gradient.sum(dim=0))
+            _add(bias, gradient.sum(dim=0, dtype=_gradient_dtype(bias)))
 
 
 class DeferredLinear(nn.Linear):
@@ -85,9 +88,10 @@ class DeferredLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight_trains = self.weight.requires_grad
         bias_trains = self.bias is not None and self.bias.requires_grad
-        if not (self.gradients.splits and torch.is_grad_enabled() and (weight_trains or bias_trains)):
-            return functional.linear(input, self.weight, self.bias)
-        return _Linear.apply(input, self.weight, self.bias, self.gradients)
+        trains = torch.is_grad_enabled() and (weight_trains or bias_trains)
+        if trains and (self.gradients.splits or _adds_itself(self.weight)):
+            return _Linear.apply(input, self.weight, self.bias, self.gradients)
+        return functional.linear(input, self.weight, self.bias)
 
 
 def replace_linears(stage: nn.Module, gradients: WeightGradients) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -125,9 +129,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients
     ) -> Tensor:
         output = functional.linear(input, weight, bias)
-        # Under autocast the product was taken in the output's dtype; keep the input in that dtype, as autograd does.
-        ctx.save_for_backward(input.to(output.dtype))
-        ctx.input_dtype = input.dtype
+        ctx.save_for_backward(input)
         # The Parameter itself: a saved one comes back from a checkpoint's recomputation as a copy, and its gradient
         # would be lost.
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
@@ -139,25 +141,50 @@ class _Linear(torch.autograd.Function):
         weight, bias = ctx.weight, ctx.bias
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
+            grad_input = gradient @ weight
         rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
         trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         if ctx.gradients.is_deferring:
             ctx.gradients.defer(
                 (weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach())
             )
-        else:
-            grad_weight = (flat.t() @ rows).to(weight.dtype) if trains[0] else None
-            grad_bias = flat.sum(dim=0).to(bias.dtype) if trains[1] else None
+        elif trains[0] and _adds_itself(weight):  # hooks that wait for the gradient run all the same
+            _add_product(weight, flat, rows)
+        elif trains[0]:
+            grad_weight = flat.t() @ rows
+        if trains[1] and not ctx.gradients.is_deferring:
+            grad_bias = flat.sum(dim=0, dtype=_gradient_dtype(bias))
         return grad_input, grad_weight, grad_bias, None
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
+@torch.no_grad()
+def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
+    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's own format."""
+    dtype = _gradient_dtype(weight)
+    if dtype == inputs.dtype:
+        _add(weight, gradient.t() @ inputs)
+    elif inputs.device.type == "cuda":  # halves are multiplied, and their products summed in fp32
+        _add(weight, torch.mm(gradient.t(), inputs, out_dtype=dtype))
+    elif weight.grad is None:
+        weight.grad = gradient.t().to(dtype) @ inputs.to(dtype)
+    else:
+        weight.grad.addmm_(gradient.t().to(dtype), inputs.to(dtype))
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _adds_itself(weight: Tensor) -> bool:
+    """Whether gradients of `weight` are wider than what autograd would hand it."""
+    return _gradient_dtype(weight) != weight.dtype
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -145,7 +145,7 @@ def load(checkpoint: Path, tensors: Tensors, known: Collection[str] | None = Non
             problems.append(f"{name} is not in the checkpoint")
         elif found.shape != tuple(tensor.shape):
             problems.append(f"{name} is {list(tensor.shape)} here and {list(found.shape)} there")
-        elif found.dtype != tensor.dtype:
+        elif found.dtype != tensor.dtype and not _may_round(found.dtype, tensor.dtype):
             problems.append(f"{name} is {_short(tensor.dtype)} here and {_short(found.dtype)} there")
     weights = {name for name in stored if name.startswith("model.")}
     problems += [f"{name} is in the checkpoint only" for name in sorted(weights - names)]
@@ -225,6 +225,12 @@ def _reading(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{str(path)!r} cannot be read: {reason}") from None
+
+
+def _may_round(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
+    """Whether a run in one precision may read what one in another wrote."""
+    formats = (torch.float32, torch.bfloat16)
+    return stored in formats and wanted in formats
 
 
 def _short(dtype: torch.dtype | str) -> str:

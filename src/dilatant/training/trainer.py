@@ -86,15 +86,16 @@ class Trainer:
             device=worker.device,
             timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
         )
+        weights = read_pretrained(
+            model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
+        )
         self.runtime = Runtime(
             model,
             plan,
             self.comm,
             microbatching=planned.microbatching(config),
             seed=config.seed,
-            weights=read_pretrained(
-                model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
-            ),
+            weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
@@ -110,7 +111,7 @@ class Trainer:
             if parameter.requires_grad
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
-        self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching)
+        self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching, weights)
         self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
@@ -135,7 +136,8 @@ class Trainer:
             raise UserError(
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
             )
-        self.runtime.require_equal(optimizer_tensors(self._optimizer))
+        self._optimizer.write_weights()
+        self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._any_rank(False, "all to have read the checkpoint")
@@ -276,7 +278,8 @@ class Trainer:
         )
 
     def _tensors(self) -> Tensors:
-        return {"model": self.runtime.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
+        masters = {name: master.detach() for name, master in self._optimizer.masters.items()}
+        return {"model": self.runtime.tensors() | masters, "optimizer": optimizer_tensors(self._optimizer)}
 
     def _save(self) -> None:
         """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
@@ -289,7 +292,7 @@ class Trainer:
             kind: {name: tensor for name, tensor in held.items() if self._saved_by[name] == self.rank}
             for kind, held in self._tensors().items()
         }
-        own = {name: p for name, p in self.runtime.parameters.items() if p.requires_grad}
+        own = self._optimizer.masters
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
             name = next(name for name, ok in zip(own, finite) if not bool(ok))
