@@ -107,6 +107,8 @@ class Case:
     """(name, width, connector, loss weight)"""
     drawn: tuple[tuple[int, ...], ...] = ()
     """For each sample: items of each generator; none where the model has none."""
+    dtype: torch.dtype = torch.float32
+    """What weights and activations are held in."""
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -213,7 +215,7 @@ def build_samples(case: Case) -> list[EncodedSample]:
 
 
 @st.composite
-def cases(draw: Any, most_ranks: int = 8) -> Case:
+def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) -> Case:
     """Any valid step of up to `most_ranks` ranks."""
     encoders = tuple(
         (
@@ -257,6 +259,7 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
         look_ahead=draw(st.integers(1, 3)),
         check=draw(st.booleans()),
         seed=draw(st.integers(0, 10**6)),
+        dtype=dtype,
     )
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
@@ -421,7 +424,14 @@ def expected(
     }
     weights = {"language": 1.0, **{name: weight for name, _, _, weight in case.generators}}
     parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
-    optimizer = build_optimizer(parameters)
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(case.dtype)
+        parameter.grad_dtype = torch.float32
+    masters = {
+        name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+        for name, p in parameters.items()
+    }
+    optimizer = build_optimizer(masters)
     losses, gradients = [], {}
     for step in range(3):
         seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
@@ -434,9 +444,12 @@ def expected(
         losses.append((loss.item(), {name: part.item() for name, part in parts.items()}))
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        for name, parameter in parameters.items():
+            masters[name].grad, parameter.grad = parameter.grad, None
         optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, {name: p.detach().clone() for name, p in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data.copy_(masters[name])
+    return losses, gradients, {name: p.detach().clone() for name, p in masters.items()}
 
 
 def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from dilatant.comm.comm import Comm
 from dilatant.runtime.runtime import Runtime
+from dilatant.training.master_weights import make_masters
 from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from worker_pool import Worker, WorkerPool
 
@@ -30,9 +31,13 @@ def _three_steps(worker: Worker, case: Case) -> dict[str, Any]:
         bucket_bytes=case.bucket_bytes,
         look_ahead=case.look_ahead,
         check_transport=case.check,
+        precision=case.dtype,
     )
     samples = build_samples(case)
-    optimizer = build_optimizer(runtime.parameters)
+    masters = {name: p for name, p in runtime.parameters.items() if not p.requires_grad} | make_masters(
+        runtime.parameters
+    )
+    optimizer = build_optimizer(masters)
     losses, gradients = [], {}
     for step in range(STEPS):
         result = runtime.execute(samples, case.assignment, case.schedule)
@@ -40,9 +45,13 @@ def _three_steps(worker: Worker, case: Case) -> dict[str, Any]:
         if step == 0:
             norm = runtime.grad_norm()
             gradients = {name: p.grad.clone() for name, p in runtime.parameters.items() if p.grad is not None}
+        for name, parameter in runtime.parameters.items():
+            masters[name].grad = parameter.grad
         optimizer.step()
-        optimizer.zero_grad()
-    held = {name: p.detach().clone() for name, p in runtime.parameters.items()}
+        for name, parameter in runtime.parameters.items():
+            parameter.grad = masters[name].grad = None
+            parameter.data.copy_(masters[name])
+    held = {name: p.detach().float().clone() for name, p in masters.items()}
     meta = all(
         p.is_meta == (name not in held)
         for unit in runtime.model.units.values()

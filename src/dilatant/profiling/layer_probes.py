@@ -47,7 +47,9 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
         parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-    replace_linears(stage, WeightGradients())  # as the runtime runs them; tiny layers feel the difference
+    replace_linears(
+        stage, WeightGradients(), stage.undeferred
+    )  # as the runtime runs them; tiny layers feel the difference
     return OneLayer(stage).to(device).train()
 
 

@@ -107,9 +107,9 @@ class Runtime:
             index for index, backward in enumerate(self._trainability.backward) if backward
         }
         self._placed = plan.stages()
-        self._boundaries = derive_boundaries(model, plan)
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         modules = build_stages(model, plan, comm, seed, weights or {}, precision)
+        self._boundaries = derive_boundaries(model, plan)
         self._stages = self._wire(modules)
         self.parameters = {
             name: parameter
@@ -354,7 +354,7 @@ class Runtime:
         for index, module in modules.items():
             placed = self._placed[index]
             gradients = WeightGradients()
-            self._replaced += replace_linears(module, gradients)
+            self._replaced += replace_linears(module, gradients, module.undeferred)
             inbound: dict[str, tuple[Boundary, bool]] = {}
             for source in before[index]:
                 # The frozen rule looks at layers, so all replicas of a unit say the same at its end.

@@ -2,7 +2,8 @@
 
 `I` is an ordinary backward pass while `WeightGradients.deferring` is set: a linear layer passes on the gradient of its
 input and only notes what its weight gradient needs. `W` computes what was noted. All other weights (norms,
-embeddings, convolutions) get their gradients in `I`, as they cost little.
+embeddings, convolutions) get their gradients in `I`, as they cost little; so does what a stage names (see
+`Stage.undeferred`).
 
 Weights below fp32 have their gradients added up in fp32 here, product by product: autograd would round every product
 to the weight's format first.
@@ -13,7 +14,7 @@ loses gradients behind frozen stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,7 +77,7 @@ def accumulate(deferred: list[Deferred]) -> None:
 class DeferredLinear(nn.Linear):
     """A linear layer that shares the weights of `linear` and can put off their gradients."""
 
-    def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
+    def __init__(self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True) -> None:
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -84,18 +85,24 @@ class DeferredLinear(nn.Linear):
         self.bias = linear.bias
         self.training = linear.training
         self.gradients = gradients
+        self.defers = defers
 
     def forward(self, input: Tensor) -> Tensor:
         weight_trains = self.weight.requires_grad
         bias_trains = self.bias is not None and self.bias.requires_grad
         trains = torch.is_grad_enabled() and (weight_trains or bias_trains)
-        if trains and (self.gradients.splits or _adds_itself(self.weight)):
-            return _Linear.apply(input, self.weight, self.bias, self.gradients)
+        splits = self.gradients.splits and self.defers
+        if trains and (splits or _adds_itself(self.weight)):
+            return _Linear.apply(input, self.weight, self.bias, self.gradients, self.defers)
         return functional.linear(input, self.weight, self.bias)
 
 
-def replace_linears(stage: nn.Module, gradients: WeightGradients) -> list[tuple[nn.Module, str, nn.Linear]]:
+def replace_linears(
+    stage: nn.Module, gradients: WeightGradients, undeferred: Collection[nn.Module] = ()
+) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Put a DeferredLinear in the place of every plain linear layer; returns what `restore_linears` takes.
+
+    undeferred: those of them whose gradients are not put off.
 
     A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear` without hooks
     is replaced; what derives from it may compute something else, and gets its gradients in `I`.
@@ -109,7 +116,9 @@ def replace_linears(stage: nn.Module, gradients: WeightGradients) -> list[tuple[
     # `named_children` skips a second name of one module in one parent; those are rare and keep working undeferred.
     made: dict[int, DeferredLinear] = {}
     for parent, name, child in places:
-        parent._modules[name] = made.setdefault(id(child), DeferredLinear(child, gradients))
+        parent._modules[name] = made.setdefault(
+            id(child), DeferredLinear(child, gradients, defers=child not in undeferred)
+        )
     return places
 
 
@@ -126,17 +135,24 @@ def restore_linears(replaced: list[tuple[nn.Module, str, nn.Linear]]) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients
+        ctx: Any,
+        input: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        gradients: WeightGradients,
+        defers: bool,
     ) -> Tensor:
         output = functional.linear(input, weight, bias)
         ctx.save_for_backward(input)
         # The Parameter itself: a saved one comes back from a checkpoint's recomputation as a copy, and its gradient
         # would be lost.
-        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        ctx.weight, ctx.bias, ctx.gradients, ctx.defers = weight, bias, gradients, defers
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         grad_input = grad_weight = grad_bias = None
@@ -144,7 +160,8 @@ class _Linear(torch.autograd.Function):
             grad_input = gradient @ weight
         rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
         trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        if ctx.gradients.is_deferring:
+        puts_off = ctx.gradients.is_deferring and ctx.defers
+        if puts_off:
             ctx.gradients.defer(
                 (weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach())
             )
@@ -152,9 +169,9 @@ class _Linear(torch.autograd.Function):
             _add_product(weight, flat, rows)
         elif trains[0]:
             grad_weight = flat.t() @ rows
-        if trains[1] and not ctx.gradients.is_deferring:
+        if trains[1] and not puts_off:
             grad_bias = flat.sum(dim=0, dtype=_gradient_dtype(bias))
-        return grad_input, grad_weight, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 @torch.no_grad()
