@@ -91,7 +91,7 @@ class Case:
     encoders: tuple[tuple[str, str, int, str, str], ...]
     """(name, model type, layers, projector, features)"""
     frozen: tuple[str, ...]
-    checkpointing: bool
+    recompute: str
     attention: str | None
     """How media attend on block tables, or None for transformers' own attention."""
     texts: tuple[tuple[int, tuple[int, ...]], ...]
@@ -109,6 +109,7 @@ class Case:
     """For each sample: items of each generator; none where the model has none."""
     dtype: torch.dtype = torch.float32
     """What weights and activations are held in."""
+    loss_chunk: int | None = None
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -154,9 +155,9 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         use_row_attention(model)
     if case.frozen:
         model.freeze(case.frozen)
-    if case.checkpointing:
-        for unit in model.units.values():
-            unit.gradient_checkpointing()
+    model.language.loss_chunk = case.loss_chunk
+    for unit in model.units.values():
+        unit.recompute(case.recompute)
     model.train()
     return model
 
@@ -248,7 +249,8 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
         encoders=encoders,
         generators=generators,
         frozen=_draw_frozen(draw, encoders, generators),
-        checkpointing=draw(st.sampled_from([False, False, True])),
+        recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
+        loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
         attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
         texts=texts,
         drawn=tuple(tuple(draw(st.sampled_from([0, 1, 1, 2])) for _ in generators) for _ in texts),
@@ -501,7 +503,7 @@ CASE = Case(
     tied=False,
     encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
     frozen=("vision.encoder",),
-    checkpointing=False,
+    recompute="none",
     attention=None,
     texts=((6, (1,)),) * 6,
     plan=PLAN,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilatant.attention.kept import keep_attention
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
+from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
 from dilatant.models.unit import Unit
@@ -22,6 +24,7 @@ def layer_probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> L
     return LayerProbe(
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
+        keep=keep_attention,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
     )
 
@@ -42,6 +45,8 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     unit: Unit = copy.deepcopy(entry.unit)
     materialize(unit, entry.index, entry.index + 1, seed=0)
     hold_in(unit, dtype)
+    if isinstance(unit, LanguageUnit):
+        unit.loss_chunk = None  # what the chunks take follows from what the whole does
     stage = unit.stage(entry.index, entry.index + 1)
     for parameter in stage.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
