@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dilatant.models.loss import sum_cross_entropy
 
@@ -22,11 +21,24 @@ LOSS_CHUNK = 1024
 """Targets whose logits exist at once, unless something else is asked for."""
 
 
+class _Output:
+    """What blocks would have returned: hidden states, and None for all else that families ask for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _Passed(nn.Module):
     """Stands for the module that holds the blocks, and returns the hidden states that it is given."""
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
+        return _Output(inputs_embeds)
 
 
 def head_of(model: PreTrainedModel, container: str) -> PreTrainedModel:

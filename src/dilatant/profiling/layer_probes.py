@@ -45,8 +45,9 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     unit: Unit = copy.deepcopy(entry.unit)
     materialize(unit, entry.index, entry.index + 1, seed=0)
     hold_in(unit, dtype)
+    unit.recompute("none")  # what that takes, and chunks of the loss, follows from what the whole does
     if isinstance(unit, LanguageUnit):
-        unit.loss_chunk = None  # what the chunks take follows from what the whole does
+        unit.loss_chunk = None
     stage = unit.stage(entry.index, entry.index + 1)
     for parameter in stage.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
