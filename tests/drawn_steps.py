@@ -91,7 +91,7 @@ class Case:
     encoders: tuple[tuple[str, str, int, str, str], ...]
     """(name, model type, layers, projector, features)"""
     frozen: tuple[str, ...]
-    checkpointing: bool
+    recompute: str
     attention: str | None
     """How media attend on block tables, or None for transformers' own attention."""
     texts: tuple[tuple[int, tuple[int, ...]], ...]
@@ -107,6 +107,9 @@ class Case:
     """(name, width, connector, loss weight)"""
     drawn: tuple[tuple[int, ...], ...] = ()
     """For each sample: items of each generator; none where the model has none."""
+    dtype: torch.dtype = torch.float32
+    """What weights and activations are held in."""
+    loss_chunk: int | None = None
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -152,9 +155,9 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         use_row_attention(model)
     if case.frozen:
         model.freeze(case.frozen)
-    if case.checkpointing:
-        for unit in model.units.values():
-            unit.gradient_checkpointing()
+    model.language.loss_chunk = case.loss_chunk
+    for unit in model.units.values():
+        unit.recompute(case.recompute)
     model.train()
     return model
 
@@ -213,7 +216,7 @@ def build_samples(case: Case) -> list[EncodedSample]:
 
 
 @st.composite
-def cases(draw: Any, most_ranks: int = 8) -> Case:
+def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) -> Case:
     """Any valid step of up to `most_ranks` ranks."""
     encoders = tuple(
         (
@@ -246,7 +249,8 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
         encoders=encoders,
         generators=generators,
         frozen=_draw_frozen(draw, encoders, generators),
-        checkpointing=draw(st.sampled_from([False, False, True])),
+        recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
+        loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
         attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
         texts=texts,
         drawn=tuple(tuple(draw(st.sampled_from([0, 1, 1, 2])) for _ in generators) for _ in texts),
@@ -257,6 +261,7 @@ def cases(draw: Any, most_ranks: int = 8) -> Case:
         look_ahead=draw(st.integers(1, 3)),
         check=draw(st.booleans()),
         seed=draw(st.integers(0, 10**6)),
+        dtype=dtype,
     )
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
@@ -421,7 +426,14 @@ def expected(
     }
     weights = {"language": 1.0, **{name: weight for name, _, _, weight in case.generators}}
     parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
-    optimizer = build_optimizer(parameters)
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(case.dtype)
+        parameter.grad_dtype = torch.float32
+    masters = {
+        name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+        for name, p in parameters.items()
+    }
+    optimizer = build_optimizer(masters)
     losses, gradients = [], {}
     for step in range(3):
         seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
@@ -434,9 +446,12 @@ def expected(
         losses.append((loss.item(), {name: part.item() for name, part in parts.items()}))
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        for name, parameter in parameters.items():
+            masters[name].grad, parameter.grad = parameter.grad, None
         optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, {name: p.detach().clone() for name, p in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data.copy_(masters[name])
+    return losses, gradients, {name: p.detach().clone() for name, p in masters.items()}
 
 
 def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
@@ -488,7 +503,7 @@ CASE = Case(
     tied=False,
     encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
     frozen=("vision.encoder",),
-    checkpointing=False,
+    recompute="none",
     attention=None,
     texts=((6, (1,)),) * 6,
     plan=PLAN,

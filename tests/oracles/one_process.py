@@ -40,7 +40,10 @@ def losses_of_batch(
         embed = language_model.get_input_embeddings()
         rows = {}
         for name, (encoder, projector, skip) in encoders.items():
-            inputs = {key: torch.as_tensor(array) for key, array in sample.media.get(name, {}).items()}
+            inputs = {
+                key: torch.as_tensor(array).to(embed.weight.dtype)
+                for key, array in sample.media.get(name, {}).items()
+            }
             if inputs:
                 encoded = encoder(**inputs)
                 encoded = encoded if isinstance(encoded, Tensor) else encoded.last_hidden_state
@@ -60,7 +63,7 @@ def losses_of_batch(
         listener.remove()
         for position, label in enumerate(torch.as_tensor(sample.labels)[1:].tolist()):
             if label != -100:
-                said = torch.log_softmax(logits[position], dim=-1)[label]
+                said = torch.log_softmax(logits[position].float(), dim=-1)[label]
                 losses["language"] = losses["language"] - said / targets
         for name, (connector, module, place, count) in generators.items():
             for item in range(len(next(iter(sample.media[name].values()))) if sample.media.get(name) else 0):
@@ -69,5 +72,5 @@ def losses_of_batch(
                 wanted = {
                     key: torch.as_tensor(array[item : item + 1]) for key, array in sample.media[name].items()
                 }
-                losses[name] = losses[name] + module(rows[None], **wanted)[0] / items[name]
+                losses[name] = losses[name] + module(rows[None], **wanted)[0].float() / items[name]
     return losses

@@ -10,13 +10,13 @@ import torch
 from dilatant.config import Config, parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
+from dilatant.cost.layer import frozen_work
 from dilatant.models.build import build_model
 from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
 from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
-from dilatant.runtime.precision import Precision
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -106,7 +106,7 @@ def test_every_layer_type_can_be_run_alone_with_gradients_to_input_and_weights(t
     found = described(config(tmp_path))
     parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
     for entry in found.types:
-        probe = layer_probe(entry, torch.device("cpu"), Precision(torch.float32))
+        probe = layer_probe(entry, torch.device("cpu"), torch.float32)
         layer = probe.build()
         assert sum(p.numel() for p in layer.parameters()) == parameters[entry.kind], entry.kind
         args, kwargs = probe.inputs(24)
@@ -162,13 +162,26 @@ def test_tensor_degrees_divide_all_heads(tmp_path):
 def test_the_head_costs_what_its_targets_cost(tmp_path):
     found = described(config(tmp_path))
     whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
-    used = costs_in_use(whole, found, targets=0.25)
+    used = costs_in_use(whole, found, targets=0.25, row=2048, chunk=None)
     (head,) = found.kinds(HEAD)
     assert used.layer(head).forward.b == pytest.approx(0.25 * whole.layer(head).forward.b)
     assert used.layer(head).forward.c == whole.layer(head).forward.c
     assert used.layer(head).recompute(100) == 0.0
     (block,) = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
     assert used.layer(block) == whole.layer(block)
+
+
+def test_a_head_in_chunks_holds_one_chunk_and_its_input(tmp_path):
+    found = described(config(tmp_path))
+    whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
+    (head,) = found.kinds(HEAD)
+    plain = frozen_work(costs_in_use(whole, found, 0.5, row=2048, chunk=1024).layer(head), True, True)
+    chunked = frozen_work(costs_in_use(whole, found, 0.5, row=2050, chunk=1024).layer(head), True, True)
+    logits = whole.layer(head).activation_bytes
+    assert plain.kept_bytes(2048) == pytest.approx(logits(1024))
+    assert chunked.transient_bytes(4096) == pytest.approx(logits(1024))  # 2,048 targets
+    assert chunked.kept_bytes(2048) < 0.2 * plain.kept_bytes(2048)
+    assert chunked.backward(1024) - plain.backward(1024) == pytest.approx(plain.forward(1024))
 
 
 def test_token_counts_reach_the_longest_sample(tmp_path):

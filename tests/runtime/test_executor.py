@@ -220,7 +220,7 @@ def test_what_was_sent_is_let_go_long_before_the_step_ends(workers: WorkerPool) 
 
 def _count_forwards(worker: Worker, family: Any) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
     comm = Comm(worker.store, worker.rank, worker.size)
-    case = replace(CASE, checkpointing=True)
+    case = replace(CASE, recompute="block")
     runtime = Runtime(build_model(case, "meta"), PLAN, comm, seed=5)
     runs: dict[str, int] = {}
 
@@ -250,7 +250,7 @@ def test_blocks_are_recomputed_once_and_never_where_they_are_frozen(workers: Wor
         gradients |= own
     # Stage 0 and 1 hold the frozen encoder's blocks; three microbatches each.
     assert runs == {"0.0": 3, "0.1": 3, "2.0": 6, "2.1": 6}
-    _, expected, _ = oracle(replace(CASE, checkpointing=False))
+    _, expected, _ = oracle(replace(CASE, recompute="none"))
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=name)

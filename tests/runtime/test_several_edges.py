@@ -17,7 +17,6 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.executor import Executor, LocalStage
 from dilatant.runtime.gradient_sync import GradientSync
-from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
 from dilatant.runtime.transport import Transport
@@ -138,7 +137,6 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         sync,
         Recorder(worker.rank, comm.device),
         comm.device,
-        Precision(torch.float32),
     )
     samples = tuple(EncodedSample(f"s{i}", np.zeros(1), np.zeros(1)) for i in range(5))
     routes = derive_routes(build(PLAN, ASSIGNMENT, schedule), worker.rank, range(len(placed)))

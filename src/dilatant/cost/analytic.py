@@ -145,6 +145,8 @@ def analytic_cost(
         weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
         checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
+        attention=attention.rounded(),
+        attention_bytes=Quadratic(b=width * shape.attention_width / group).rounded(),
         parameters=-(-shape.parameters // tp),
     )
 

@@ -29,6 +29,7 @@ class LayerProbe:
     `build()` makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
     one rank's share of it. `inputs(tokens)` makes its positional and keyword arguments for one sample of `tokens`
     tokens (before cp splits them); the first floating-point tensor among the positional ones is its input.
+    `keep` is a `context_fn` of torch's `checkpoint` that keeps attention, whose first context knows its `nbytes`.
     `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
     tokens are more images that do not attend to each other.
     """
@@ -37,6 +38,7 @@ class LayerProbe:
     build: Callable[[], nn.Module]
     inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
     degree: Degree = (1, 1)
+    keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
     square: bool = True
 
@@ -55,6 +57,8 @@ class Measurement:
     weight_bytes: int
     checkpoint_bytes: int
     output_bytes: int
+    attention: float = 0.0
+    attention_bytes: int = 0
 
 
 def profile_layers(
@@ -107,9 +111,9 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         return found
 
     times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
-    sizes = ("activation_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
-    timed = {name: fitted(name, timed=True) for name in times}
-    untimed = {name: fitted(name, timed=False) for name in ("recompute", *sizes)}
+    sizes = ("activation_bytes", "attention_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
+    timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
+    untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
     return LayerCost(
         **timed, **untimed, parameters=parameters, fit_error=round(max(errors), 4) if errors else None
     )
@@ -122,7 +126,7 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     backward and the recomputing one are run as such.
     """
     import torch
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils.checkpoint import checkpoint, noop_context_fn
 
     args, kwargs = probe.inputs(tokens)
     source = next(
@@ -133,20 +137,24 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     clock = _Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
     taken: dict[str, list[float]] = {}
 
-    def forward(to_input: bool, recompute: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(
+        to_input: bool, recompute: Callable[[], tuple[Any, Any]] | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         values = list(args)
         wanted: list[torch.Tensor] = []
         if source is not None and to_input:
             values[source] = values[source].detach().requires_grad_()
             wanted.append(values[source])
         result = (
-            checkpoint(layer, *values, use_reentrant=False, **kwargs)
-            if recompute
+            checkpoint(layer, *values, use_reentrant=False, context_fn=recompute, **kwargs)
+            if recompute is not None
             else layer(*values, **kwargs)
         )
         return _first_tensor(result, probe.kind), wanted
 
-    def backward(name: str, to_input: bool, to_weights: bool, recompute: bool = False) -> None:
+    def backward(
+        name: str, to_input: bool, to_weights: bool, recompute: Callable[[], tuple[Any, Any]] | None
+    ) -> None:
         for parameter in parameters:
             parameter.requires_grad_(to_weights)
         with clock.into(taken.setdefault(f"{name} forward", [])):
@@ -159,12 +167,19 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         with clock.into(taken.setdefault(name, [])):
             torch.autograd.grad(output, wanted, gradient, allow_unused=True)
 
-    variants: dict[str, tuple[bool, bool, bool]] = {
-        "input": (True, False, False),
-        "both": (True, True, False),
-        "weights": (False, True, False),
-        "recomputed": (True, True, True),
+    variants: dict[str, tuple[bool, bool, Callable[[], tuple[Any, Any]] | None]] = {
+        "input": (True, False, None),
+        "both": (True, True, None),
+        "weights": (False, True, None),
+        "recomputed": (True, True, noop_context_fn),
     }
+    attention_bytes = 0
+    if probe.keep is not None:
+        contexts = probe.keep()
+        forward(True, lambda: contexts)
+        attention_bytes = contexts[0].nbytes
+        if attention_bytes:
+            variants["kept"] = (True, True, probe.keep)
     for run in range(repeats + 1):
         for name, (to_input, to_weights, recompute) in variants.items():
             backward(name, to_input, to_weights, recompute)
@@ -181,7 +196,9 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         weight_gradient=max(0.0, seconds["both"] - seconds["input"]),
         first_trainable=seconds["weights"],
         recompute=max(0.0, seconds["recomputed"] - seconds["both"]),
+        attention=max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
         activation_bytes=kept,
+        attention_bytes=attention_bytes,
         weight_bytes=weight,
         checkpoint_bytes=args[source].numel() * args[source].element_size() if source is not None else 0,
         output_bytes=output,

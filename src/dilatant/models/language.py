@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.sample import EncodedSample
-from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
+from dilatant.models.chunked_head import (
+    LOSS_CHUNK,
+    chunked_loss,
+    chunked_predictions,
+    head_of,
+    logits_of,
+)
+from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
@@ -44,11 +49,13 @@ class PlansAttention(Protocol):
 @dataclass(frozen=True, slots=True)
 class MultimodalOutput:
     """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted.
-    hidden: [batch, tokens, hidden], what the head is given, where it is wanted."""
+    hidden: [batch, tokens, hidden], what the head is given, where it is wanted. predicted: int64 [positions], the
+    likeliest tokens after them, where they are wanted."""
 
     loss: Tensor | None
     logits: Tensor | None
     hidden: Tensor | None = None
+    predicted: Tensor | None = None
 
 
 class LanguageStage(Stage):
@@ -56,7 +63,7 @@ class LanguageStage(Stage):
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
     outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
-    container: path of the module that holds the blocks.
+    container: path of the module that holds the blocks. loss_chunk: see `chunked_head.chunked_loss`.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -78,6 +85,7 @@ class LanguageStage(Stage):
         row_attention: PlansAttention | None = None,
         is_first: bool = True,
         is_last: bool = True,
+        loss_chunk: int | None = LOSS_CHUNK,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -88,6 +96,7 @@ class LanguageStage(Stage):
         self.row_attention = row_attention
         self.is_first = is_first
         self.is_last = is_last
+        self.loss_chunk = loss_chunk
 
     def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
@@ -109,7 +118,7 @@ class LanguageStage(Stage):
             # Labels, as placeholders, are looked through on the host, which would wait for the device to tell it.
             labels = torch.as_tensor(np.concatenate([sample.labels for sample in packed]))[None]
             if data.predicts:
-                wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths))
+                wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths)[0])
                 wanted, labels = to_device(wanted, data.device), None
         output = self(
             row(ids) if self.is_first else None,
@@ -126,12 +135,12 @@ class LanguageStage(Stage):
             if self.is_first
             else None,
             **self.attention_of([sample.input_ids for sample in packed]),
-            logits_at=wanted,
+            predicted_at=wanted,
         )
         if isinstance(output, Tensor):
             return StageOutput(output[0])
         if wanted is not None:
-            return StageOutput(predicted=output.logits[0].argmax(dim=-1))
+            return StageOutput(predicted=output.predicted)
         rows = None
         if output.hidden is not None:
             rows = {
@@ -139,6 +148,12 @@ class LanguageStage(Stage):
                 for unit, token_id in self.outputs.items()
             }
         return StageOutput(rows, {self.unit: output.loss})
+
+    @property
+    def undeferred(self) -> tuple[nn.Module, ...]:
+        """The head: what its weight gradient needs is as large as all logits."""
+        head = self.model.get_output_embeddings() if self.is_last else None
+        return () if head is None else (head,)
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         if not value.is_floating_point():
@@ -158,7 +173,7 @@ class LanguageStage(Stage):
         loss_denominator: float | Tensor | None = None,
         return_logits: bool = True,
         return_hidden: bool = False,
-        logits_at: Tensor | None = None,
+        predicted_at: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
         places: Mapping[str, Tensor] | None = None,
@@ -168,10 +183,10 @@ class LanguageStage(Stage):
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
         among these says what the mask says.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. logits_at:
-        int64 [positions], the only ones for which logits are wanted, without labels. places: see `merge_rows`. labels
-        may lie on the host, if `lengths` of a packed row are given: then nothing waits for the device to find the
-        targets. Raises UserError where rows do not fit.
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. predicted_at:
+        int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and nothing else. places: see
+        `merge_rows`. labels may lie on the host, if `lengths` of a packed row are given: then nothing waits for the
+        device to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -191,61 +206,28 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
+        hidden = self.model.base_model(**run).last_hidden_state
         if not self.is_last:
-            return self.model.base_model(**run).last_hidden_state
-        heard: list[Tensor] = []
-        listener = self._listen(heard) if return_hidden else None
-        try:
-            targets = None
-            if labels is not None:
-                packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
-                targets = shift_labels(labels, position_ids, attention_mask, packed)
-            output = self._predict(run, targets, loss_denominator, return_logits, logits_at)
-        finally:
-            if listener is not None:
-                listener.remove()
-        return replace(output, hidden=heard[-1]) if return_hidden else output
-
-    def _listen(self, heard: list[Tensor]) -> RemovableHandle:
-        """Note what the module that holds the blocks returns: it ends with the final norm in all families, and the
-        head's module with its scaling and capping, which we leave to the family, is outside of it."""
-        inner = self.model.get_submodule(self.container)
-        return inner.register_forward_hook(
-            lambda module, given, output: heard.append(output.last_hidden_state)
-        )
-
-    def _predict(
-        self,
-        run: dict[str, Any],
-        targets: Tensor | None,
-        loss_denominator: float | Tensor | None,
-        return_logits: bool,
-        logits_at: Tensor | None,
-    ) -> MultimodalOutput:
-        """targets: as `shift_labels` gives them, on any device."""
-        if targets is None:
-            return MultimodalOutput(None, self._logits(run, logits_at))
-        device = run["inputs_embeds"].device
-        if not return_logits:
-            logits_at = positions_with_targets(targets)
-            targets = targets[:, logits_at]
-            logits_at = to_device(logits_at, device)
-        targets = to_device(targets, device)
-        logits = self._logits(run, logits_at)
-        loss = summed_cross_entropy(logits, targets, loss_denominator)
-        return MultimodalOutput(loss, logits if return_logits else None)
-
-    def _logits(self, run: dict[str, Any], positions: Tensor | None) -> Tensor:
-        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must."""
-        if positions is None:
-            return self.model(**run).logits
-        if self._keeps_logits:
-            return self.model(**run, logits_to_keep=positions).logits
-        return self.model(**run).logits[:, positions]
-
-    @cached_property
-    def _keeps_logits(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+            return hidden
+        # The head runs where it must: the vocabulary is large.
+        head = head_of(self.model, self.container)
+        predicted = loss = logits = None
+        if predicted_at is not None:
+            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk)
+        elif labels is not None:
+            packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
+            targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
+            if return_logits:
+                logits = logits_of(head, hidden)
+                total = sum_cross_entropy(logits.flatten(0, 1), to_device(targets, hidden.device))
+            else:
+                at = positions_with_targets(targets)
+                chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
+                total = chunked_loss(head, chosen, to_device(targets[at], hidden.device), self.loss_chunk)
+            loss = divide_loss(total, targets, loss_denominator)
+        elif return_logits:
+            logits = logits_of(head, hidden)
+        return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted)
 
     def embed(
         self,
@@ -358,6 +340,7 @@ class LanguageUnit(Unit, LanguageStage):
             row_attention=self.row_attention,
             is_first=is_first,
             is_last=is_last,
+            loss_chunk=self.loss_chunk,
         )
 
 

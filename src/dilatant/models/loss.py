@@ -36,19 +36,20 @@ def shift_labels(
 
 
 def positions_with_targets(targets: Tensor) -> Tensor:
-    """Positions, ascending, that have a target in any row of the batch: int64 [positions]."""
-    return (targets != IGNORED).any(dim=0).nonzero().squeeze(-1)
+    """Places in `targets` [positions], ascending, that have a target: int64."""
+    return (targets != IGNORED).nonzero().squeeze(-1)
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor, denominator: float | Tensor | None) -> Tensor:
-    """Cross entropy in fp32, summed over targets, divided by `denominator` (default: the number of targets).
+def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in fp32, summed over targets. logits: [positions, vocabulary]; targets: [positions], shifted."""
+    return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
-    logits: [batch, tokens, vocabulary]; targets: [batch, tokens], already shifted. Without a target the loss is 0.
+
+def divide_loss(total: Tensor, targets: Tensor, denominator: float | Tensor | None) -> Tensor:
+    """`total` over `denominator` (default: the number of targets). Without a target the loss is 0.
+
     Where nothing before it trains (text only, language model frozen), it can be differentiated all the same.
     """
-    total = functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
     if denominator is None:
         denominator = torch.clamp((targets != IGNORED).sum(), min=1)
     loss = total / denominator

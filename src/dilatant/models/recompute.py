@@ -1,4 +1,4 @@
-"""Gradient checkpointing: modules that keep only their inputs, and run again in the backward pass.
+"""Recomputation: modules that keep only their inputs, and perhaps their attention, and run again in the backward pass.
 
 The wrap is our own and not the flag of transformers, which works in training mode only and so would switch dropout on
 in frozen blocks, and which not every family has.
@@ -7,37 +7,45 @@ in frozen blocks, and which not every family has.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from dilatant.attention.kept import keep_attention
+from dilatant.config.recompute import Recompute
+
+_CONTEXTS = {"block": noop_context_fn, "block_keep_attention": keep_attention}
 
 
 class Recomputed:
     """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward."""
+
+    how: ClassVar[Recompute]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = cast(Any, super()).forward
         if not (torch.is_grad_enabled() and _records(cast(nn.Module, self), args, kwargs)):
             return run(*args, **kwargs)
         # Random numbers are drawn alike the second time: `preserve_rng_state` is torch's default.
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=_CONTEXTS[self.how], **kwargs)
 
 
-def recompute(module: nn.Module, enabled: bool = True) -> None:
-    """Let `module` recompute its activations in the backward pass, or keep them again.
+def recompute(module: nn.Module, how: Recompute) -> None:
+    """Let `module` recompute its activations in the backward pass as `train.recompute` says, or with "none" keep them.
 
     The module becomes an instance of a class derived from its own, as in FSDP2: names, keys, hooks and `isinstance`
     stay as they are, and slices that share the module share this too.
     """
-    if enabled != isinstance(module, Recomputed):
-        module.__class__ = _recomputed(cast(Any, type(module))) if enabled else type(module).__mro__[2]
+    own = type(module).__mro__[2] if isinstance(module, Recomputed) else type(module)
+    module.__class__ = own if how == "none" else _recomputed(cast(Any, own), how)
 
 
 @cache
-def _recomputed(own: Any) -> type[nn.Module]:
-    return type(own.__name__, (Recomputed, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+def _recomputed(own: Any, how: Recompute) -> type[nn.Module]:
+    named = {"__module__": own.__module__, "__doc__": own.__doc__, "how": how}
+    return type(own.__name__, (Recomputed, own), named)
 
 
 def _records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -116,6 +116,11 @@ class Stage(nn.Module):
         """Hidden states, or the loss, of `value`: hidden states, or what the unit's first layer takes."""
         raise NotImplementedError
 
+    @property
+    def undeferred(self) -> tuple[nn.Module, ...]:
+        """Linear layers whose weight gradients a split backward does not put off."""
+        return ()
+
     def named_logical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(logical name, parameter) for each parameter held here, every tensor once.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.recompute import Recompute
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.recompute import recompute
 from dilatant.models.stage import Boundary, Loss, Stage
@@ -102,10 +103,11 @@ class Unit(Stage):
         """
         raise NotImplementedError
 
-    def gradient_checkpointing(self, enabled: bool = True) -> None:
-        """Recompute the activations of every block in the backward pass, or keep them; also in stages cut before."""
+    def recompute(self, how: Recompute = "block") -> None:
+        """Recompute the activations of every block in the backward pass as `train.recompute` says, or keep them
+        ("none"); also in stages cut before."""
         for block in self.blocks:
-            recompute(block, enabled)
+            recompute(block, how)
 
     def freeze_names(self, names: frozenset[str]) -> None:
         """Stop the parameters with these logical names from training, besides those that were frozen before."""

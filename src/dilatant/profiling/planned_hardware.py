@@ -13,13 +13,10 @@ import torch
 
 from dilatant.config import ClusterConfig, UserError
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.cost.memory import DEFAULT_ZERO, FP32, ParameterBytes, Zero
+from dilatant.cost.memory import BF16, DEFAULT_ZERO, FP32, ParameterBytes, Zero
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
-
-AUTOCAST = ParameterBytes(weight=6.0, gradient=4.0, optimizer=8.0)
-"""fp32 weights and the bf16 copies that autocast keeps, fp32 gradients and moments."""
 
 _UNKNOWN_GPU = "A40"
 """Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
@@ -30,7 +27,7 @@ class Target:
     """The devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
 
     `is_local` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
-    process. `dtype` is that of matrix products, `rules` what a parameter takes.
+    process. `dtype` is that of weights and activations, `rules` what a parameter takes.
     """
 
     hardware: Hardware
@@ -62,7 +59,7 @@ def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | Non
         hardware = replace(hardware, memory=config.memory_gib * 2**30)
     if is_local:
         device = torch.device("cuda" if gpus else "cpu")
-        dtype = str(pick_precision(precision, device).compute).removeprefix("torch.")
+        dtype = str(pick_precision(precision, device)).removeprefix("torch.")
     else:
         on_gpu = not is_same_hardware("CPU", hardware.name)
         dtype = "bfloat16" if precision == "bf16" or (precision == "auto" and on_gpu) else "float32"
@@ -74,7 +71,7 @@ def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | Non
         threads=threads,
         dtype=dtype,
         rules=replace(
-            FP32 if dtype == "float32" else AUTOCAST, zero=zero or DEFAULT_ZERO, ranks_per_node=per_node
+            FP32 if dtype == "float32" else BF16, zero=zero or DEFAULT_ZERO, ranks_per_node=per_node
         ),
     )
 

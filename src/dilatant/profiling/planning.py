@@ -23,7 +23,7 @@ from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimu
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.validate import validate
 from dilatant.plan.workload import Workload
-from dilatant.profiling.assemble import Samples
+from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
@@ -99,12 +99,12 @@ def planning_problem(
     """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision, config.train.zero)
     _microbatch_sizes(config)  # before anything is measured
-    model = describe_model(
-        skeleton(config, len(samples.tokenizer)), recompute=config.train.gradient_checkpointing
-    )
+    whole = skeleton(config, len(samples.tokenizer))
+    model = describe_model(whole, recompute_by_unit(config, whole.units))
     sampled = planned_samples(config, samples, model, progress)
     measured = layer_costs(config, model, target, say)
-    costs = costs_in_use(measured, model, sampled.targets)
+    row = config.train.row_tokens or config.data.max_length
+    costs = costs_in_use(measured, model, sampled.targets, row, config.train.loss_chunk)
     return PlanningProblem(config, target, model, measured, costs, sampled)
 
 

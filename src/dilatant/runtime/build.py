@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError, list_problems
 from dilatant.cost.memory import Zero
+from dilatant.models.dtype import hold_in
 from dilatant.models.freeze import check
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
@@ -44,15 +45,26 @@ def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boun
 
 @torch.no_grad()
 def build_stages(
-    model: MultimodalModel, plan: Plan, comm: Comm, seed: int | None, weights: Mapping[str, Tensor]
+    model: MultimodalModel,
+    plan: Plan,
+    comm: Comm,
+    seed: int | None,
+    weights: Mapping[str, Tensor],
+    precision: torch.dtype | None = None,
 ) -> dict[int, Stage]:
     """The stages of `comm.rank` by number, on its device: drawn from `seed`, or with the `weights` of their names.
+
+    precision: what the weights of all units are held in from now on, by every rank, since it is what rows travel in;
+    what trains gets fp32 gradients then. None: as they are.
 
     Raises UserError for a weight of another shape.
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
     for placed in own:
         materialize(model.units[placed.unit], placed.stage.first, placed.stage.end, seed, weights.keys())
+    if precision is not None:  # drawn in the model's own format, so that draws do not depend on this
+        for unit in model.units.values():
+            hold_in(unit, precision)
     for name in dict.fromkeys(placed.unit for placed in own):
         model.units[name].set_frozen(model.units[name].frozen)
     stages = {}
@@ -69,6 +81,9 @@ def build_stages(
                         f"{list(tensor.shape)} in the model"
                     )
                 tensor.copy_(weights[name])
+        for _, parameter in stage.named_logical_parameters():
+            if precision is not None and parameter.requires_grad:
+                parameter.grad_dtype = torch.float32  # autograd casts what arrives, and adds in fp32
         stages[placed.index] = stage
     return stages
 

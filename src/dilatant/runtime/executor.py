@@ -19,7 +19,6 @@ from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
-from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.transport import Transport
@@ -85,7 +84,6 @@ class Executor:
         sync: GradientSync,
         recorder: Recorder,
         device: torch.device,
-        precision: Precision,
     ) -> None:
         self._rank = rank
         self._stages = stages
@@ -94,7 +92,6 @@ class Executor:
         self._sync = sync
         self._recorder = recorder
         self._device = device
-        self._precision = precision
         self._pieces: dict[PieceKey, _Piece] = {}
         self._handed_over: dict[Message, Tensor] = {}
         self._agreement: Agreement
@@ -169,8 +166,7 @@ class Executor:
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
-            with self._precision.autocast(self._device):
-                output = stage.module.run(data, samples, inputs)
+            output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes, data)
         self._recorder.done()
         if needs_backward:

@@ -23,7 +23,6 @@ from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.owned_weights import OwnedWeights
-from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
 from dilatant.runtime.step_planner import Microbatching, PlannedStep, StepPlanner
@@ -75,6 +74,8 @@ class Runtime:
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan. Raises UserError where replicas would begin with unlike weights.
+    precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
+    gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
     of every message mean the same. owns_comm: `close` ends communication, too.
 
@@ -95,7 +96,7 @@ class Runtime:
         microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
-        precision: Precision | None = None,
+        precision: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         zero: Zero = "none",
         node_of: Sequence[int] | None = None,
@@ -116,9 +117,9 @@ class Runtime:
             index for index, backward in enumerate(self._trainability.backward) if backward
         }
         self._placed = plan.stages()
-        self._boundaries = derive_boundaries(model, plan)
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = build_stages(model, plan, comm, seed, weights or {})
+        modules = build_stages(model, plan, comm, seed, weights or {}, precision)
+        self._boundaries = derive_boundaries(model, plan)
         self._stages = self._wire(modules)
         self.parameters = {
             name: parameter
@@ -141,7 +142,6 @@ class Runtime:
             self._sync,
             self._recorder,
             comm.device,
-            precision or Precision(torch.float32),
         )
         self._planner = StepPlanner(plan, self._trainability, model.graph, microbatching)
         self._last: PlannedStep | None = None
@@ -371,7 +371,7 @@ class Runtime:
         for index, module in modules.items():
             placed = self._placed[index]
             gradients = WeightGradients()
-            self._replaced += replace_linears(module, gradients)
+            self._replaced += replace_linears(module, gradients, module.undeferred)
             inbound: dict[str, tuple[Boundary, bool]] = {}
             for source in before[index]:
                 # The frozen rule looks at layers, so all replicas of a unit say the same at its end.

@@ -158,7 +158,7 @@ def load(
             problems[f"{name} is not in the checkpoint"] = None
         elif held[0].box.whole != whole:
             problems[f"{name} is {list(whole)} here and {list(held[0].box.whole)} there"] = None
-        elif (dtype := held[0].dtype) != piece.tensor.dtype:
+        elif (dtype := held[0].dtype) != piece.tensor.dtype and not _may_round(dtype, piece.tensor.dtype):
             problems[f"{name} is {_short(piece.tensor.dtype)} here and {_short(dtype)} there"] = None
         else:
             cells = sources(piece.box, held)
@@ -232,6 +232,12 @@ def _reading(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{str(path)!r} cannot be read: {reason}") from None
+
+
+def _may_round(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
+    """Whether a run in one precision may read what one in another wrote."""
+    formats = (torch.float32, torch.bfloat16)
+    return stored in formats and wanted in formats
 
 
 def _short(dtype: torch.dtype | str) -> str:

@@ -18,11 +18,10 @@ from dilatant.config import Config, UserError
 from dilatant.config.environment import hide_gpus, place_from
 from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
-from dilatant.models.materialize import allocate
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
-from dilatant.training.checkpoint import load, newest_valid
-from dilatant.training.export import export_model
+from dilatant.training.checkpoint import newest_valid
+from dilatant.training.export import export_checkpoint
 from dilatant.training.export_folder import check_target
 from dilatant.training.layout import prove_schedule, zero_text
 from dilatant.training.prepare import Prepared, prepare
@@ -80,7 +79,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
         _describe(console, config, prepared)
         result = _launch(config, prepared, start, show)
         if result.finished and result.is_first:
-            _export(prepared, result, folder)
+            _export(config, prepared, result, folder)
         return result
     finally:
         folder.close()
@@ -140,11 +139,11 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _export(prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
-    model = prepared.model
-    if len(prepared.planned.plan.ranks) > 1:  # in one process it is the trained one
-        load(result.checkpoint or _newest(folder), {"model": allocate(model.units)})
-    export_model(model, prepared.samples.encoding, folder.export, folder.path)
+def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
+    checkpoint = result.checkpoint or _newest(folder)
+    export_checkpoint(
+        checkpoint, prepared.model, config, prepared.samples.encoding, folder.export, folder.path
+    )
 
 
 def _newest(folder: RunFolder) -> Path:

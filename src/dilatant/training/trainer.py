@@ -88,15 +88,16 @@ class Trainer:
             device=worker.device,
             timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
         )
+        weights = read_pretrained(
+            model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
+        )
         self.runtime = Runtime(
             model,
             plan,
             self.comm,
             microbatching=planned.microbatching(config),
             seed=config.seed,
-            weights=read_pretrained(
-                model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
-            ),
+            weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
             zero=config.train.zero or DEFAULT_ZERO,
             check_transport=config.parallel is not None and config.parallel.check_transport,
@@ -113,7 +114,8 @@ class Trainer:
             if parameter.requires_grad
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
-        self._optimizer = build_optimizer(self.runtime.owned.parameters, config.train.optimizer, matching)
+        owned = self.runtime.owned
+        self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, weights)
         self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
@@ -133,14 +135,15 @@ class Trainer:
         owned = self.runtime.owned
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
-        state = held_state(self.runtime, owned.parameters, self._optimizer)
+        state = held_state(self.runtime, self._optimizer.masters, self._optimizer)
         values = load(checkpoint, state, known=self._known, shapes=owned.shapes)
+        self._optimizer.write_weights()
         owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
             )
-        self.runtime.require_equal(owned.parameters, optimizer_tensors(self._optimizer))
+        self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._any_rank(False, "all to have read the checkpoint")
@@ -288,7 +291,7 @@ class Trainer:
 
     def _write(self) -> None:
         """Raises UserError for weights that are not finite: nobody could go on from them."""
-        own = self.runtime.owned.parameters
+        own = self._optimizer.masters
         tensors = written_state(self.runtime, own, self._optimizer, self._saved_by)
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
