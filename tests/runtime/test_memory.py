@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,17 @@ def test_a_trained_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, d
         assert held == pytest.approx(
             RULES[dtype].of(parameters, True), rel=0.01
         )  # rotary tables, counters of steps
+
+
+def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:5]
+    said = {row[0].strip("`"): [int(number) for number in row[1:]] for row in rows[1:]}
+    for name, rules in (("fp32", FP32), ("bf16", BF16)):
+        assert said[f"precision: {name}"] == [
+            rules.weight, rules.gradient, rules.optimizer, rules.of(1, True),
+        ]  # fmt: skip
+        assert said[f"frozen, {name}"] == [rules.weight, 0, 0, rules.of(1, False)]
 
 
 def _predicted(run: Run) -> np.ndarray:

@@ -468,8 +468,8 @@ def test_a_file_in_the_place_of_a_folder_is_no_checkpoint_and_no_full_disk(tmp_p
             "is [3, 7] here and [7] there",
         ),
         (
-            {"model": {**tensors(0)["model"], "vision.norm.bias": torch.zeros(7).bfloat16()}},
-            "is bfloat16 here and float32 there",
+            {"model": {**tensors(0)["model"], "vision.norm.bias": torch.zeros(7).half()}},
+            "is float16 here and float32 there",
         ),
         ({"model": {"vision.norm.bias": torch.ones(7)}}, "is in the checkpoint only"),
         ({"model": {**tensors(0)["model"], "audio.norm": torch.ones(1)}}, "is not in the checkpoint"),
