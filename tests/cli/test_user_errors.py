@@ -26,6 +26,11 @@ def test_an_unknown_key(project: Path, dilatant: Dilatant) -> None:
     )
 
 
+def test_recomputation_of_a_unit_that_is_not_there(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("train", project / "config.yaml", "--set", "train.recompute={visoin: block}")
+    refused(result, "train.recompute: no unit 'visoin'; there are vision, language")
+
+
 def test_an_unknown_model_id_offline(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,8 @@ def test_no_plan_that_fits_memory_is_faster(seed):
             for name in sizes
         )
     )
-    costs = cost_model({name: draw.random() + 0.1 for name in sizes}, activation=2.0)
+    # Without rows at borders, which cuts are chosen without and plans are scored with.
+    costs = cost_model({name: draw.random() + 0.1 for name in sizes}, activation=2.0, output=0.0)
     tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
     devices, batch = draw.choice([2, 3, 4]), draw.choice([4, 12])
     capacity = draw.uniform(60, 500)

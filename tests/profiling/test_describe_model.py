@@ -178,8 +178,10 @@ def test_a_head_in_chunks_holds_one_chunk_and_its_input(tmp_path):
     plain = frozen_work(costs_in_use(whole, found, 0.5, row=2048, chunk=1024).layer(head), True, True)
     chunked = frozen_work(costs_in_use(whole, found, 0.5, row=2050, chunk=1024).layer(head), True, True)
     logits = whole.layer(head).activation_bytes
+    working = whole.layer(head).working_bytes
     assert plain.kept_bytes(2048) == pytest.approx(logits(1024))
-    assert chunked.transient_bytes(4096) == pytest.approx(logits(1024))  # 2,048 targets
+    assert plain.transient_bytes(2048) == pytest.approx(working(1024))
+    assert chunked.transient_bytes(4096) == pytest.approx(logits(1024) + working(1024))  # 2,048 targets
     assert chunked.kept_bytes(2048) < 0.2 * plain.kept_bytes(2048)
     assert chunked.backward(1024) - plain.backward(1024) == pytest.approx(plain.forward(1024))
 

@@ -170,11 +170,15 @@ def costs_in_use(
 
 def _in_chunks(cost: LayerCost, tokens: float) -> LayerCost:
     """A head that holds the activations of no more tokens than these at once, and else what goes in."""
-    whole = cost.activation_bytes
+
+    def of_chunk(whole: Quadratic) -> Quadratic:
+        return Quadratic(c=whole.c + whole.b * tokens)
+
     return replace(
         cost,
         recompute=cost.forward,
-        activation_bytes=Quadratic(c=whole.c + whole.b * tokens),
+        activation_bytes=of_chunk(cost.activation_bytes),
+        working_bytes=of_chunk(cost.working_bytes),
         in_chunks=True,
     )
 
@@ -186,6 +190,7 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         "weight_gradient",
         "first_trainable",
         "activation_bytes",
+        "working_bytes",
         "weight_bytes",
         "checkpoint_bytes",
     )
