@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from drawn_steps import CASE, build_model, build_samples, expected
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
@@ -18,20 +18,20 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import eager
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.trainability import trainability_of
+from drawn_steps import CASE, build_model, build_samples, expected
 
 
 @pytest.mark.parametrize(("cuts", "recompute"), [((0, 4), "none"), ((0, 1, 2, 3, 4), "block")])
 def test_every_stage_adds_what_its_routers_lose(cuts: tuple[int, ...], recompute: Recompute) -> None:
     case = dataclasses.replace(CASE, language="mixtral", frozen=("vision",), recompute=recompute)
-    stages = tuple(Stage(first, end, (0,)) for first, end in zip(cuts, cuts[1:]))
+    stages = tuple(Stage(first, end, (0,)) for first, end in itertools.pairwise(cuts))
     vision = UnitPlan("vision", (Replica((Stage(0, 5, (0,)),)),), ("language",))
     plan = Plan((vision, UnitPlan("language", (Replica(stages),))))
     losses, gradients, _ = expected(case)
     batches = ((0, 1, 2), (3, 4, 5))
     assignment = Assignment({"vision": (batches,), "language": (batches,)})
-    schedule = eager(
-        plan, assignment, trainability_of(plan, {"vision": (False,) * 4 + (False,), "language": (True,) * 4})
-    )
+    trains = {"vision": (False,) * 5, "language": (True,) * 4}
+    schedule = eager(plan, assignment, trainability_of(plan, trains))
     runtime = Runtime(build_model(case, "meta"), plan, Comm(local_worker().store, 0, 1), seed=case.seed)
     result = runtime.execute(build_samples(case), assignment, schedule)
     assert result.losses["language.router"] > 0

@@ -63,9 +63,9 @@ class LanguageStage(Stage):
     """Layers of the language model.
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
-    container: path of the module that holds the blocks. routers: the name of the loss that their routers of experts have;
-    None where they have none. loss_chunk: see `chunked_head.chunked_loss`.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
+    path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -195,10 +195,11 @@ class LanguageStage(Stage):
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
         among these says what the mask says.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. predicted_at:
-        int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and nothing else. places: see
-        `merge_rows`. router_logits: a list that takes those of each router here, [tokens, experts]. labels may lie on the host, if `lengths` of a packed row are given: then nothing waits for the
-        device to find the targets. Raises UserError where rows do not fit.
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
+        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
+        nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
+        [tokens, experts]. labels may lie on the host, if `lengths` of a packed row are given: then nothing
+        waits for the device to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None

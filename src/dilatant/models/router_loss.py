@@ -1,7 +1,7 @@
 """The loss that keeps the experts of a mixture evenly used, as a sum over samples: so no layout changes it.
 
-Switch Transformer's (arXiv 2101.03961, equations 4-6), of each sample by itself (sequence-wise, as in DeepSeek-V3): over
-a batch it would be another in every cut into microbatches.
+Switch Transformer's (arXiv 2101.03961, equations 4-6), of each sample by itself (sequence-wise, as in DeepSeek-V3):
+over a batch it would be another in every cut into microbatches.
 """
 
 from __future__ import annotations
