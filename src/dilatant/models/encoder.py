@@ -177,8 +177,8 @@ class EncoderUnit(Unit, EncoderStage):
         yield from super().pieces()
         yield self.layers[-1], "projector"
 
-    def reads_media(self, first: int, end: int) -> bool:
-        return first == 0
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit} if first == 0 else ())
 
     def freeze(self, part: Literal["encoder", "projector", "all"] = "encoder") -> None:
         """Stop the encoder from training and leave its projector trainable, or as `part` says."""

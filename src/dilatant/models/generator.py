@@ -155,8 +155,9 @@ class GeneratorUnit(Unit, GeneratorStage):
         yield self.layers[0], "connector"
         yield self.layers[1], "model"
 
-    def reads_media(self, first: int, end: int) -> bool:
-        return end == len(self.layers)
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        # Its places, hence its rows, are counted in the ids.
+        return frozenset({"tokens", self.unit} if end == len(self.layers) else {"tokens"})
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         return Boundary(

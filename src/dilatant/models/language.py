@@ -332,6 +332,10 @@ class LanguageUnit(Unit, LanguageStage):
         """Stop the language model from training."""
         self.freeze_parts("model")
 
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        # Ids at the first stage, labels at the last, and between them what keeps samples of a row apart.
+        return frozenset({"tokens"})
+
     def boundary(self, end: int, consumer: str) -> Boundary:
         rows = (
             partial(_tokens, self.unit)

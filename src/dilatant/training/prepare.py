@@ -6,8 +6,9 @@ import warnings
 from dataclasses import dataclass
 
 from dilatant.config import Config
+from dilatant.data.sizes import Progress
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
+from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.training.layout import TrainingPlan, plan_from_config
 
 
@@ -22,11 +23,14 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
-def prepare(config: Config, planned: TrainingPlan | None = None) -> Prepared:
-    """Data, model and plan of a run. Raises UserError that names the key or the sample."""
+def prepare(
+    config: Config, planned: TrainingPlan | None = None, progress: Progress = lambda done, total: None
+) -> Prepared:
+    """Data with their sizes, model and plan of a run. progress: of samples that must be measured first. Raises
+    UserError that names the key or the sample."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
-        samples = assemble_samples(config)
+        samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
         planned = planned or plan_from_config(config, model)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
