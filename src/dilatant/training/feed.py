@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -75,9 +76,9 @@ class Draw:
     epoch: float = 0.0
 
 
-def draws(sampler: Sampler, position: SamplerState, steps: int) -> Iterator[Draw]:
-    """The next `steps` steps of an order."""
-    for _ in range(steps):
+def draws(sampler: Sampler, position: SamplerState, steps: int | None) -> Iterator[Draw]:
+    """The next `steps` steps of an order, or without end."""
+    for _ in count() if steps is None else range(steps):
         first = position.samples
         indices, position = sampler.take(position, sampler.global_batch_size)
         yield Draw(indices, first, position, sampler.epoch(position))

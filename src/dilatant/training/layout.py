@@ -133,15 +133,6 @@ def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
     validate(plan, assignment, planned.family(plan, assignment, trainability), trainability)
 
 
-def units_decoded_on(model: MultimodalModel, plan: Plan, rank: int) -> frozenset[str]:
-    """The units whose media `rank` reads: it holds a stage of theirs that does."""
-    return frozenset(
-        p.unit
-        for p in plan.stages()
-        if rank in p.stage.ranks and model.units[p.unit].reads_media(p.stage.first, p.stage.end)
-    )
-
-
 def _read_plan(path: str) -> TrainingPlan:
     try:
         return TrainingPlan.from_json(Path(path).read_text(encoding="utf-8"))

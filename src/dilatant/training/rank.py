@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,14 +13,13 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
-from dilatant.data.workers import warm_up
 from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.step_page import write_step_page
 from dilatant.training.evaluation import Evaluation
-from dilatant.training.layout import TrainingPlan, units_decoded_on
+from dilatant.training.layout import TrainingPlan
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.starting_point import Start, agreed_checkpoint
@@ -65,15 +64,8 @@ def train_rank(
     """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
     planned = TrainingPlan.from_json(plan_json)
     prepared = prepared or prepare(config, planned)
-    samples = prepared.samples
-    decoded = units_decoded_on(prepared.model, planned.plan, worker.rank)
-    if config.data.workers and decoded:
-        warm_up()
-    if config.data.on_error == "error":
-        # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
-        samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
     folder = RunFolder(config.output_dir)
-    trainer = Trainer(config, samples, prepared.model, planned, worker, folder.checkpoints)
+    trainer = Trainer(config, prepared.samples, prepared.model, planned, worker, folder.checkpoints)
     try:
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
         if checkpoint is not None:
