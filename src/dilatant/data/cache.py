@@ -66,7 +66,8 @@ class Cache:
         remedy = "set 'data.cache_dir' to a folder with room"
         if self.named:
             raise UserError(f"{problem}; {remedy}") from None
-        warnings.warn(f"{problem}, so it is made again in every run; {remedy}", stacklevel=3)
+        # By its own place, so that it is shown once, whoever asks.
+        warnings.warn(f"{problem}, so it is made again in every run; {remedy}", stacklevel=1)
 
 
 def open_cache(cache_dir: str | Path | None) -> Cache:
