@@ -18,7 +18,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer, Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample
+from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, content_digest
 
 NO_LOSS = -100
 
@@ -62,10 +62,13 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss."""
+    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss. content: as
+    `EncodedSample.content_digest`. refusals: why it cannot be trained on at any length."""
 
     tokens: Mapping[str, int]
     target_tokens: int
+    content: int
+    refusals: tuple[SampleError, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,24 @@ def find_problems(
 
 
 def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
-    """What `encode_sample` would give, from headers alone. Raises SampleError naming it; a long sample is
-    measured, not refused."""
+    """What `encode_sample` would give, from headers alone. Raises SampleError naming it where tokens are not known; a
+    long sample is measured, not refused."""
     layout = _lay_out(sample, encoding)
-    return SampleSizes(layout.sizes(encoding), int(layout.targets.sum()))
+    return SampleSizes(
+        layout.sizes(encoding),
+        int(layout.targets.sum()),
+        content_digest(layout.ids, layout.labels),
+        tuple(_nothing_to_learn(sample, encoding, layout)),
+    )
+
+
+def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
+    """Why a sample of so many tokens is refused."""
+    return SampleError(
+        sample,
+        f"has {tokens} tokens, more than the {max_length} allowed",
+        "raise 'data.max_length' (and 'train.row_tokens'), shorten it, or set 'data.on_error: skip'",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +168,10 @@ class _Layout:
     targets: NDArray[np.bool_]
     items: tuple[_Item, ...]
 
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return np.where(self.targets, self.ids, NO_LOSS)
+
     def sizes(self, encoding: Encoding) -> dict[str, int]:
         sizes = dict.fromkeys(encoding.unit_names, 0)
         sizes[LANGUAGE] = len(self.ids)
@@ -162,11 +183,11 @@ class _Layout:
 def _refusals(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[SampleError]:
     """What is wrong with a sample whose every part can be read."""
     if encoding.max_length is not None and len(layout.ids) > encoding.max_length:
-        yield SampleError(
-            sample.id,
-            f"has {len(layout.ids)} tokens, more than the {encoding.max_length} allowed",
-            "raise 'data.max_length' (and 'train.row_tokens'), shorten it, or set 'data.on_error: skip'",
-        )
+        yield too_long(sample.id, len(layout.ids), encoding.max_length)
+    yield from _nothing_to_learn(sample, encoding, layout)
+
+
+def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[SampleError]:
     answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
     if encoding.train_on == "assistant" and not layout.targets.any():
         yield SampleError(sample.id, "has no assistant answer, so nothing to learn", "add one or remove it")
@@ -188,8 +209,7 @@ def _encoded(sample: Sample, encoding: Encoding, layout: _Layout) -> EncodedSamp
         }
         for unit, inputs in media.items()
     }
-    labels = np.where(layout.targets, layout.ids, NO_LOSS)
-    return EncodedSample(sample.id, layout.ids, labels, joined, layout.sizes(encoding))
+    return EncodedSample(sample.id, layout.ids, layout.labels, joined, layout.sizes(encoding))
 
 
 def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> _Layout:

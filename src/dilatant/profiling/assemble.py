@@ -37,8 +37,8 @@ class Samples:
 
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
-    train = open_blend(config.data.train)
-    held_out = open_blend(config.data.eval) if config.data.eval else None
+    train = open_blend(config.data.train, cache_dir=config.data.cache_dir)
+    held_out = open_blend(config.data.eval, cache_dir=config.data.cache_dir) if config.data.eval else None
     tokenizer = load_model_tokenizer(config.model)
     encoding = Encoding(
         chat=chat_tokenizer(tokenizer, config.data.chat_template),
