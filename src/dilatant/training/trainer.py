@@ -91,6 +91,7 @@ class Trainer:
             plan,
             self.comm,
             microbatching=planned.microbatching(config),
+            costs=planned.costs,
             seed=config.seed,
             weights=read_pretrained(
                 model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
@@ -213,7 +214,7 @@ class Trainer:
         rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step, self.rank)
-        result = self.runtime.execute(batch.samples, should_stop=should_stop, step=self.step)
+        result = self.runtime.execute(batch.samples, should_stop=should_stop, step_number=self.step)
         self._apply(result, batch)
         return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
 
@@ -255,6 +256,9 @@ class Trainer:
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,
+            predicted_seconds=result.predicted_seconds,
+            drift=result.drift,
+            warning=result.warning,
         )
 
     def _any_rank(self, flag: bool, what: str) -> bool:
