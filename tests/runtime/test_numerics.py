@@ -35,7 +35,7 @@ def _three_steps(worker: Worker, case: Case) -> dict[str, Any]:
     optimizer = build_optimizer(runtime.parameters)
     losses, gradients = [], {}
     for step in range(STEPS):
-        result = runtime.execute(samples, case.assignment, case.schedule)
+        result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
         losses.append((result.loss, dict(result.losses)))
         if step == 0:
             norm = runtime.grad_norm()

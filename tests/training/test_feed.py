@@ -75,7 +75,7 @@ class _Source:
 Cut = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
-def _plan(samples: Sequence[EncodedSample]) -> Cut:
+def _plan(samples: Sequence[EncodedSample], step: int) -> Cut:
     """Two vision ranks and two language ranks, shares that hang on the sizes of the whole batch."""
     order = sorted(range(len(samples)), key=lambda at: (samples[at].sizes["language"], at))
     by_images = sorted(range(len(samples)), key=lambda at: (samples[at].sizes["vision"], at))
@@ -98,7 +98,7 @@ SAMPLER = Sampler((23,), (1.0,), seed=3, global_batch_size=6)
 def _feed(rank: int, source: _Source, steps: int = 8, **settings) -> Feed[Cut]:
     data = _data(settings.pop("refused", None))
     start = settings.pop("start", SAMPLER.start())
-    return Feed(data, draws(SAMPLER, start, steps), source, _plan, _needs(rank), **settings)
+    return Feed(data, draws(SAMPLER, start, 0, steps), source, _plan, _needs(rank), **settings)
 
 
 def test_what_four_ranks_decode_is_what_their_steps_use_each_part_once() -> None:
@@ -211,7 +211,10 @@ def test_a_bad_sample_stops_the_run_when_its_step_is_due_unless_they_are_skipped
 
 def test_a_step_of_corrupt_samples_alone_and_data_that_change_are_errors() -> None:
     refused = {i: f"file:{i}: is bad" for i in range(23)}
-    with _feed(2, _Source(), refused=refused) as feed, pytest.raises(UserError, match="every sample of a batch"):
+    with (
+        _feed(2, _Source(), refused=refused) as feed,
+        pytest.raises(UserError, match="every sample of a batch"),
+    ):
         next(feed)
     index = int(SAMPLER.take(SAMPLER.start(), 1)[0][0])
     raised = 0
@@ -227,7 +230,7 @@ def test_a_step_of_corrupt_samples_alone_and_data_that_change_are_errors() -> No
 def test_what_is_decided_ahead_is_bounded_and_closing_ends_the_thread() -> None:
     source = _Source()
     before = threading.active_count()
-    endless = (Draw(np.array([k % 23]), k, SAMPLER.start()) for k in range(10**9))
+    endless = (Draw(k, np.array([k % 23]), k, SAMPLER.start()) for k in range(10**9))
     feed: Feed[Cut] = Feed(_data(), endless, source, _plan, _needs(2), look_ahead=3)
     next(feed)
     # One step is out, one lies ready, one is being put together, and three are asked for.

@@ -179,6 +179,8 @@ def _seen_from_here(path: Path) -> Path:
 
 def plan_document(planned: PlannedRun) -> str:
     """plan.json: the plan, and under `step` how a step runs it."""
+    from dilatant.profiling.planning import costs_of_plan
+
     winner = planned.result.winner
     step = {
         "num_microbatches": winner.num_microbatches,
@@ -186,6 +188,7 @@ def plan_document(planned: PlannedRun) -> str:
         "assignment": planned.problem.policy,
         "global_batch": planned.problem.global_batch,
         "predicted_seconds": winner.score.seconds,
+        "costs": costs_of_plan(planned.problem, winner.plan).to_document(),
     }
     return json.dumps({**json.loads(winner.plan.to_json()), "step": step}, indent=1) + "\n"
 

@@ -65,6 +65,11 @@ class Config(Section):
             raise ValueError("\n  - ".join(problems))
         return self
 
+    @property
+    def row_tokens(self) -> int:
+        """The token budget: most tokens of the language model in one microbatch, hence in one sample."""
+        return self.train.row_tokens or self.data.max_length
+
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load_config` reads it back to an equal value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -65,7 +65,7 @@ def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel
             f"{path} holds costs in {costs.dtype}, but the run is in {target.dtype}; profile again, or set "
             "train.precision"
         )
-    problems = _misfits(costs, model)
+    problems = misfits(costs, model)
     if problems:
         raise list_problems(f"{path} is of another model; profile this one (`dilatant profile`):", problems)
     return costs
@@ -180,7 +180,7 @@ def _probe(entry: LayerType, device: torch.device, precision: Precision) -> Laye
     return replace(probe, tokens=tokens, square=False)
 
 
-def _misfits(costs: CostModel, model: ModelDescription) -> list[str]:
+def misfits(costs: CostModel, model: ModelDescription) -> list[str]:
     """Layer types that the costs lack, or know with other weights."""
     parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
     problems = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -70,23 +69,13 @@ def planned_samples(
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
     language = float(tokens[model.anchor].sum())
     return PlannedSamples(
-        workload=Workload(tokens, squares(model, tokens), model.dense),
+        workload=Workload(
+            tokens, {unit: tokens[unit] * item for unit, item in model.item_tokens.items()}, model.dense
+        ),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
         available=len(np.unique(order)),
         left_out=len(bad),
     )
-
-
-def squares(
-    model: ModelDescription, tokens: Mapping[str, NDArray[np.float64]]
-) -> dict[str, NDArray[np.float64]]:
-    """What stands for tokens² in encoders: images and clips do not attend to each other, so a sample's square is that
-    of one, times their number."""
-    return {
-        entry.unit.unit: tokens[entry.unit.unit] * entry.geometry.encoder_tokens
-        for entry in model.types
-        if entry.geometry is not None
-    }
 
 
 def _sizes(

@@ -21,17 +21,21 @@ from dilatant.plan.score import PlanScore
 from dilatant.plan.search import RankedPlan, SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import validate
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples
+from dilatant.profiling.cost_cache import keep_costs
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
-from dilatant.profiling.planned_samples import PlannedSamples, planned_samples, squares
-from dilatant.schedule import FAMILIES, plan_scorer, predict, trainability_of
+from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
+from dilatant.profiling.step_costs import described_costs
+from dilatant.schedule import FAMILIES, build, plan_scorer, predict, trainability_of
 from dilatant.schedule.assign import Policy
-from dilatant.schedule.distribute import assign
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.step_assignment import Microbatching, assign_step
+from dilatant.schedule.step_time import time_step
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02
@@ -104,6 +108,8 @@ def planning_problem(
     )
     sampled = planned_samples(config, samples, model, progress)
     measured = layer_costs(config, model, target, say)
+    if config.plan.costs is None:
+        keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets)
     return PlanningProblem(config, target, model, measured, costs, sampled)
 
@@ -184,7 +190,13 @@ def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int)
         problem.policy,
         problem.target.rules,
         problem.config.seed,
+        problem.config.row_tokens,
     )
+
+
+def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
+    """What the steps of a plan cost by this problem: what `plan.json` hands to training."""
+    return described_costs(plan, problem.model, problem.costs, problem.target)
 
 
 def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
@@ -199,7 +211,7 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
         stage_costs(plan, spec, problem.costs, target.rules),
         tokens,
         target.cluster,
-        squares=squares(problem.model, tokens),
+        squares={unit: tokens[unit] * item for unit, item in problem.model.item_tokens.items()},
         dense=problem.model.dense,
     )
 
@@ -209,34 +221,18 @@ def compare_schedules(
 ) -> dict[str, tuple[float, float]]:
     """Seconds (without gradient sync) and bytes on the fullest rank by schedule family, for the first simulated global
     batch. A family that cannot run this plan is left out."""
-    spec, target = problem.model.spec, problem.target
-    table = stage_costs(plan, spec, problem.costs, target.rules)
+    config, costs = problem.config, costs_of_plan(problem, plan)
     samples = problem.samples.first(problem.global_batch)
-    assignment = assign(
-        plan,
-        plan_scorer.sample_seconds(plan, table, samples),
-        num_microbatches,
-        problem.policy,
-        problem.config.seed,
-        anchor=problem.model.anchor,
-    )
-    trainability = trainability_of(plan, spec.trainable)
+    trainability = trainability_of(plan, problem.model.spec.trainable)
     found = {}
     for name, family in FAMILIES.items():
+        how = Microbatching(num_microbatches, family, problem.policy, config.seed, config.row_tokens)
         try:
+            assignment = assign_step(plan, costs, samples, how, problem.model.anchor)
             schedule = family(plan, assignment, trainability)
         except ValueError:
             continue
-        timeline = predict(
-            plan,
-            assignment,
-            schedule,
-            table,
-            samples.tokens,
-            target.cluster,
-            squares=samples.squares,
-            dense=samples.dense,
-        )
+        timeline = time_step(build(plan, assignment, schedule), costs, samples).timeline()
         peak = timeline.peak_bytes
         found[name] = timeline.seconds, float(peak.max()) if peak is not None else 0.0
     return found
@@ -256,6 +252,7 @@ def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
         problem.policy,
         problem.target.rules,
         problem.config.seed,
+        problem.config.row_tokens,
     )
 
 

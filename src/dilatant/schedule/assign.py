@@ -299,7 +299,10 @@ def _searched(problem: _Problem, evaluations: int | None) -> _Found:
 
 
 def _shallowest(problem: _Problem, found: _Found) -> _Found:
-    """The same microbatches with as few in flight as cost no time: from the shape's depths down to 1F1B's."""
+    """The same microbatches with as few in flight as cost no time: from the shape's depths down to 1F1B's. A family
+    that is to run has its own."""
+    if problem.shape.family is not None:
+        return found
     plan = problem.shape.plan()
     deepest = np.asarray(eager_depths(plan) if problem.shape.depths is None else problem.shape.depths)
     least = np.minimum(path_depths(plan), deepest)

@@ -13,7 +13,7 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _draw(state, bound):
     """A whole number below `bound` (splitmix64; `state` is a one-element uint64 array)."""
     state[0] += _GOLDEN
@@ -25,7 +25,7 @@ def _draw(state, bound):
 
 
 # Without these two flags a maximum of doubles is not vectorised; they allow no other change of the result.
-@njit(cache=True, fastmath={"nnan", "nsz"})
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
 def place_two_units(order, first, second, slot_of, num_slots):
     """The two-dimensional greedy for two units and equal slots without limits: the benchmark's inner loop.
 
@@ -53,7 +53,7 @@ def place_two_units(order, first, second, slot_of, num_slots):
         slot_of[sample] = best
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def place_units(order, share, speed, weight, room, slot_of):
     """`place_two_units` for any number of units, slots of unlike `speed`, and limited `room`.
 
@@ -83,7 +83,7 @@ def place_units(order, share, speed, weight, room, slot_of):
     return -1
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def step_time(first, before, cost_of, share, last, cost, end):
     """Latest end of a step, ops in topological order. Fills `end` from op `first` on; earlier entries must hold.
 
@@ -105,7 +105,7 @@ def step_time(first, before, cost_of, share, last, cost, end):
     return latest
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _set_costs(cost, load, fixed, position, a, b):
     num_units, num_slots = load.shape
     for unit in range(num_units):
@@ -113,14 +113,14 @@ def _set_costs(cost, load, fixed, position, a, b):
         cost[unit * num_slots + position[b]] = load[unit, b] + fixed[unit] if load[unit, b] > 0.0 else 0.0
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _copy(source, target, first, end):
     # A loop: assigning slices costs seconds to compile.
     for i in range(first, end):
         target[i] = source[i]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def anneal(
     seconds,
     weight,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilatant.comm.gather import all_gather_object
-from dilatant.runtime.runtime import PreparedStep, Runtime
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step_planner import PreparedStep
 from dilatant.training.feed import StepInput
 
 

@@ -67,21 +67,22 @@ class IndexedData:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The samples of one step in their order: their indices, the number of the first one in the order of training, and
-    the position after them."""
+    """The samples of step number `step` in their order: their indices, the number of the first one in the order of
+    training, and the position after them."""
 
+    step: int
     indices: NDArray[np.int64]
     first: int
     position: SamplerState
     epoch: float = 0.0
 
 
-def draws(sampler: Sampler, position: SamplerState, steps: int | None) -> Iterator[Draw]:
-    """The next `steps` steps of an order, or without end."""
-    for _ in count() if steps is None else range(steps):
+def draws(sampler: Sampler, position: SamplerState, begin: int, end: int | None) -> Iterator[Draw]:
+    """Steps number `begin` to `end` of an order, or without end."""
+    for step in count(begin) if end is None else range(begin, end):
         first = position.samples
         indices, position = sampler.take(position, sampler.global_batch_size)
-        yield Draw(indices, first, position, sampler.epoch(position))
+        yield Draw(step, indices, first, position, sampler.epoch(position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,10 @@ class _Collected(Generic[Step]):
 class Feed(Generic[Step]):
     """The steps of `draws`, decided by `plan` and decoded from `source` as `needs` says.
 
-    plan: from the samples of a step, of which only sizes are known, to what the runtime executes; the same on every
-    rank. needs: from that to the parts that this rank uses. skips: samples that cannot be decoded are left out by all
-    ranks together (see `found`), instead of raising UserError when their step is due. left_out: index → why, those that
-    were before.
+    plan: from the samples of a step, of which only sizes are known, and its number to what the runtime executes; the
+    same on every rank. needs: from that to the parts that this rank uses. skips: samples that cannot be decoded are
+    left out by all ranks together (see `found`), instead of raising UserError when their step is due. left_out: index →
+    why, those that were before.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Feed(Generic[Step]):
         data: IndexedData,
         draws: Iterable[Draw],
         source: Source,
-        plan: Callable[[Sequence[EncodedSample]], Step],
+        plan: Callable[[Sequence[EncodedSample], int], Step],
         needs: Callable[[Step], Parts],
         *,
         skips: bool = False,
@@ -230,7 +231,7 @@ class Feed(Generic[Step]):
         if not kept:
             raise UserError(f"every sample of a batch is corrupt; the first: {problems[0]}")
         heads = tuple(self._data.head(index, number) for index, number in kept)
-        step = self._plan(heads)
+        step = self._plan(heads, draw.step)
         return _Draft(draw, tuple(index for index, _ in kept), heads, problems, step, self._needs(step))
 
     def _ask(self, draft: _Draft[Step], parts: Parts) -> None:

@@ -3,7 +3,7 @@ stream that one rank of a machine reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,10 +13,12 @@ from dilatant.comm.comm import Comm
 from dilatant.config import Config
 from dilatant.data.blend import Blend
 from dilatant.data.loader import GlobalBatch, Loader, Order
+from dilatant.data.sample import EncodedSample
 from dilatant.data.sampler import Sampler, SamplerState
 from dilatant.data.stream_sampler import StreamSampler
 from dilatant.profiling.assemble import Samples
-from dilatant.runtime.runtime import PreparedStep, Runtime
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step_planner import PreparedStep
 from dilatant.training.decoding import Decoding, MachineSource
 from dilatant.training.feed import Draw, Feed, IndexedData, StepInput, agree_on_bad, draws
 from dilatant.training.needs import Needs
@@ -68,20 +70,21 @@ class Inputs:
         self,
         sampler: Sampler | StreamSampler,
         position: SamplerState,
-        steps: int,
+        begin: int,
+        end: int,
         left_out: Mapping[int, str],
     ) -> Iterator[Steps]:
-        """The next `steps` steps of an order. left_out: what proved bad before."""
+        """Steps number `begin` to `end` of an order. left_out: what proved bad before."""
         if self._shared is not None:
-            with self._shared.open(lambda: self._open_loader(sampler, position, steps)) as batches:
-                yield _Streamed(batches, self._runtime)
+            with self._shared.open(lambda: self._open_loader(sampler, position, end - begin)) as batches:
+                yield _Streamed(batches, self._runtime, begin)
             return
         assert isinstance(sampler, Sampler)
         with Feed(
             self._data[TRAIN],
-            draws(sampler, position, steps),
+            draws(sampler, position, begin, end),
             self._source,
-            self._runtime.plan_step,
+            self._plan_step,
             self._needed,
             skips=self._skips,
             left_out=left_out,
@@ -94,12 +97,10 @@ class Inputs:
         total = min(len(data.samples), limit or len(data.samples))
         indices = np.array([index for index in range(total) if index not in data.refused], np.int64)
         batches = (
-            Draw(indices[start : start + batch_size], start, SamplerState())
+            Draw(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
         )
-        with Feed(
-            data, batches, self._source, self._runtime.plan_forwards, self._asked, skips=self._skips
-        ) as feed:
+        with Feed(data, batches, self._source, self._plan_forwards, self._asked, skips=self._skips) as feed:
             while True:
                 if self._skips:
                     feed.leave_out(agree_on_bad(self._comm, feed.found()))
@@ -116,6 +117,12 @@ class Inputs:
     def close(self) -> None:
         """End the processes that decode."""
         self._source.close()
+
+    def _plan_step(self, samples: Sequence[EncodedSample], step: int) -> PreparedStep:
+        return self._runtime.plan_step(samples, step_number=step)
+
+    def _plan_forwards(self, samples: Sequence[EncodedSample], step: int) -> PreparedStep:
+        return self._runtime.plan_step(samples, forwards=True)
 
     def _needed(self, step: PreparedStep) -> dict[int, frozenset[str]]:
         return self._needs.of(step.assignment)
@@ -145,14 +152,17 @@ class Inputs:
 class _Streamed:
     """Steps of a stream, whose sizes are known only once it is read. Who reads leaves bad samples out itself."""
 
-    def __init__(self, batches: Iterator[GlobalBatch], runtime: Runtime) -> None:
+    def __init__(self, batches: Iterator[GlobalBatch], runtime: Runtime, begin: int) -> None:
         self._batches = batches
         self._runtime = runtime
+        self._step = begin
         self.left_out: Mapping[int, str] = {}
 
     def __next__(self) -> StepInput[PreparedStep]:
         batch = next(self._batches)
-        return StepInput(batch, self._runtime.plan_step(batch.samples))
+        step = self._runtime.plan_step(batch.samples, step_number=self._step)
+        self._step += 1
+        return StepInput(batch, step)
 
     def found(self) -> list[tuple[int, str]]:
         return []

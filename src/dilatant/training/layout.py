@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,13 +15,15 @@ from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import plan_problems
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.step_planner import Family, Microbatching
 from dilatant.schedule import FAMILIES, trainability_of, validate
 from dilatant.schedule.assign import POLICIES, Policy
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import serial
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.step_assignment import Microbatching
 
 MICROBATCHES = 4
 SCHEDULE = "eager"
@@ -34,6 +36,7 @@ class TrainingPlan:
     """A plan, and how its steps are cut and ordered: what is planned, whole.
 
     schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, where a planner said.
+    costs: of its steps, by which samples are assigned.
     """
 
     plan: Plan
@@ -41,6 +44,7 @@ class TrainingPlan:
     schedule: str
     assignment: Policy
     predicted_seconds: float | None = None
+    costs: StepCosts | None = field(default=None, compare=False)
 
     def to_json(self) -> str:
         """plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
@@ -49,6 +53,7 @@ class TrainingPlan:
             "schedule": self.schedule,
             "assignment": self.assignment,
             "predicted_seconds": self.predicted_seconds,
+            "costs": None if self.costs is None else self.costs.to_document(),
         }
         return json.dumps({**json.loads(self.plan.to_json()), "step": step}, indent=1) + "\n"
 
@@ -68,8 +73,13 @@ class TrainingPlan:
             raise ValueError(f"step.schedule is {schedule!r}; there are {', '.join(FAMILIES)}")
         if assignment not in POLICIES:
             raise ValueError(f"step.assignment is {assignment!r}; there are {', '.join(POLICIES)}")
-        seconds = step.get("predicted_seconds")
-        return cls(plan, count, schedule, assignment, seconds if isinstance(seconds, float) else None)
+        seconds, costs = step.get("predicted_seconds"), None
+        if step.get("costs") is not None:
+            try:
+                costs = StepCosts.from_document(step["costs"], plan)
+            except ValueError as error:
+                raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
+        return cls(plan, count, schedule, assignment, seconds if isinstance(seconds, float) else None, costs)
 
     @property
     def family(self) -> Family:
@@ -79,7 +89,7 @@ class TrainingPlan:
     def microbatching(self, config: Config) -> Microbatching:
         """How the runtime cuts steps: by this, and by the token budget of the config."""
         return Microbatching(
-            self.num_microbatches, self.family, self.assignment, config.seed, token_budget(config)
+            self.num_microbatches, self.family, self.assignment, config.seed, config.row_tokens
         )
 
 
@@ -114,11 +124,6 @@ def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
     if len(planned.plan.ranks) == 1:
         return replace(planned, num_microbatches=1, schedule="serial")
     return planned
-
-
-def token_budget(config: Config) -> int | None:
-    """Most tokens of the language model in one microbatch, hence in one sample."""
-    return config.train.row_tokens or config.data.max_length
 
 
 def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:

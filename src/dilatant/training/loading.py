@@ -17,7 +17,8 @@ from dilatant.data.sampler import Sampler
 from dilatant.data.sizes import blend_sizes
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.media_units import media_unit
-from dilatant.runtime.runtime import PreparedStep, Runtime
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step_planner import PreparedStep
 from dilatant.training.decoding import Decoding, MachineSource
 from dilatant.training.feed import Feed, IndexedData, agree_on_bad, draws, merge_found
 from dilatant.training.needs import Needs
@@ -43,10 +44,10 @@ def make_loader(
 
     sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own if not given. processors: encoder
     → an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that
-    decode (None: as many as it has room for). parallel: where given, all of its ranks call, and each batch holds on every
-    rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order hangs on
-    `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a `with`. Raises
-    UserError.
+    decode (None: as many as it has room for). parallel: where given, all of its ranks call, and each batch holds on
+    every rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order
+    hangs on `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a
+    `with`. Raises UserError.
     """
     tokenizer = tokenizer or model.tokenizer
     if tokenizer is None:
@@ -101,13 +102,16 @@ class Batches:
                 return needs.of(step.assignment)
             return dict.fromkeys(range(len(step)), everything)
 
+        def plan(heads: Sequence[EncodedSample], step: int) -> Sequence[EncodedSample] | PreparedStep:
+            return heads if parallel is None else parallel.plan_step(heads, step_number=step)
+
         self._skips = skips
         self._source = MachineSource(self._comm, {"train": blend}, encoding, how)
         self._feed: Feed[Any] = Feed(
             data,
-            draws(sampler, sampler.start(), steps),
+            draws(sampler, sampler.start(), 0, steps),
             self._source,
-            (lambda heads: heads) if parallel is None else parallel.plan_step,
+            plan,
             parts,
             skips=skips,
         )

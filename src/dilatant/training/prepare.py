@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilatant.config import Config
 from dilatant.data.sizes import Progress
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
+from dilatant.training.costs import costs_of_run
 from dilatant.training.layout import TrainingPlan, plan_from_config
 
 
@@ -32,6 +33,8 @@ def prepare(
         warnings.simplefilter("default", UserWarning)
         samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
-        planned = planned or plan_from_config(config, model)
+        if planned is None:
+            planned = plan_from_config(config, model)
+            planned = replace(planned, costs=costs_of_run(config, model, planned.plan, planned.costs))
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(samples, model, planned, tuple(said))

@@ -183,4 +183,6 @@ def _describe(console: Console, prepared: Prepared) -> None:
             f"samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )
+    if planned.costs is not None:
+        console.print(f"costs: {planned.costs.origin}", highlight=False)
     console.print()

@@ -31,7 +31,7 @@ from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.training.checkpoint import Tensors, load, stored_shapes
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
-from dilatant.training.feed import agree_on_bad
+from dilatant.training.feed import agree_on_bad, merge_found
 from dilatant.training.inputs import Inputs, Steps
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
@@ -92,6 +92,7 @@ class Trainer:
             plan,
             self.comm,
             microbatching=planned.microbatching(config),
+            costs=planned.costs,
             seed=config.seed,
             weights=read_pretrained(
                 model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
@@ -161,8 +162,8 @@ class Trainer:
         self.runtime.train()
         stop = self._any_rank(should_stop(), "the agreement to begin")
         try:
-            steps_left = self.total_steps - self.step
-            with self._inputs.training(self._sampler, self._position, steps_left, self._left_out) as steps:
+            ahead = self.step, self.total_steps
+            with self._inputs.training(self._sampler, self._position, *ahead, self._left_out) as steps:
                 steps.leave_out(agree_on_bad(self.comm, steps.found()))
                 while self.step < self.total_steps and not stop:
                     metrics, stop = self._train_step(steps, should_stop)
@@ -223,10 +224,10 @@ class Trainer:
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step, self.rank)
         result = self.runtime.execute(
-            batch.samples, inputs.step, should_stop=should_stop, found=steps.found, number=self.step
+            batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
         )
         self._apply(result, batch)
-        steps.leave_out(result.found)
+        steps.leave_out(merge_found([result.found]))
         self._left_out = steps.left_out
         return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
 
@@ -268,6 +269,9 @@ class Trainer:
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,
+            predicted_seconds=result.predicted_seconds,
+            drift=result.drift,
+            warning=result.warning,
         )
 
     def _any_rank(self, flag: bool, what: str) -> bool:
