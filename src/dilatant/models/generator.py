@@ -77,7 +77,7 @@ class GeneratorStage(Stage):
         """Raise UserError for samples whose places in the text are not those of their targets."""
         problems = []
         for sample in samples:
-            places = _rows(self.unit, self.token_id, sample)
+            places = _rows(self.unit, sample)
             given = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
             if given != {places / self.tokens_per_item}:
                 listed = " and ".join(str(count) for count in sorted(given))
@@ -138,7 +138,7 @@ class GeneratorUnit(Unit, GeneratorStage):
         self.inputs = (source,)
         self.width = generator.width
         self.width_in = width_in
-        self.loss = Loss(partial(_items, name, self.token_id, self.tokens_per_item), generator.loss_weight)
+        self.loss = Loss(partial(_items, name, self.tokens_per_item), generator.loss_weight)
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
@@ -156,14 +156,13 @@ class GeneratorUnit(Unit, GeneratorStage):
         yield self.layers[1], "model"
 
     def reads(self, first: int, end: int) -> frozenset[str]:
-        # Its places, hence its rows, are counted in the ids.
-        return frozenset({"tokens", self.unit} if end == len(self.layers) else {"tokens"})
+        return frozenset({self.unit} if end == len(self.layers) else ())
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         return Boundary(
             self.width,
             self.row_dtype,
-            partial(_rows, self.unit, self.token_id),
+            partial(_rows, self.unit),
         )
 
     def stage(self, first: int, end: int) -> GeneratorStage:
@@ -180,9 +179,9 @@ class GeneratorUnit(Unit, GeneratorStage):
         )
 
 
-def _rows(unit: str, token_id: int, sample: EncodedSample) -> int:
-    return int((sample.input_ids == token_id).sum()) if sample.sizes.get(unit, 0) else 0
+def _rows(unit: str, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0)
 
 
-def _items(unit: str, token_id: int, tokens_per_item: int, sample: EncodedSample) -> float:
-    return _rows(unit, token_id, sample) / tokens_per_item
+def _items(unit: str, tokens_per_item: int, sample: EncodedSample) -> float:
+    return _rows(unit, sample) / tokens_per_item

@@ -337,12 +337,7 @@ class LanguageUnit(Unit, LanguageStage):
         return frozenset({"tokens"})
 
     def boundary(self, end: int, consumer: str) -> Boundary:
-        rows = (
-            partial(_tokens, self.unit)
-            if consumer == self.unit
-            else partial(_rows_at, consumer, self.outputs[consumer])
-        )
-        return Boundary(self.width, self.row_dtype, rows)
+        return Boundary(self.width, self.row_dtype, partial(_tokens, consumer))
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)
@@ -370,11 +365,7 @@ def _target_tokens(sample: EncodedSample) -> int:
 
 
 def _tokens(unit: str, sample: EncodedSample) -> int:
-    return sample.sizes[unit]
-
-
-def _rows_at(unit: str, token_id: int, sample: EncodedSample) -> int:
-    return int((sample.input_ids == token_id).sum()) if sample.sizes.get(unit, 0) else 0
+    return sample.sizes.get(unit, 0)
 
 
 def _places(packed: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:
