@@ -180,8 +180,10 @@ class Runtime:
         forwards: bool = False,
         step_number: int | None = None,
     ) -> PreparedStep:
-        """As `plan_step`, of an assignment and a schedule of one's own. Raises ScheduleError when it cannot run."""
-        return self._planner.prepare(samples, assignment, schedule, self._number(step_number), forwards)
+        """As `plan_step`, of an assignment and a schedule of one's own. Raises ScheduleError when it cannot run, of
+        which the other ranks learn."""
+        with self._telling_others():
+            return self._planner.prepare(samples, assignment, schedule, self._number(step_number), forwards)
 
     def execute(
         self,
@@ -366,7 +368,7 @@ class Runtime:
             {
                 "the plan": self._plan_digest,
                 **step.digests,
-                "the samples": digest("\n".join(sample.key for sample in samples)),
+                "the global batch": digest("\n".join(sample.key for sample in samples)),
                 "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
                 "the step number": number,
             },

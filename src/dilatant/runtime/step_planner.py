@@ -133,7 +133,7 @@ class StepPlanner:
             digests={
                 "the assignment": digest(*_assignment_arrays(assignment)),
                 "the schedule": digest(*_schedule_arrays(graph)),
-                "the global batch": digest(
+                "the sizes of the samples": digest(
                     *(np.asarray(values, dtype=np.int64) for values in self._tokens(samples).values()),
                     np.asarray([sample.draw for sample in samples], dtype=np.int64),
                 ),
