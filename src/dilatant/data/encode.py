@@ -18,9 +18,13 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer, Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
+from dilatant.data.pixels import EncoderInput, joined
 from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample
 
 NO_LOSS = -100
+
+TOKENS = "tokens"
+"""The part of a sample that is its ids and labels; its other parts are the media units by their names."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +80,18 @@ class EncodedPrompt:
     answer: str
 
 
-def encode_sample(sample: Sample, encoding: Encoding) -> EncodedSample:
+def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | None = None) -> EncodedSample:
     """Decode and tokenize a sample.
 
+    parts: what is made of it: `TOKENS`, without which ids and labels are empty, and the units whose media are decoded;
+    None makes all. Sizes are complete in any case.
     Raises SampleError naming it: media missing or damaged, markers that do not match the media, too long, or
     nothing to learn.
     """
     layout = _lay_out(sample, encoding)
     for refusal in _refusals(sample, encoding, layout):
         raise refusal
-    return _encoded(sample, encoding, layout)
+    return _encoded(sample, encoding, layout, parts)
 
 
 def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
@@ -174,22 +180,23 @@ def _refusals(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[S
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
 
 
-def _encoded(sample: Sample, encoding: Encoding, layout: _Layout) -> EncodedSample:
-    media: dict[str, dict[str, list[NDArray]]] = {}
+def _encoded(
+    sample: Sample, encoding: Encoding, layout: _Layout, parts: frozenset[str] | None = None
+) -> EncodedSample:
+    media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
-        if encoding.decode is not None and item.unit.name not in encoding.decode:
+        if not all(wanted is None or item.unit.name in wanted for wanted in (parts, encoding.decode)):
             continue
         collected = media.setdefault(item.unit.name, {})
-        for name, array in _processed(sample, item).items():
-            collected.setdefault(name, []).append(array)
-    joined = {
-        unit: {
-            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in inputs.items()
-        }
-        for unit, inputs in media.items()
+        for name, values in _processed(sample, item).items():
+            collected.setdefault(name, []).append(values)
+    together = {
+        unit: {name: joined(values) for name, values in inputs.items()} for unit, inputs in media.items()
     }
-    labels = np.where(layout.targets, layout.ids, NO_LOSS)
-    return EncodedSample(sample.id, layout.ids, labels, joined, layout.sizes(encoding))
+    ids, labels = layout.ids, np.where(layout.targets, layout.ids, NO_LOSS)
+    if parts is not None and TOKENS not in parts:
+        ids, labels = ids[:0], labels[:0]
+    return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding))
 
 
 def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> _Layout:
@@ -228,7 +235,7 @@ def _sized(sample: Sample, media: Media, unit: MediaUnit) -> _Item:
     return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size))
 
 
-def _processed(sample: Sample, item: _Item) -> dict[str, NDArray]:
+def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:
     try:
         return item.unit.process(item.media)
     except MediaError as error:

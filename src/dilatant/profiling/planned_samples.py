@@ -14,6 +14,7 @@ from dilatant.config import Config, UserError
 from dilatant.data.blend import Blend
 from dilatant.data.sample import Sample
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes, measure
+from dilatant.data.workers import workers_of_machine
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import ModelDescription
@@ -94,7 +95,7 @@ def _sizes(
     """Samples in the order of training, as positions in an index."""
     batch, wanted = config.train.global_batch_size, config.plan.samples
     # Worker processes take seconds to start, in which this one measures thousands of samples.
-    workers = config.data.workers if min(len(blend), INDEXED) > 20_000 else 0
+    workers = workers_of_machine(config.data.workers) if min(len(blend), INDEXED) > 20_000 else 0
     steps = min(max(config.plan.steps, -(-wanted // batch)), max(1, len(blend) // batch))
     sampler = blend.sampler(config.seed, batch)
     taken = islice(sampler.batches(sampler.start()), steps)

@@ -67,7 +67,7 @@ def train_rank(
     prepared = prepared or prepare(config, planned)
     samples = prepared.samples
     decoded = units_decoded_on(prepared.model, planned.plan, worker.rank)
-    if config.data.workers and decoded:
+    if config.data.workers != 0 and decoded:
         warm_up()
     if config.data.on_error == "error":
         # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.

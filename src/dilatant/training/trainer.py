@@ -271,7 +271,7 @@ class Trainer:
             self._sampler,
             position=self._position,
             steps=self.total_steps - self.step,
-            workers=data.workers,
+            workers=1 if data.workers is None else data.workers,
             on_error=data.on_error,
         )
 
