@@ -66,7 +66,7 @@ class _Source:
         media = {"vision": {"pixels": np.full(2, one.index)}} if "vision" in one.parts else {}
         return EncodedSample(f"file:{one.index}", ids, ids, media, sizes)
 
-    def forget(self) -> None:
+    def forget(self, dataset: str) -> None:
         self.open.clear()
 
     def close(self) -> None: ...

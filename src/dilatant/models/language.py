@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.data.encode import TOKENS
 from dilatant.data.sample import EncodedSample
 from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
@@ -334,7 +335,7 @@ class LanguageUnit(Unit, LanguageStage):
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         # Ids at the first stage, labels at the last, and between them what keeps samples of a row apart.
-        return frozenset({"tokens"})
+        return frozenset({TOKENS})
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         return Boundary(self.width, self.row_dtype, partial(_tokens, consumer))

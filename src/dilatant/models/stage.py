@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
+from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
 from dilatant.models.weights import Weight
 
@@ -170,11 +171,27 @@ def media_of(data: StepData, samples: Sequence[int], unit: str) -> dict[str, Ten
             f"the {unit} inputs of sample {', '.join(missing[:8])} were not loaded on the rank that runs them"
         )
     return {
-        name: torch.cat([torch.as_tensor(sample.media[unit][name]) for sample in having]).to(
-            data.device, non_blocking=True
-        )
+        name: on_device([sample.media[unit][name] for sample in having], data.device)
         for name in (having[0].media[unit] if having else ())
     }
+
+
+def on_device(inputs: Sequence[EncoderInput], device: torch.device) -> Tensor:
+    """The items of all inputs as an encoder sees them; images cross to the device as bytes.
+
+    To the bit as `Pixels.normalized` has it where the device rounds as IEEE 754 says.
+    """
+    together = joined(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
+    if not isinstance(together, Pixels):
+        arrays = [torch.as_tensor(as_array(each)) for each in inputs]
+        return torch.cat(arrays).to(device, non_blocking=True)
+    # Not as numbers: a GPU would multiply by the reciprocal of the deviation.
+    mean, std = (
+        torch.tensor(each, dtype=torch.float32, device=device)[:, None, None]
+        for each in (together.mean, together.std)
+    )
+    pixels = torch.as_tensor(together.values).to(device, non_blocking=True)
+    return pixels.to(torch.float32).mul_(together.rescale).sub_(mean).div_(std)
 
 
 def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:

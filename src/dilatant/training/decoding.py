@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.data.blend import Blend
 from dilatant.data.encode import Encoding
-from dilatant.data.pool import InlineSource, PoolOwner, Source, join
-
-MOST_WORKERS_A_RANK = 8
+from dilatant.data.pool import InlineSource, Source, Waiting
+from dilatant.data.pool_owner import PoolOwner
+from dilatant.data.pool_source import join
+from dilatant.data.workers import workers_of_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,16 @@ class MachineSource:
         hosts = [""] if comm is None else all_gather_object(comm, socket.gethostname())
         rank = 0 if comm is None else comm.rank
         here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        workers = default_workers(len(here)) if how.workers is None else how.workers
+        workers = workers_of_machine(how.workers, len(here))
         self._owner: PoolOwner | None = None
         if workers and datasets and rank == here[0]:
             self._owner = PoolOwner(datasets, encoding, workers, how.seconds)
         own = None if self._owner is None else self._owner.address
         address = own if comm is None else all_gather_object(comm, own)[here[0]]
         self._source: Source = (
-            InlineSource(datasets, encoding) if address is None else join(address, how.memory)
+            InlineSource(datasets, encoding)
+            if address is None
+            else join(address, how.memory, on_wait=partial(_report, rank))
         )
         self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
 
@@ -56,7 +60,6 @@ class MachineSource:
             self._owner.close()
 
 
-def default_workers(ranks: int) -> int:
-    """Processes for a machine with so many ranks: the cores that these leave, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores - ranks, MOST_WORKERS_A_RANK * ranks))
+def _report(rank: int, waiting: Waiting) -> None:
+    """To the terminal of any rank: what it waits for may be the disk of its machine alone."""
+    print(f"rank {rank} waits {waiting}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.config.errors import UserError
 from dilatant.data.ahead import Ahead
 from dilatant.data.blend import Blend
+from dilatant.data.encode import QUESTION, TOKENS
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.pool import Request, Source
 from dilatant.data.sample import EncodedSample
@@ -142,7 +143,7 @@ class Feed(Generic[Step]):
         self._needs = needs
         self._skips = skips
         self._look_ahead = look_ahead
-        self.left_out: dict[int, str] = dict(left_out or {})
+        self.left_out: Mapping[int, str] = dict(left_out or {})
         """Samples that proved bad so far, index → why; belongs into a checkpoint."""
         self._lock = Lock()
         self._coming: _Collected[Step] | None = None
@@ -188,7 +189,7 @@ class Feed(Generic[Step]):
     def close(self) -> None:
         """Stop working ahead. The source stays open."""
         self._ahead.close()
-        self._source.forget()
+        self._source.forget(self._data.name)
 
     def __enter__(self) -> Self:
         return self
@@ -254,17 +255,18 @@ class Feed(Generic[Step]):
                 collected.bad[draft.indices[number]] = str(sample)
                 continue
             if dict(sample.sizes) != dict(head.sizes) or (
-                "tokens" in wanted and _content(sample) != head.content
+                TOKENS in wanted and _content(sample) != head.content
             ):
                 raise UserError(
                     f"{head.id} is not what it was when its size was measured: its data changed while they are read; "
                     "resume, and it is measured anew"
                 )
             held = collected.loaded.get(number, head)
+            has_tokens = bool(wanted & {TOKENS, QUESTION})
             collected.loaded[number] = replace(
                 held,
-                input_ids=sample.input_ids if "tokens" in wanted else held.input_ids,
-                labels=sample.labels if "tokens" in wanted else held.labels,
+                input_ids=sample.input_ids if has_tokens else held.input_ids,
+                labels=sample.labels if has_tokens else held.labels,
                 media={**held.media, **sample.media},
             )
 

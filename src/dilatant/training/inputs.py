@@ -12,10 +12,12 @@ import numpy as np
 from dilatant.comm.comm import Comm
 from dilatant.config import Config
 from dilatant.data.blend import Blend
+from dilatant.data.encode import QUESTION, TOKENS
 from dilatant.data.loader import GlobalBatch, Loader, Order
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sampler import Sampler, SamplerState
 from dilatant.data.stream_sampler import StreamSampler
+from dilatant.data.workers import workers_of_machine
 from dilatant.profiling.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step_planner import PreparedStep
@@ -130,7 +132,7 @@ class Inputs:
     def _asked(self, step: PreparedStep) -> dict[int, frozenset[str]]:
         """As questions: the tokens' labels are those of the last answer."""
         return {
-            number: (parts - {"tokens"}) | {"question"} if "tokens" in parts else parts
+            number: (parts - {TOKENS}) | {QUESTION} if TOKENS in parts else parts
             for number, parts in self._needed(step).items()
         }
 
@@ -143,9 +145,9 @@ class Inputs:
             sampler,
             position=position,
             steps=steps,
-            workers=data.workers or 0,
+            workers=workers_of_machine(data.workers),
             on_error=data.on_error,
-            parts=None if self._skips else self._needs.media | {"tokens"},
+            parts=None if self._skips else self._needs.media | {TOKENS},
         )
 
 

@@ -10,11 +10,12 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.blend import Blend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
+from dilatant.data.encode import TOKENS, Encoding
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sampler import Sampler
 from dilatant.data.sizes import blend_sizes
+from dilatant.data.workers import workers_of_machine
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.media_units import media_unit
 from dilatant.runtime.runtime import Runtime
@@ -69,10 +70,13 @@ def make_loader(
     blend = open_blend(
         [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources]
     )
-    sampler = blend.sampler(seed, global_batch_size)
-    if not isinstance(blend, Blend):
-        return Loader(blend, encoding, sampler, steps=steps, workers=workers or 0, on_error=on_error)
-    return Batches(blend, encoding, sampler, steps, Decoding(workers), on_error == "skip", parallel)
+    if isinstance(blend, Blend):
+        sampler = blend.sampler(seed, global_batch_size)
+        return Batches(blend, encoding, sampler, steps, Decoding(workers), on_error == "skip", parallel)
+    stream = blend.sampler(seed, global_batch_size)
+    return Loader(
+        blend, encoding, stream, steps=steps, workers=workers_of_machine(workers), on_error=on_error
+    )
 
 
 class Batches:
@@ -92,7 +96,7 @@ class Batches:
         data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
         if data.refused and not skips:
             raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
-        everything = frozenset({"tokens", *(unit.name for unit in encoding.units)})
+        everything = frozenset({TOKENS, *(unit.name for unit in encoding.units)})
         self._comm = None if parallel is None else parallel.comm
         needs = None if parallel is None else Needs(parallel.model, parallel.plan, parallel.comm.rank)
 

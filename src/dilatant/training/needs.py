@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dilatant.data.encode import TOKENS
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
 from dilatant.schedule.schedule import Assignment
@@ -18,7 +19,7 @@ class Needs:
                 chain = placed.unit, placed.replica
                 parts[chain] = parts.get(chain, frozenset()) | read
         self._parts = {chain: read for chain, read in parts.items() if read}
-        self.media = frozenset().union(*self._parts.values()) - {"tokens"}
+        self.media = frozenset().union(*self._parts.values()) - {TOKENS}
         """The units whose media this rank reads."""
 
     def of(self, assignment: Assignment) -> dict[int, frozenset[str]]:
