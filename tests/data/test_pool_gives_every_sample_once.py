@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ import pytest
 from data_builders import image_bytes, small_encoding, wav_bytes
 
 from dilatant.config import UserError
-from dilatant.data import pool_owner, pool_source
+from dilatant.data import media, pool_owner, pool_source
 from dilatant.data.arena import Arena
 from dilatant.data.encode import TOKENS, encode_sample
 from dilatant.data.errors import SampleError
@@ -70,9 +71,9 @@ class Numbered:
             os.kill(os.getpid(), signal.SIGKILL)
         if index in self.corrupt:
             raise SampleError(f"file:{index}", "is corrupt", "mend it")
-        media: list[str | Media] = [Media("image", IMAGE, "a"), Media("audio", SOUND, "b")]
+        items: list[str | Media] = [Media("image", IMAGE, "a"), Media("audio", SOUND, "b")]
         return Sample(
-            f"file:{index}", (Turn("user", (*media[: index % 3], "q")), Turn("assistant", (str(index),)))
+            f"file:{index}", (Turn("user", (*items[: index % 3], "q")), Turn("assistant", (str(index),)))
         )
 
 
@@ -280,6 +281,35 @@ def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
         ):
             source.take("train", 100)
     assert source.take("train", 101).id == "file:1"
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_a_medium_that_a_file_server_withholds_is_tried_again_and_one_that_is_bad_is_not(
+    tmp_path, error
+) -> None:
+    class Picture(Numbered):
+        def __getitem__(self, index: int) -> Sample:
+            picture = Media("image", tmp_path / "a.png", "a.png")
+            return Sample(f"file:{index}", (Turn("user", (picture, "q")), Turn("assistant", ("a",))))
+
+    (tmp_path / "a.png").write_bytes(IMAGE)
+    opened = []
+
+    def withheld(path):
+        opened.append(path)
+        if len(opened) <= 2:
+            raise OSError(error, os.strerror(error))
+        return open(path, "rb")
+
+    source = InlineSource({"train": Picture()}, ENCODING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media, "open_regular", withheld)
+        source.ask(requests([0]))
+        assert source.take("train", 100).media["vision"]["pixel_values"].shape == (1, 3, 8, 8)
+        assert len(opened) >= 3
+    (tmp_path / "a.png").write_bytes(IMAGE[:60])
+    source.ask(requests([1]))
+    assert "is damaged" in str(source.take("train", 101))
 
 
 def test_a_stopped_worker_is_replaced_and_named(pool, caplog, monkeypatch) -> None:
