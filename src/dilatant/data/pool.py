@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from dilatant.config.errors import UserError
 from dilatant.data.encode import Encoding, encode_sample
+from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.workers import WorkerError
 
@@ -149,11 +150,14 @@ def make(
             name = sample.id
             read(sample)
             return replace(encode_sample(sample, encoding, request.parts), draw=request.draw)
-        except OSError as error:
+        except (OSError, SampleError) as error:
+            if isinstance(error, SampleError) and not error.may_pass:
+                raise
             if isinstance(error, FileNotFoundError) or attempt == IO_TRIES:
                 times = f", {attempt} times" if attempt > 1 else ""
+                why = error.problem if isinstance(error, SampleError) else error
                 raise WorkerError(
-                    f"{name} cannot be read{times}: {error}; see to the disk or file server and resume the run"
+                    f"{name} cannot be read{times}: {why}; see to the disk or file server and resume the run"
                 ) from error
             time.sleep(IO_PAUSE_SECONDS * 10 ** (attempt - 1))
     raise AssertionError

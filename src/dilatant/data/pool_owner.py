@@ -67,7 +67,7 @@ class PoolOwner:
     @property
     def pids(self) -> list[int]:
         """Of the workers, in the order of their places."""
-        return [hand.process.pid for hand in self._crew.hands if hand.process is not None]
+        return self._crew.pids()
 
     def close(self) -> None:
         """End the workers, whatever they are doing. Idempotent."""
@@ -124,16 +124,21 @@ class _Crew:
         self._thread = threading.Thread(target=self._watch, name="dilatant-data-workers", daemon=True)
         self._thread.start()
 
+    def pids(self) -> list[int]:
+        with self._lock:
+            return [hand.process.pid for hand in self.hands]
+
     def _start(self, hand: _Hand) -> None:
         ours, theirs = self._context.Pipe()
-        hand.process = self._context.Process(
+        process = self._context.Process(
             target=work,
             args=(hand.listener, theirs, self._job, self.folder, self._decode_seconds, hand.deaths),
             name=f"dilatant-data-{hand.number}",
             daemon=True,
         )
-        hand.process.start()
+        process.start()
         theirs.close()
+        hand.process = process
         hand.pipe, hand.is_ready, hand.is_asked, hand.silent, hand.stood_still = ours, False, False, 0, False
 
     def _watch(self) -> None:

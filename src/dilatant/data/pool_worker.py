@@ -12,6 +12,7 @@ import socket
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -19,8 +20,9 @@ from msgspec import MsgspecError
 
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.config.errors import UserError
+from dilatant.data.encode import Encoding
 from dilatant.data.errors import SampleError
-from dilatant.data.pool import Request, make
+from dilatant.data.pool import Dataset, Request, make
 from dilatant.data.pool_wire import (
     MAX_ASK_BYTES,
     Ask,
@@ -97,7 +99,8 @@ class _Worker:
         self._listener = listener
         self._listener.setblocking(False)
         self._job = job
-        self._datasets = self._encoding = None
+        self._datasets: Mapping[str, Dataset] = {}
+        self._encoding: Encoding | None = None
         self._decode_seconds = decode_seconds
         self._deaths = deaths
         self._ranks: deque[_Rank] = deque()  # who was served last stands last
@@ -130,9 +133,9 @@ class _Worker:
         self._ranks.append(rank)
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
-    def _guarded(self, rank: _Rank, step: object) -> None:
+    def _guarded(self, rank: _Rank, step: Callable[[_Rank], None]) -> None:
         try:
-            step(rank)  # type: ignore[operator]
+            step(rank)
         except (OSError, ValueError, MsgspecError):  # it is gone, or sends what is none of ours
             self._selector.unregister(rank.connection)
             self._ranks.remove(rank)
@@ -173,18 +176,19 @@ class _Worker:
             with suppress(OSError):  # found out with the answer
                 rank.connection.sendall(framed(Began(ask.ticket, sample.id)))
 
-        # Not by a handler, which would wait for C code to return: the signal ends this process.
-        signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
-        answer = self._answered(ask, rank, read)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        rank.connection.sendall(answer)
+        rank.connection.sendall(self._answered(ask, rank, read))
 
-    def _answered(self, ask: Ask, rank: _Rank, read: object) -> bytes:
+    def _answered(self, ask: Ask, rank: _Rank, read: Callable[[Sample], None]) -> bytes:
+        request = Request(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
         try:
-            if self._datasets is None:
+            if self._encoding is None:
                 self._datasets, self._encoding = pickle.loads(self._job)
-            request = Request(ask.draw, ask.index, frozenset(ask.parts), ask.dataset)
-            sample = make(request, self._datasets, self._encoding, read)  # type: ignore[arg-type]
+            # Not by a handler, which would wait for C code to return: the signal ends this process.
+            signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
+            try:
+                sample = make(request, self._datasets, self._encoding, read)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             places, arrays, nbytes = lay_out(sample)
             sizes = {unit: int(tokens) for unit, tokens in sample.sizes.items()}
             answer = Encoded(ask.ticket, sample.id, sizes, places, nbytes)

@@ -26,7 +26,7 @@ from dilatant.config.errors import UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
-PRELOAD = ("dilatant.data.encode", "dilatant.data.reader", "transformers.utils.chat_template_utils")
+PRELOAD = ("dilatant.data.pool_worker", "dilatant.data.reader", "transformers.utils.chat_template_utils")
 """Imported once by the server process, so that a worker is there in a moment. None of them starts a thread."""
 
 TASKS_IN_HAND = 3
