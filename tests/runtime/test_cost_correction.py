@@ -1,4 +1,4 @@
-"""Costs follow measurements: they come to what actions take, alike on all ranks, at the same step, after a resume too."""
+"""Costs follow measurements: they come to what actions take, alike on all ranks, at the same step, also resumed."""
 
 from __future__ import annotations
 
