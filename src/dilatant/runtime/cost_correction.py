@@ -28,7 +28,7 @@ FORGETTING = 0.95
 """What a step's sums weigh after each further step: about the last twenty count."""
 UNSETTLED = 2
 """First steps after a start, which are not counted: buffers are allocated and kernels chosen in them."""
-RIDGE = 1e-2
+RIDGE = 2e-3
 """How strongly the parts of a unit are held to one common factor, and that to 1, against what was measured."""
 DRIFT = 1.5
 """Times more or less than the costs say from which on the user is told."""

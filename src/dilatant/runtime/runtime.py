@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -361,18 +360,7 @@ class Runtime:
     def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
         samples = data.samples
-        if step.draws != tuple(sample.draw for sample in samples):
-            raise ValueError("the step was planned for other samples than it is given")
-        agreement = Agreement(
-            self.comm,
-            {
-                "the plan": self._plan_digest,
-                **step.digests,
-                "the global batch": digest("\n".join(sample.key for sample in samples)),
-                "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
-                "the step number": number,
-            },
-        )
+        agreement = Agreement(self.comm, {"the plan": self._plan_digest, **step.agreed(samples, number)})
 
         def shape(message: Message) -> tuple[int, int, torch.dtype]:
             boundary = self._boundary_of(message)
@@ -383,8 +371,7 @@ class Runtime:
             agreement.require()
         self._transport.begin(step.routes, shape)
         self._recorder.begin(kept=not data.predicts)
-        actions = step.schedule.actions.get(self.comm.rank, ())
-        return self._executor.run(actions, step.routes, data, agreement)
+        return self._executor.run(step.actions, step.routes, data, agreement)
 
     def _step_data(self, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
         return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts)

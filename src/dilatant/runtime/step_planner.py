@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.data.sample import EncodedSample
 from dilatant.models.graph import ModelGraph
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS
@@ -22,7 +23,7 @@ from dilatant.runtime.routes import Routes, derive_routes
 from dilatant.schedule.families import gpipe
 from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.packed import FORWARD
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
@@ -43,21 +44,34 @@ class Sized(Protocol):
 class PreparedStep:
     """A step of one global batch, planned and compiled for one rank.
 
-    tokens: unit → of each sample, what the unit processes. draws: of each sample. routes: of this rank. digests: what
-    all ranks must agree on. work: of this rank's actions, what the costs before any correction say. timed: the
-    simulated step, by the costs that hold for it. forwards: it has no backward.
+    tokens: unit → of each sample, what the unit processes. draws: of each sample. actions, routes: of this rank.
+    digests: what all ranks must agree on. work: of this rank's actions, what the costs before any correction say.
+    timed: the simulated step, by the costs that hold for it. forwards: it has no backward.
     """
 
     assignment: Assignment
     schedule: Schedule
     tokens: Mapping[str, tuple[int, ...]]
     draws: tuple[int, ...]
+    actions: tuple[Action, ...]
     routes: Routes
     digests: Mapping[str, int]
     work: OwnWork
     timed: TimedStep
     origin: str
     forwards: bool = False
+
+    def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
+        """What all ranks must have alike before anything of the step moves, by what it is called. samples: those that
+        the step is executed with, as the run's number `number`. Raises ValueError when it was planned for others."""
+        if self.draws != tuple(sample.draw for sample in samples):
+            raise ValueError("the step was planned for other samples than it is given")
+        return {
+            **self.digests,
+            "the global batch": digest("\n".join(sample.key for sample in samples)),
+            "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
+            "the step number": number,
+        }
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -129,6 +143,7 @@ class StepPlanner:
             schedule=schedule,
             tokens=tokens,
             draws=tuple(sample.draw for sample in samples),
+            actions=schedule.actions.get(self._rank, ()),
             routes=derive_routes(graph, self._rank, () if forwards else self._with_backward),
             digests={
                 "the assignment": digest(*_assignment_arrays(assignment)),

@@ -127,26 +127,32 @@ def best_steps(
     them; the most frugal if none does. `how` says the rest: its own family is not looked at."""
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
-    timed: dict[str, list[TimedStep]] = {name: [] for name in TRIED}
-    for batch in batches:
-        assignment = None
-        for name, family in TRIED.items():
-            if assignment is None or how.policy in DEPENDS_ON_FAMILY:
-                assignment = assign_step(plan, costs, batch, replace(how, family=family), anchor)
+
+    def timed(name: str, how: Microbatching) -> list[TimedStep]:
+        family, found = TRIED[name], []
+        for batch in batches:
+            assignment = assign_step(plan, costs, batch, replace(how, family=family), anchor)
             graph = build(plan, assignment, family(plan, assignment, trainability))
-            timed[name].append(time_step(graph, costs, batch))
+            found.append(time_step(graph, costs, batch))
+        return found
+
+    # A search of samples for every family would take the most time by far: which one to search for is told by samples
+    # placed by the quick policy.
+    searches = how.policy in DEPENDS_ON_FAMILY
+    quick = {name: timed(name, replace(how, policy="balanced") if searches else how) for name in TRIED}
     # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
-    for name in sorted(TRIED, key=lambda name: sum(one.seconds for one in timed[name])):
-        steps: list[Step] = []
-        for one in timed[name]:
-            step = _step(one, name)
-            assert step.timeline.peak_bytes is not None, "the sweep was asked for"
-            if float(step.timeline.peak_bytes.max()) > bytes_per_device:
-                break
-            steps.append(step)
-        else:
-            return steps
-    return [_step(one, FRUGAL) for one in timed[FRUGAL]]
+    steps: list[Step] = []
+    by_speed = sorted(TRIED, key=lambda name: sum(one.seconds for one in quick[name]))
+    for name in (*by_speed, FRUGAL):
+        steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
+        if all(_peak(step) <= bytes_per_device for step in steps):
+            break
+    return steps
+
+
+def _peak(step: Step) -> float:
+    assert step.timeline.peak_bytes is not None, "the sweep was asked for"
+    return float(step.timeline.peak_bytes.max())
 
 
 def _step(one: TimedStep, schedule: str) -> Step:

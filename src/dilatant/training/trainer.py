@@ -142,6 +142,8 @@ class Trainer:
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
+        if "costs" in values:
+            self.runtime.costs.from_json(values["costs"])
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
             self._writer.continue_from(checkpoint)
@@ -303,7 +305,12 @@ class Trainer:
                 "still valid: go on from it with a lower learning rate"
             )
         frozen = [name for name, p in self.runtime.parameters.items() if not p.requires_grad]
-        values = {"step": self.step, "position": self._position.to_json(), "left_out": dict(self._left_out)}
+        values = {
+            "step": self.step,
+            "position": self._position.to_json(),
+            "left_out": dict(self._left_out),
+            "costs": self.runtime.costs.to_json(),
+        }
         self._writer.save(self.step, tensors, values, frozen)
         self._unpublished = True
         self._saved_step = self.step
