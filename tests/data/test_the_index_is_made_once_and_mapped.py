@@ -146,7 +146,7 @@ CHILD = """
 import os, sys, time
 from data_builders import small_encoding
 from dilatant.config import DataSource
-from dilatant.data import json_records, measure
+from dilatant.data import json_records
 from dilatant.data.blend import open_blend
 from dilatant.data.sizes import blend_sizes
 scans = []

@@ -137,7 +137,7 @@ class SourceFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         # Arrays that are in the cache stay there; what else follows from them is soon found again.
-        own = ("_all", "_scanner", "_cache", "_states", *(() if self._found.mapped else ("_found",)))
+        own = ("_all", "_scanner", "_cache", "_states", *(() if self._found.digest else ("_found",)))
         return {name: self.__dict__[name] for name in own}
 
 
