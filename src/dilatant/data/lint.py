@@ -58,7 +58,7 @@ def lint(
     job = _LintJob(Chosen(blend, numbers), encoding, deep, held_out)
     pieces = piece_bounds(len(numbers), CHUNK)
     found: list[Problem] = []
-    for piece, problems in in_pieces(job, pieces, len(numbers), "the data", workers):
+    for piece, problems in in_pieces(job, pieces, len(numbers), job.named, workers):
         found += [replace(problem, index=int(numbers[problem.index])) for problem in problems]
         progress(int(numbers[piece[1] - 1]) + 1, total)
     progress(total, total)
@@ -81,3 +81,7 @@ class _LintJob:
                 errors = [error]
             problems += [Problem(index, error.sample, error.problem, error.remedy) for error in errors]
         return problems
+
+    def named(self, piece: tuple[int, int]) -> str:
+        numbers = self.samples.numbers
+        return f"samples {numbers[piece[0]]} to {numbers[piece[1] - 1]}"

@@ -73,7 +73,7 @@ def measure(
     encoding: Encoding,
     *,
     blocks: Blocks | None = None,
-    name: str = "the data",
+    name: str = "a source",
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Measured:
@@ -85,8 +85,12 @@ def measure(
     """
     total = len(samples)
     found = Measured.none(len(encoding.unit_names), total)
-    pieces = _pieces(total, blocks)
-    for (start, end), piece in in_pieces(_MeasureJob(samples, encoding), pieces, total, name, workers):
+    job = _MeasureJob(samples, encoding)
+
+    def named(piece: Piece) -> str:
+        return f"samples {piece[0]} to {piece[1] - 1} of {name}"
+
+    for (start, end), piece in in_pieces(job, _pieces(total, blocks), total, named, workers):
         found.tokens[:, start:end] = piece.tokens
         found.target_tokens[start:end] = piece.target_tokens
         found.content[start:end] = piece.content

@@ -1,4 +1,4 @@
-"""Work over many samples, piece by piece, in this process or in several."""
+"""Work over many samples or files, piece by piece, in this process or in several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from dilatant.config.errors import UserError
-from dilatant.data.workers import WorkerPool
+from dilatant.data.workers import TASK_SECONDS, WorkerPool
 
 TRIAL_SECONDS = 1.0
 WORTH_SECONDS = 5.0
@@ -19,24 +19,30 @@ FEW = 8
 """Pieces that are done before processes have started."""
 
 Piece = tuple[int, int]
-"""The first sample, and the one after the last."""
+"""The first number, and the one after the last."""
 Progress = Callable[[int, int], None]
-"""Called with the samples done and the samples in all."""
+"""Called with how many are done, and how many there are."""
 R = TypeVar("R")
 
 
 def piece_bounds(total: int, length: int) -> Iterator[Piece]:
-    """Samples cut into runs of a length; the last one may be shorter."""
+    """Numbers up to `total` cut into runs of a length; the last one may be shorter."""
     return ((start, min(start + length, total)) for start in range(0, total, length))
 
 
 def in_pieces(
-    job: Callable[[Piece], R], pieces: Iterator[Piece], total: int, name: str, workers: int | None
+    job: Callable[[Piece], R],
+    pieces: Iterator[Piece],
+    total: int,
+    named: Callable[[Piece], str],
+    workers: int | None,
+    piece_seconds: float = TASK_SECONDS,
 ) -> Iterator[tuple[Piece, R]]:
     """What a job makes of every piece, in order.
 
-    job: picklable. name: how messages call the samples. workers: processes; 0 works here; None begins here, and takes
-    all cores that this process may use once much is left to do. Raises UserError as the job does.
+    job: picklable. named: how messages call a piece. workers: processes; 0 works here; None begins here, and takes
+    all cores that this process may use once much is left to do. piece_seconds: longest that a process may take for one.
+    Raises UserError as the job does.
     """
     head = list(islice(pieces, FEW + 1))
     pieces = chain(head, pieces)
@@ -59,7 +65,10 @@ def in_pieces(
             yield piece
 
     pool: WorkerPool[Piece, R] = WorkerPool(
-        job, workers, named=lambda piece: f"samples {piece[0]} to {piece[1] - 1} of {name}"
+        job,
+        workers,
+        named=named,
+        task_seconds=piece_seconds,
     )
     try:
         for result in pool.map(sent(), ahead=4 * max(1, workers)):
