@@ -156,6 +156,7 @@ def scan(*args):
     time.sleep(0.3)
     return find(*args)
 json_records._record_spans = scan
+print("ready", flush=True)
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.005)
 calls = []
@@ -185,7 +186,7 @@ def test_of_processes_that_start_together_one_scans_and_measures(tmp_path):
     write_samples(tmp_path / "data", "jsonl", 300)
     go = tmp_path / "go"
     processes = children(tmp_path, 3, go)
-    time.sleep(1.5)  # all of them are at the start line, or will find it open
+    assert all(process.stdout.readline() == "ready\n" for process in processes)
     go.touch()
     ends = [process.communicate(timeout=100)[0].splitlines()[-1].split() for process in processes]
     assert sorted(int(scans) for _, scans, *_ in ends) == [0, 0, 1]
@@ -198,6 +199,7 @@ def test_a_process_killed_while_it_measures_holds_nobody_up(tmp_path, cache):
     go = tmp_path / "go"
     go.touch()
     (process,) = children(tmp_path, 1, go, seconds=100)
+    assert process.stdout.readline() == "ready\n"
     assert process.stdout.readline().startswith("measuring")
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -54,6 +54,8 @@ class Cache:
             found = self.known(name, key)
             if found is not None and valid(found):
                 return found
+            for left in self.folder.glob(f".{name}.*-*"):  # of a process that was killed as it wrote
+                left.unlink(missing_ok=True)
             made = make()
             try:
                 write_arrays(self._path(name), key, made)
