@@ -255,19 +255,19 @@ def test_workers_measure_the_same(tmp_path):
 
 
 def test_what_takes_long_is_shared_by_all_cores_from_where_it_stands(tmp_path, monkeypatch):
-    from dilatant.data import measure
+    from dilatant.data import pieces
 
     path = write_lines(
         tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
     )
     alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
-    monkeypatch.setattr(measure, "TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(measure.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(pieces, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda process: {0, 1})
     started = []
-    pool = measure.WorkerPool
+    pool = pieces.WorkerPool
     monkeypatch.setattr(
-        measure, "WorkerPool", lambda job, workers, **more: started.append(workers) or pool(job, workers, **more)
+        pieces, "WorkerPool", lambda job, workers, **more: started.append(workers) or pool(job, workers, **more)
     )  # fmt: skip
     shared, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two")
     assert started == [2]
@@ -319,3 +319,33 @@ def test_columns_of_tokens_lie_together(source):
     assert index.of("language").flags.c_contiguous
     assert index.tokens.shape == (19, 3)
     assert index.tokens[np.array([2, 0])].shape == (2, 3)
+
+
+def test_a_medium_that_is_put_there_later_is_seen(tmp_path, monkeypatch):
+    from dilatant.data import measure
+
+    records = [{"question": "q", "answer": "a", "image": f"{number}.png"} for number in range(4)]
+    source = DataSource(path=str(write_lines(tmp_path / "x.jsonl", [*records, {"bad": 1}])))
+    (tmp_path / "0.png").write_bytes(image_bytes(20, 30))
+    (tmp_path / "1.png").write_text("no image")
+    other = DataSource(path=str(write_lines(tmp_path / "y.jsonl", [{"text": "a"}])))
+    assert list(blend_sizes(open_blend([other, source]), ENCODING).problems) == [2, 3, 4, 5]
+    measured = []
+    count = measure.measure_sample
+    monkeypatch.setattr(
+        measure, "measure_sample", lambda sample, *more: measured.append(sample.id) or count(sample, *more)
+    )
+    (tmp_path / "1.png").write_bytes(image_bytes(20, 30))
+    (tmp_path / "2.png").write_bytes(image_bytes(20, 30))
+    blend = open_blend([other, source])
+    assert known_sizes(blend, ENCODING) is None
+    index = blend_sizes(blend, ENCODING)
+    assert list(index.problems) == [4, 5]
+    assert measured == ["x.jsonl:2", "x.jsonl:3", "x.jsonl:4"]  # and none of those that were right
+    for number in range(4):
+        encoded = encode_sample(blend[number], ENCODING)
+        assert dict(encoded.sizes) == {unit: index.of(unit)[number] for unit in index.units}
+        assert encoded.content_digest == index.content[number]
+    measured.clear()
+    assert list(blend_sizes(open_blend([other, source]), ENCODING).problems) == [4, 5]
+    assert not measured

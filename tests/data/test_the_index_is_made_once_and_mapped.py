@@ -146,7 +146,7 @@ CHILD = """
 import os, sys, time
 from data_builders import small_encoding
 from dilatant.config import DataSource
-from dilatant.data import json_records, measure
+from dilatant.data import json_records
 from dilatant.data.blend import open_blend
 from dilatant.data.sizes import blend_sizes
 scans = []
@@ -156,6 +156,7 @@ def scan(*args):
     time.sleep(0.3)
     return find(*args)
 json_records._record_spans = scan
+print("ready", flush=True)
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.005)
 calls = []
@@ -184,12 +185,12 @@ def children(tmp_path, count, go, seconds=0.05):
 def test_of_processes_that_start_together_one_scans_and_measures(tmp_path):
     write_samples(tmp_path / "data", "jsonl", 300)
     go = tmp_path / "go"
-    processes = children(tmp_path, 4, go)
-    time.sleep(1.5)  # all of them are at the start line, or will find it open
+    processes = children(tmp_path, 3, go)
+    assert all(process.stdout.readline() == "ready\n" for process in processes)
     go.touch()
     ends = [process.communicate(timeout=100)[0].splitlines()[-1].split() for process in processes]
-    assert sorted(int(scans) for _, scans, *_ in ends) == [0, 0, 0, 1]
-    assert sorted(int(measured) for _, _, measured, *_ in ends) == [0, 0, 0, 5]
+    assert sorted(int(scans) for _, scans, *_ in ends) == [0, 0, 1]
+    assert sorted(int(measured) for _, _, measured, *_ in ends) == [0, 0, 5]
     assert len({tuple(result) for _, _, _, *result in ends}) == 1
 
 
@@ -198,6 +199,7 @@ def test_a_process_killed_while_it_measures_holds_nobody_up(tmp_path, cache):
     go = tmp_path / "go"
     go.touch()
     (process,) = children(tmp_path, 1, go, seconds=100)
+    assert process.stdout.readline() == "ready\n"
     assert process.stdout.readline().startswith("measuring")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -223,7 +225,7 @@ def test_every_damage_of_every_file_is_noticed_and_made_good(tmp_path, cache):
     assert len(files) == 5  # records and sizes of both, and the two together
     for path in [*files, *(file.with_suffix(".checked") for file in files)]:
         whole = path.read_bytes()
-        places = np.unique(np.linspace(0, len(whole) - 1, 9).astype(int)).tolist()
+        places = np.unique(np.linspace(0, len(whole) - 1, 5).astype(int)).tolist()
         damages = [flipped(whole, at) for at in places]
         damages += [whole[:at] for at in places] + [whole + b"\0", bytes(len(whole)), b"[1]\n"]
         for damage in damages:
@@ -321,3 +323,25 @@ def test_arrays_come_back_as_they_were_written(tmp_path):
         assert not found.arrays[name].flags.writeable
     assert read_arrays(tmp_path / "x", "other") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]  # nothing half-written is left
+
+
+def test_many_files_are_scanned_by_all_cores(tmp_path, monkeypatch):
+    from dilatant.data import pieces
+
+    for number in range(12):
+        write_tar(
+            tmp_path / f"{number:02}.tar", {f"{number}-{at}.txt": b"text" for at in range(number % 3 + 1)}
+        )
+    names = [f"{number:02}.tar:{number}-{at}" for number in range(12) for at in range(number % 3 + 1)]
+    monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(pieces, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda process: {0, 1})
+    started = []
+    pool = pieces.WorkerPool
+    monkeypatch.setattr(
+        pieces, "WorkerPool", lambda job, workers, **more: started.append(workers) or pool(job, workers, **more)
+    )  # fmt: skip
+    reader = open_source(DataSource(path=str(tmp_path)))
+    assert started == [2]
+    assert [reader.name_of(at) for at in range(len(reader))] == names
+    assert [reader[at].id for at in range(len(reader))] == names

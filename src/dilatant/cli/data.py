@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="What the data is like, and which samples would fail.", no_args_is_help=True)
 
-Workers = Annotated[int, typer.Option(min=0, help="Processes that read; 0 works in this one.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read; 0 works in this one. Default: all cores.")
+]
 
 
 @app.command()
@@ -31,7 +33,7 @@ def stats(
         Path | None,
         typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file),
     ] = None,
-    workers: Workers = 0,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokens of every sample in every unit: distributions, and the ratio between units. Decodes no media."""
@@ -72,7 +74,7 @@ def lint(
     headers_only: Annotated[
         bool, typer.Option("--headers-only", help="Do not decode media: faster, but misses cut-off files.")
     ] = False,
-    workers: Workers = 0,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Find every sample that would fail in training. Exits with 1 when there is one."""
@@ -83,7 +85,8 @@ def lint(
     from dilatant.profiling.assemble import assemble_samples
 
     console = Console(stderr=as_json)
-    samples = assemble_samples(read_config(config, overrides))
+    resolved = read_config(config, overrides)
+    samples = assemble_samples(resolved)
     problems: list[Problem] = []
     checked = 0
     for blend in (samples.train, samples.held_out):
@@ -96,6 +99,7 @@ def lint(
                 samples.encoding,
                 deep=not headers_only,
                 held_out=blend is samples.held_out,
+                cache_dir=resolved.data.cache_dir,
                 workers=workers,
                 progress=partial(_show, progress, task),
             )

@@ -33,11 +33,12 @@ SETTLED_NS = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays by name, and what a JSON object says about them. mapped: they are read-only views of a file."""
+    """Arrays by name, and what a JSON object says about them. digest: where they are read-only views of a file, its
+    checksum."""
 
     arrays: Mapping[str, NDArray[Any]]
     about: Mapping[str, Any] = field(default_factory=dict)
-    mapped: bool = False
+    digest: str | None = None
 
 
 def write_arrays(path: Path, key: str, content: Arrays) -> None:
@@ -88,7 +89,7 @@ def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
     arrays = {
         name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()
     }
-    return Arrays(arrays, header["about"], mapped=True)
+    return Arrays(arrays, header["about"], header["digest"])
 
 
 def _header(file: BinaryIO) -> dict[str, Any] | None:

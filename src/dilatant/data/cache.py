@@ -29,14 +29,20 @@ class Cache:
         """What is kept under a name and key, unless it is missing or damaged. key: None takes any."""
         return read_arrays(self._path(name), key)
 
-    def kept(self, name: str, key: str, make: Callable[[], Arrays]) -> Arrays:
+    def kept(
+        self,
+        name: str,
+        key: str,
+        make: Callable[[], Arrays],
+        valid: Callable[[Arrays], bool] = lambda _: True,
+    ) -> Arrays:
         """What is kept under a name and key, or is made now and replaces what was kept under that name.
 
-        Of several processes one makes it and the others wait for it. Raises UserError where a named folder cannot be
-        written, and what `make` raises.
+        Of several processes one makes it and the others wait for it. valid: whether what is kept may still be used.
+        Raises UserError where a named folder cannot be written, and what `make` raises.
         """
         found = self.known(name, key)
-        if found is not None:
+        if found is not None and valid(found):
             return found
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -46,8 +52,10 @@ class Cache:
             return make()
         with _locked(lock):
             found = self.known(name, key)
-            if found is not None:
+            if found is not None and valid(found):
                 return found
+            for left in self.folder.glob(f".{name}.*-*"):  # of a process that was killed as it wrote
+                left.unlink(missing_ok=True)
             made = make()
             try:
                 write_arrays(self._path(name), key, made)

@@ -105,11 +105,10 @@ def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
         gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
         start[1:] += np.cumsum(length[:-1] + gap)
         codes = np.frombuffer(text, np.uint8)
-        between = start[1:, None] + np.arange(-gap, 0)
         if (
             start[-1] + length[-1] > len(codes)
-            or (codes[between] != codes[between[0]]).any()
-            or np.isin(codes[start], SPACE).any()
+            or any((codes[start[1:] + at] != codes[start[1] + at]).any() for at in range(-gap, 0))
+            or (codes[start] <= max(SPACE)).any()
         ):
             start = np.array([_address(element) - _address(text) for element in elements], np.int64)
     return np.stack([start, start + length], axis=1)

@@ -22,11 +22,14 @@ from dilatant.data.array_file import Arrays
 from dilatant.data.blend import Blend, StreamBlend
 from dilatant.data.cache import Cache, open_cache
 from dilatant.data.encode import Encoding, too_long
-from dilatant.data.measure import Measured, Progress, measure
+from dilatant.data.measure import Chosen, Measured, file_state, measure
+from dilatant.data.pieces import Progress
 from dilatant.data.reader import Reader
 from dilatant.data.refusals import Refusals
 
 FORMAT = 2
+WATCHED_MEDIA = 1000
+"""Most media files of refused samples that are looked at when the index is opened."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,9 @@ def blend_sizes(
 ) -> SizesIndex:
     """The index of all sources of a blend, in its order: mapped from the cache, or measured and written there.
 
-    A source is measured again when its files, the tokenizer, the template or a processor are others. Media files that a
-    data file names are not watched. Of several processes one measures and the others wait.
+    A source is measured again when its files, the tokenizer, the template or a processor are others; its refused
+    samples also when their media files are. Other media files that a data file names are not watched. Of several
+    processes one measures and the others wait.
     cache_dir: where it is kept; default: the user's cache. workers: processes that measure; 0 works here; None takes
     the cores that this process may use. Raises UserError for a stream, and where `cache_dir` cannot be written.
     """
@@ -100,7 +104,7 @@ def known_sizes(
     parts: list[Arrays] = []
     for reader in blend.readers:
         found = cache.known(*_entry(reader, encoding))
-        if found is None:
+        if found is None or not _media_unchanged(found):
             return None
         parts.append(found)
     return _index(_together(blend, encoding, cache, parts), encoding, blend.name)
@@ -141,19 +145,18 @@ def _digest(*parts: Any) -> str:
 def _source(
     reader: Reader, encoding: Encoding, cache: Cache, workers: int | None, progress: Progress
 ) -> Arrays:
-    def make() -> Arrays:
-        return _arrays(
-            measure(
-                reader,
-                encoding,
-                blocks=reader.blocks,
-                name=reader.name,
-                workers=workers,
-                progress=progress,
-            )
-        )
+    name, key = _entry(reader, encoding)
 
-    return cache.kept(*_entry(reader, encoding), make)
+    def make() -> Arrays:
+        before = cache.known(name, key)
+        if before is not None:  # but the media of refused samples are others
+            return _mended(before, reader, encoding, workers)
+        found = measure(
+            reader, encoding, blocks=reader.blocks, name=reader.name, workers=workers, progress=progress
+        )
+        return _arrays(found)
+
+    return cache.kept(name, key, make, _media_unchanged)
 
 
 def _arrays(measured: Measured) -> Arrays:
@@ -162,7 +165,33 @@ def _arrays(measured: Measured) -> Arrays:
         "target_tokens": measured.target_tokens,
         "content": measured.content,
     }
-    return Arrays({**arrays, **Refusals.of(measured.problems).arrays})
+    watched = dict.fromkeys(state for files in measured.media.values() for state in files)
+    return Arrays(
+        {**arrays, **Refusals.of(measured.problems).arrays},
+        {"media": list(watched)[:WATCHED_MEDIA]},
+    )
+
+
+def _media_unchanged(found: Arrays) -> bool:
+    """Whether the media files of refused samples are as they were: one that was missing may be there now."""
+    return all(file_state(Path(path)) == (path, size, time) for path, size, time in found.about["media"])
+
+
+def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | None) -> Arrays:
+    """The same with all refused samples measured again."""
+    refused = before.arrays["samples"]
+    again = measure(Chosen(reader, refused), encoding, name=reader.name, workers=workers)
+    found = Measured(
+        tokens=before.arrays["tokens"].copy(),
+        target_tokens=before.arrays["target_tokens"].copy(),
+        content=before.arrays["content"].copy(),
+        problems={int(refused[at]): problem for at, problem in again.problems.items()},
+        media=again.media,
+    )
+    found.tokens[:, refused] = again.tokens
+    found.target_tokens[refused] = again.target_tokens
+    found.content[refused] = again.content
+    return _arrays(found)
 
 
 def _refusals(found: Arrays) -> Refusals:
@@ -182,8 +211,11 @@ def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Ar
         offsets = (np.cumsum(blend.lengths) - blend.lengths).tolist()
         return Arrays({**arrays, **Refusals.joined([_refusals(part) for part in parts], offsets).arrays})
 
-    names, keys = zip(*(_entry(reader, encoding) for reader in blend.readers))
-    return cache.kept(f"blend-{_digest(names)[:16]}", _digest(keys), make)
+    digests = [part.digest for part in parts]
+    if None in digests:  # the cache cannot be written
+        return make()
+    names = [_entry(reader, encoding)[0] for reader in blend.readers]
+    return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
 
 
 def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str]) -> SizesIndex:

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.array_file import Arrays
 from dilatant.data.cache import Cache
+from dilatant.data.pieces import Piece, in_pieces, piece_bounds
 
 FORMAT = 1
+SCAN_SECONDS = 3600.0
+"""Longest that a process may scan one file."""
 Form = Literal["parquet", "json", "tar"]
 
 
@@ -118,16 +121,16 @@ class SourceFiles:
             for state, (path, _) in zip(states, self._all)
         ]
         self._scanner.check(forms)
-        scans = []
-        for at, (path, name) in enumerate(self._all):
-            form = forms[at]
-            if form is None:
-                continue
-            scans.append(
-                known[states[at]][1] if states[at] in known else self._scanner.scan[form](path, name)
-            )
-            if _state(path) != self._states[at]:
+        filled = [at for at, form in enumerate(forms) if form is not None]
+        new = [at for at in filled if states[at] not in known]
+        job = _ScanJob(tuple((*self._all[at], forms[at]) for at in new), self._scanner)
+        pieces = piece_bounds(len(new), 1)
+        scanned = in_pieces(job, pieces, len(new), job.named, None, SCAN_SECONDS)
+        found = {new[at]: scan for (at, _), scan in scanned}
+        for (path, name), state in zip(self._all, self._states):
+            if _state(path) != state:
                 raise UserError(f"{name} was changed while it was read; start again once it is written")
+        scans = [found[at] if at in found else known[states[at]][1] for at in filled]
         arrays: dict[str, NDArray[Any]] = {"records": np.array([scan.records for scan in scans], np.int64)}
         for field in scans[0].arrays if scans else ():
             parts = [scan.arrays[field] for scan in scans]
@@ -137,8 +140,22 @@ class SourceFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         # Arrays that are in the cache stay there; what else follows from them is soon found again.
-        own = ("_all", "_scanner", "_cache", "_states", *(() if self._found.mapped else ("_found",)))
+        own = ("_all", "_scanner", "_cache", "_states", *(() if self._found.digest else ("_found",)))
         return {name: self.__dict__[name] for name in own}
+
+
+@dataclass(frozen=True, slots=True)
+class _ScanJob:
+    files: tuple[tuple[Path, str, Form | None], ...]
+    scanner: Scanner
+
+    def __call__(self, piece: Piece) -> Scan:
+        path, name, form = self.files[piece[0]]
+        assert form is not None
+        return self.scanner.scan[form](path, name)
+
+    def named(self, piece: Piece) -> str:
+        return self.files[piece[0]][1]
 
 
 def _state(path: Path) -> tuple[int, int]:

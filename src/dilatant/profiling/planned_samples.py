@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError
 from dilatant.data.blend import Blend
-from dilatant.data.measure import Progress, measure
-from dilatant.data.sample import Sample
+from dilatant.data.measure import Chosen, measure
+from dilatant.data.pieces import Progress
 from dilatant.data.sizes import SizesIndex, blend_sizes, known_sizes
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples
@@ -94,21 +94,7 @@ def _sizes(
     if index is not None:
         return order, index
     chosen, positions = np.unique(order, return_inverse=True)
-    part = measure(_Part(blend, chosen), samples.encoding, progress=progress)
+    part = measure(Chosen(blend, chosen), samples.encoding, progress=progress)
     return positions.astype(np.int64), SizesIndex(
         samples.encoding.unit_names, part.tokens.T, part.target_tokens, part.content, part.problems
     )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some samples of a blend, read like a source."""
-
-    blend: Blend
-    chosen: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.blend[int(self.chosen[index])]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dilatant.config import Config
 from dilatant.cost.model import CostModel
-from dilatant.data.measure import Progress
+from dilatant.data.pieces import Progress
 from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.plan import Plan
