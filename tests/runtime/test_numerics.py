@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from dilatant.comm.comm import Comm
 from dilatant.runtime.runtime import Runtime
@@ -89,6 +89,8 @@ def _assert_close(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, what
 
 COMMON: dict[str, Any] = {
     "deadline": None,
+    # Not shrunk: that takes minutes, and a case is readable as it is.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),
     "print_blob": True,
     "suppress_health_check": list(HealthCheck),
 }

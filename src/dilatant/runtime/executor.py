@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
+from dilatant.models.dropout import KeyedDropout
 from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
@@ -38,7 +39,7 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: unit → how often its loss counts.
+    put off. dropout: what goes around its forwards. loss_weights: unit → how often its loss counts.
     """
 
     placed: PlacedStage
@@ -47,6 +48,7 @@ class LocalStage:
     inbound: Mapping[str, tuple[Boundary, bool]]
     needs_backward: bool
     gradients: WeightGradients
+    dropout: KeyedDropout
     loss_weights: Mapping[str, float]
 
 
@@ -169,7 +171,7 @@ class Executor:
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
-            with self._precision.autocast(self._device):
+            with self._precision.autocast(self._device), stage.dropout.running(data, samples):
                 output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes, data)
         self._recorder.done()

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.data.sample import EncodedSample
+from dilatant.models.dropout import KeyedDropout, refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.random_draws import draws_of
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
@@ -96,10 +98,12 @@ class Runtime:
         owns_comm: bool = False,
     ) -> None:
         refuse_tensor_parallel(plan)
+        refuse_random_depth(model.units.values())
         self.model = model
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
+        self._seed = seed or 0
         self._plan_digest = digest(plan.to_json())
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._with_backward = {
@@ -256,6 +260,8 @@ class Runtime:
     def close(self) -> None:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
         self._sync.close()
+        for stage in self._stages.values():
+            stage.dropout.close()
         restore_linears(self._replaced)
         self._replaced = []
         if self._owns_comm:
@@ -306,6 +312,7 @@ class Runtime:
                 "the plan": self._plan_digest,
                 **prepared.digests,
                 "the global batch": digest(*(f"{s.key} {sorted(s.sizes.items())}" for s in data.samples)),
+                "the seed or the samples' draws": digest(str(data.seed), *data.draws),
                 "tokens or labels": digest(*(str(s.content_digest) for s in data.samples)),
                 "the step number": self._step,
             },
@@ -337,7 +344,8 @@ class Runtime:
         return self._prepared
 
     def _step_data(self, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
-        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts)
+        draws = draws_of(samples, self._step)
+        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
 
     def _boundary_of(self, message: Message) -> Boundary:
         """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
@@ -366,6 +374,7 @@ class Runtime:
                 inbound=inbound,
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
+                dropout=KeyedDropout(module, self.model.units[placed.unit]),
                 loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
             )
         return stages

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from dilatant.config import Config
+from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
 from dilatant.training.layout import TrainingPlan, plan_from_config
@@ -28,6 +29,7 @@ def prepare(config: Config, planned: TrainingPlan | None = None) -> Prepared:
         warnings.simplefilter("default", UserWarning)
         samples = assemble_samples(config)
         model = assemble_model(config, samples, hollow=True)
+        refuse_random_depth(model.units.values())
         planned = planned or plan_from_config(config, model)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(samples, model, planned, tuple(said))
