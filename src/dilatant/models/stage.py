@@ -36,8 +36,8 @@ class StepData:
 
     Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: unit →
     what its loss is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
-    last stage says which token it finds likeliest in the place of every target. device: where the stages are. seed: of the
-    run, and draws: of each sample, all different: the keys of what is drawn at random.
+    last stage says which token it finds likeliest in the place of every target. device: where the stages are. seed:
+    of the run, and draws: of each sample, all different: the keys of what is drawn at random.
     """
 
     samples: tuple[EncodedSample, ...]

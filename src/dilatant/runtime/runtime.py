@@ -261,7 +261,8 @@ class Runtime:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
         self._sync.close()
         for stage in self._stages.values():
-            stage.dropout.close()
+            if stage.dropout is not None:
+                stage.dropout.close()
         restore_linears(self._replaced)
         self._replaced = []
         if self._owns_comm:
