@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from dilatant.comm.comm import Comm
 from dilatant.data.sample import EncodedSample
@@ -110,6 +110,8 @@ def _assert_close(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, what
 
 COMMON: dict[str, Any] = {
     "deadline": None,
+    # Not shrunk: that takes minutes, and a case is readable as it is.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),
     "print_blob": True,
     "suppress_health_check": list(HealthCheck),
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
 from dilatant.models.projector import build_projector
+from dilatant.models.random_draws import Spread
 from dilatant.models.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight, name_module_weights
@@ -87,6 +88,10 @@ class GeneratorStage(Stage):
                 )
         if problems:
             raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        rows = (_rows(self.unit, self.token_id, data.samples[sample]) for sample in samples)
+        return Spread(False, tuple(count // self.tokens_per_item for count in rows))
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         assert self.connector is not None

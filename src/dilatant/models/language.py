@@ -21,6 +21,7 @@ from dilatant.data.encode import TOKENS
 from dilatant.data.sample import EncodedSample
 from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
+from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
@@ -140,6 +141,9 @@ class LanguageStage(Stage):
                 for unit, token_id in self.outputs.items()
             }
         return StageOutput(rows, {self.unit: output.loss})
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         if not value.is_floating_point():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError
 from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
+from dilatant.models.random_draws import Spread
 from dilatant.models.weights import Weight
 
 Inputs = dict[str, Tensor]
@@ -36,13 +37,16 @@ class StepData:
 
     Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: unit →
     what its loss is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
-    last stage says which token it finds likeliest in the place of every target. device: where the stages are.
+    last stage says which token it finds likeliest in the place of every target. device: where the stages are. seed:
+    of the run, and draws: of each sample, all different: the keys of what is drawn at random.
     """
 
     samples: tuple[EncodedSample, ...]
     counts: Mapping[str, float]
     predicts: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    draws: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -51,6 +55,8 @@ class StepData:
         losses: Mapping[str, Loss],
         device: torch.device | None = None,
         predicts: bool = False,
+        seed: int = 0,
+        draws: Sequence[str] = (),
     ) -> StepData:
         """The batch with what `losses`, by unit, count in it."""
         counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
@@ -59,6 +65,8 @@ class StepData:
             {name: max(1.0, count) for name, count in counts.items()},
             predicts,
             device or torch.device("cpu"),
+            seed,
+            tuple(draws),
         )
 
 
@@ -111,6 +119,10 @@ class Stage(nn.Module):
         inbound: unit → [rows, width] of the samples in order: hidden states of the stage's own unit, or on a first
         stage the rows of the units that feed it. Raises UserError for a sample that cannot be run.
         """
+        raise NotImplementedError
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        """How `samples` lie in the tensors of a forward."""
         raise NotImplementedError
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:

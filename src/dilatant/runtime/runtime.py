@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.data.sample import EncodedSample
+from dilatant.models.dropout import KeyedDropout, refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.random_draws import draws_of
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
@@ -101,10 +103,12 @@ class Runtime:
         owns_comm: bool = False,
     ) -> None:
         refuse_tensor_parallel(plan)
+        refuse_random_depth(model.units.values())
         self.model = model
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
+        self._seed = seed or 0
         self._plan_digest = digest(plan.to_json())
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
@@ -211,7 +215,7 @@ class Runtime:
             step = step or self.plan_step(samples, step_number=number)
             self._last = step
             self._next_step = number + 1
-            return self._execute(self._step_data(samples), step, number, should_stop, found)
+            return self._execute(self._step_data(samples, number), step, number, should_stop, found)
 
     def predict(
         self, samples: Sequence[EncodedSample], step: PreparedStep | None = None
@@ -225,7 +229,7 @@ class Runtime:
             step = step or self.plan_step(samples, forwards=True)
             if not step.forwards:
                 raise ValueError("the step has backwards; plan it with forwards=True")
-            data = self._step_data(samples, predicts=True)
+            data = self._step_data(samples, self._next_step, predicts=True)
             predicted = {}
             for made in self._run(data, step, self._next_step):
                 counts = [int((samples[number].labels[1:] != -100).sum()) for number in made.samples]
@@ -291,6 +295,9 @@ class Runtime:
     def close(self) -> None:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
         self._sync.close()
+        for stage in self._stages.values():
+            if stage.dropout is not None:
+                stage.dropout.close()
         restore_linears(self._replaced)
         self._replaced = []
         if self._owns_comm:
@@ -360,7 +367,14 @@ class Runtime:
     def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
         samples = data.samples
-        agreement = Agreement(self.comm, {"the plan": self._plan_digest, **step.agreed(samples, number)})
+        agreement = Agreement(
+            self.comm,
+            {
+                "the plan": self._plan_digest,
+                **step.agreed(samples, number),
+                "the seed or the samples' draws": digest(str(data.seed), *data.draws),
+            },
+        )
 
         def shape(message: Message) -> tuple[int, int, torch.dtype]:
             boundary = self._boundary_of(message)
@@ -373,8 +387,9 @@ class Runtime:
         self._recorder.begin(kept=not data.predicts)
         return self._executor.run(step.actions, step.routes, data, agreement)
 
-    def _step_data(self, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
-        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts)
+    def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
+        draws = draws_of(samples, number)
+        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
 
     def _boundary_of(self, message: Message) -> Boundary:
         """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
@@ -403,6 +418,7 @@ class Runtime:
                 inbound=inbound,
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
+                dropout=KeyedDropout(module, self.model.units[placed.unit]),
                 loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
             )
         return stages

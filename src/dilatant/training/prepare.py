@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dilatant.config import Config
 from dilatant.data.sizes import Progress
+from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.training.costs import costs_of_run
@@ -33,6 +34,7 @@ def prepare(
         warnings.simplefilter("default", UserWarning)
         samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
+        refuse_random_depth(model.units.values())
         if planned is None:
             planned = plan_from_config(config, model)
             planned = replace(planned, costs=costs_of_run(config, model, planned.plan, planned.costs))

@@ -224,7 +224,7 @@ class Trainer:
         batch = inputs.batch
         rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
-        seed_step(self._config.seed, self.step, self.rank)
+        seed_step(self._config.seed, self.step)
         result = self.runtime.execute(
             batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
         )
@@ -364,10 +364,12 @@ def count_steps(config: Config, samples: Samples) -> int:
     return max(1, math.ceil(passes * len(samples.train) / config.train.global_batch_size))
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the generators that model code may draw from (dropout) by the step's own key: a resumed run draws what the
-    undisturbed one would, and nothing need be saved."""
-    key = int.from_bytes(sha256(f"{seed}/{step}/{rank}".encode()).digest()[:4], "little")
+def seed_step(seed: int, step: int) -> None:
+    """Seed the global generators by the step's own key, so that a resumed run draws what the undisturbed one would.
+
+    Models that train draw by sample (`models.dropout`); this is for what is not heard there, as Python's `random`.
+    """
+    key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
     np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
     torch.manual_seed(key)
