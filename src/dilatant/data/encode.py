@@ -135,6 +135,17 @@ def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
     return SampleSizes(layout.sizes(encoding), int(layout.targets.sum()))
 
 
+def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Media, str]]:
+    """The media of a sample in the order of its tokens: the place of the first, how many stand for it, the item, and
+    the unit that reads it. Raises SampleError naming the sample."""
+    layout = _lay_out(sample, encoding)
+    at = 0
+    for item in layout.items:
+        at += int(np.argmax(layout.ids[at:] == item.unit.placeholder_id))
+        yield at, item.merged_tokens, item.media, item.unit.name
+        at += item.merged_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A media item and the unit that reads it, with tokens in the encoder and in the language model."""
