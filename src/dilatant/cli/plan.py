@@ -105,6 +105,7 @@ def open_problem(config: Config, console: Console) -> PlanningProblem:
 def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     """The report of a planned run, with warnings about its data and its costs."""
     from dilatant.report.search_report import search_report
+    from dilatant.report.wording import origin_text
 
     problem, cluster = planned.problem, planned.problem.target.cluster
     samples = problem.samples
@@ -112,7 +113,7 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     report = search_report(
         title,
         f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
-        cost_source(problem),
+        origin_text(problem.measured.origin),
         planned.result,
         planned.typical,
         problem.model.spec,
@@ -131,12 +132,6 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
         for whole, trainable in [problem.model.parameters[unit.name]]
     )
     return replace(report, units=units, warnings=(*report.warnings, *_warnings(planned)))
-
-
-def cost_source(problem: PlanningProblem) -> str:
-    """Where the times of layers are from, for a reader."""
-    origin = problem.measured.origin
-    return origin if origin == "measured" else f"{origin} (not measured)"
 
 
 def _warnings(planned: PlannedRun) -> list[str]:

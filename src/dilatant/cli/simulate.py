@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dilatant.cli.options import AsJson, Overrides, read_config
-from dilatant.cli.plan import Page, cost_source, open_problem, plan_report, show_places
+from dilatant.cli.plan import Page, open_problem, plan_report, show_places
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -202,9 +202,7 @@ def _show(
         print(json.dumps(facts))
         return
     print_plan(report, console)
-    _print_steps(
-        [step.seconds for step in steps], schedules, winner.score.sync_seconds, planned.problem, console
-    )
+    _print_steps([step.seconds for step in steps], schedules, planned.problem, console)
     if written:
         show_places(console, written)
 
@@ -213,8 +211,11 @@ def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Pred
     """Of the very same actions, instead of a typical step."""
     from dilatant.profiling.planning import predicted_step
     from dilatant.report.step_comparison import Prediction
+    from dilatant.report.wording import origin_text
 
-    return Prediction(predicted_step(planned.problem, plan, measured), cost_source(planned.problem))
+    return Prediction(
+        predicted_step(planned.problem, plan, measured), origin_text(planned.problem.measured.origin)
+    )
 
 
 def _beside(
@@ -252,7 +253,6 @@ def _write_pages(
 def _print_steps(
     steps: list[float],
     schedules: dict[str, tuple[float, float]],
-    sync_seconds: float,
     problem: PlanningProblem,
     console: Console,
 ) -> None:
@@ -266,15 +266,14 @@ def _print_steps(
         f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
         f"{count_text(problem.global_batch / mean)} samples per second",
     )
-    print_line(console, "The first of them, by schedule:")
-    figures = ("a step", "fullest rank", "of its memory")
+    figures = ("a step computes for", "fullest rank", "of its memory")
     table = plain_table(("schedule", *figures), right=figures, whole=("schedule", *figures))
     capacity = problem.target.cluster.bytes_per_device
     for name, (seconds, peak) in sorted(schedules.items(), key=lambda item: item[1]):
         style = "red" if peak > capacity else None
         table.add_row(
             name,
-            seconds_text(seconds + sync_seconds),
+            seconds_text(seconds),
             bytes_text(peak),
             percent_text(peak / capacity),
             style=style,
@@ -301,6 +300,7 @@ def _replay(
         write_replay_page,
     )
     from dilatant.report.run_folder import RunFolder
+    from dilatant.report.wording import origin_text
 
     trace = load_node_trace(path, seed=problem.config.seed)
     with console.status("replaying"):
@@ -316,7 +316,7 @@ def _replay(
         templates=tuple(sorted(found.plan.templates)),
         microbatches=found.plan.microbatches,
         microbatch_size=found.plan.size,
-        costs=cost_source(problem),
+        costs=origin_text(problem.measured.origin),
         fault_tolerance=fault_tolerance,
         recovery=found.recovery,
     )
