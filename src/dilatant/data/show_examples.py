@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ def show_examples(blend: Blend, index: SizesIndex, encoding: Encoding) -> tuple[
         own = start + np.flatnonzero(usable[start : start + length])
         if len(own):
             nearest = own[np.argmin(np.abs(language[own] - np.median(language[own])))]
-            chosen[int(nearest)] = f"typical of {reader.name}"
+            chosen[int(nearest)] = f"typical of {PurePath(reader.name).name}"
         start += length
     if usable.any():
         chosen.setdefault(int(np.argmax(np.where(usable, language, 0))), "the longest")

@@ -17,6 +17,8 @@ from dilatant.report.wording import count_text, counted, percent_text, unbroken
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 480.0, 150.0, 44.0, 14.0
 _FOOT = 22.0
+_WIDEST = 28.0
+"""Of a bar: two lengths are two bars, not two blocks."""
 _LOWEST = 1.5
 """Of a bar: a single sample beside a thousand is still seen."""
 _LONGEST_TEXT = 1_600
@@ -95,25 +97,30 @@ def _histogram(unit: UnitStats) -> dict[str, Any]:
     edges, counts = unit.histogram.edges, unit.histogram.counts
     top = _round_up(max(counts))
     x, y = _scale(edges[0], edges[-1], _LEFT, _WIDTH), _scale(0.0, top, _TOP + _HEIGHT, _TOP)
-    bars = [
-        {
-            "x": x(left),
-            "width": max(x(right) - x(left) - 1.0, 0.5),
-            "y": min(y(count), _TOP + _HEIGHT - _LOWEST),
-            "height": max(_TOP + _HEIGHT - y(count), _LOWEST),
-            "title": f"{_span_text(left, right)} tokens: {counted(count, 'sample')}",
-        }
-        for left, right, count in zip(edges, edges[1:], counts, strict=False)
-        if count
-    ]
+    bars = []
+    for left, right, count in zip(edges, edges[1:], counts, strict=False):
+        if count:
+            wide = min(max(x(right) - x(left) - 1.0, 0.5), _WIDEST)
+            bars.append(
+                {
+                    "x": round((x(left) + x(right) - wide) / 2, 2),
+                    "width": wide,
+                    "y": min(y(count), _TOP + _HEIGHT - _LOWEST),
+                    "height": max(_TOP + _HEIGHT - y(count), _LOWEST),
+                    "title": f"{_span_text(left, right)} tokens: {counted(count, 'sample')}",
+                }
+            )
     medians = [(50, "median"), (95, "95 %")]
-    marks = [{"x": x(unit.percentiles[percent]), "name": name} for percent, name in medians]
+    # A bin of one length stands for that number, whose place is the middle of its bar.
+    middle = 0.5 if edges[1] - edges[0] == 1.0 else 0.0
+    last = edges[-1] - 2 * middle
+    marks = [{"x": x(unit.percentiles[percent] + middle), "name": name} for percent, name in medians]
     return {
         **_frame(),
         "bars": bars,
         "marks": marks,
         "rows": [{"y": y(value), "text": count_text(value)} for value in _ticks(0.0, top)],
-        "columns": [{"x": x(value), "text": count_text(value)} for value in _ticks(edges[0], edges[-1])],
+        "columns": [{"x": x(value + middle), "text": count_text(value)} for value in _ticks(edges[0], last)],
     }
 
 

@@ -80,9 +80,9 @@ def comparison_rows(
         return {
             "name": name,
             "tone": shown,
-            "predicted": seconds_text(before),
-            "measured": seconds_text(after),
-            "difference": f"{'−' if after < before else '+'}{seconds_text(abs(after - before))}",
+            "predicted": _text(before),
+            "measured": _text(after),
+            "difference": f"{'−' if after < before else '+' if after > before else ''}{_text(abs(after - before))}",
             "relative": relative.replace("-", "−"),
         }
 
@@ -105,6 +105,10 @@ def comparison_rows(
     lines = [line("The step", predicted.seconds, measured.seconds, "")]
     lines += [line(name, one.predicted_seconds, one.measured_seconds, tone(one)) for name, one in named]
     return {"bars": bars, "lines": lines}
+
+
+def _text(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else "0"
 
 
 def _means(chart: GanttChart, seconds: dict[str, float]) -> dict[str, float]:
