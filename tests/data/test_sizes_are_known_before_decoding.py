@@ -249,7 +249,7 @@ def test_a_joint_histogram_counts_pairs_of_two_units():
 
 def test_sources_and_refusals_are_told_apart():
     index = SizesIndex(
-        ("language",), np.array([[5], [90], [0], [7], [8]]), np.array([2, 3, 0, 0, 1]), {2: "is torn"}
+        ("language",), np.array([[5], [90], [0], [7], [80]]), np.array([2, 3, 0, 0, 1]), {2: "is torn"}
     )
     stats = describe(index, (Source("one", 2), Source("two", 3, weight=4.0)), max_length=80)
     assert stats.refused == 3
@@ -264,7 +264,7 @@ def test_sources_and_refusals_are_told_apart():
         3,
         2,
         1,
-        {"language": 15},
+        {"language": 87},
     )
     assert describe(index).refused == 2
 

@@ -9,6 +9,7 @@ import pytest
 from browser import Browser, find_chromium
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.report.gantt import GanttChart, GanttRow, Lane
 from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 from dilatant.report.step_comparison import Prediction, compare_steps
 from dilatant.report.step_page import render_step_page, write_step_page
@@ -64,6 +65,15 @@ def test_every_second_of_both_steps_is_compared_once(prediction):
     assert (found["language"].predicted_seconds, found["language"].measured_seconds) == (3.0, 2.5)
     assert sum(one.predicted_seconds for one in found.values()) == pytest.approx(predicted.seconds)
     assert sum(one.measured_seconds for one in found.values()) == pytest.approx(measured.seconds)
+
+
+def test_a_lane_of_several_ranks_counts_as_many_devices():
+    lanes = (Lane((0,), (0,)), Lane((1, 2, 3), (1,)))
+    rows = (GanttRow(0, 0, "F", 0, (0,), 0.0, 8.0), GanttRow(1, 1, "F", 0, (0,), 6.0, 4.0))
+    chart = GanttChart(10.0, lanes, rows, ({"drain": 2.0}, {"warm-up": 6.0}))
+    found = {one.name: one.predicted_seconds for one in compare_steps(chart, chart, PLAN)}
+    expected = {"vision": 8 / 4, "language": 3 * 4 / 4, "warm-up": 3 * 6 / 4, "drain": 2 / 4}
+    assert found == pytest.approx(expected)
 
 
 def test_the_page_shows_the_prediction_beside_the_measurement(prediction):

@@ -194,7 +194,7 @@ def _unit_stats(unit: str, tokens: NDArray[np.int64]) -> UnitStats:
         )
     low, high = int(some.min()), int(some.max())
     edges = _bins(low, high, BINS)
-    counts, _ = np.histogram(some, edges)
+    counts = np.bincount(_bin_of(some, edges), minlength=len(edges) - 1)
     return UnitStats(
         unit=unit,
         samples=len(some),
@@ -203,7 +203,7 @@ def _unit_stats(unit: str, tokens: NDArray[np.int64]) -> UnitStats:
         std=float(some.std()),
         minimum=low,
         maximum=high,
-        percentiles={percent: float(np.percentile(some, percent)) for percent in PERCENTILES},
+        percentiles=dict(zip(PERCENTILES, np.percentile(some, PERCENTILES).tolist(), strict=True)),
         histogram=Histogram(tuple(map(float, edges)), tuple(map(int, counts))),
     )
 
@@ -232,11 +232,18 @@ def _bins(low: int, high: int, most: int) -> NDArray[np.int64]:
     return np.arange(first, high + width + 1, width)
 
 
+def _bin_of(values: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bin of every value, where edges are those of `_bins`."""
+    return (values - edges[0]) // (edges[1] - edges[0])
+
+
 def _joint(
     unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArray[np.int64]
 ) -> JointHistogram:
     edges = [_bins(int(one.min()), int(one.max()), BINS // 2) for one in (language, tokens)]
-    counts, _, _ = np.histogram2d(language, tokens, bins=edges)
+    rows, columns = (len(one) - 1 for one in edges)
+    cells = _bin_of(language, edges[0]) * columns + _bin_of(tokens, edges[1])
+    counts = np.bincount(cells, minlength=rows * columns).reshape(rows, columns)
     return JointHistogram(
         unit,
         text_unit,
