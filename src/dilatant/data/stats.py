@@ -165,9 +165,9 @@ def describe(index: TokenTable, sources: Sequence[Source] = (), max_length: int 
         present = [unit for bit, (_, unit) in enumerate(encoders) if number >> bit & 1]
         mixes[" + ".join([*present, "text"])] = count
     too_long = tokens[:, 0] > max_length if max_length is not None else np.zeros(len(tokens), bool)
-    refused = np.flatnonzero(~good)
-    if len(tokens):
-        refused = np.union1d(refused, np.flatnonzero(good)[too_long | (index.target_tokens[good] == 0)])
+    trains = good.copy()
+    trains[good] = ~too_long & (index.target_tokens[good] > 0)
+    refused = np.flatnonzero(~trains)
     return DataStats(
         samples=len(index.tokens),
         problems=len(index.problems),
