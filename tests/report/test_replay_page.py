@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from dilatant.plan import Plan
 from dilatant.plan.node_trace import NodeEvent, NodeTrace
 from dilatant.plan.reactions import from_templates, restart_from_checkpoint
 from dilatant.plan.replay import RecoveryCosts, replay
 from dilatant.plan.templates import plan_templates
+from dilatant.report.gantt_tables import cause_tones
 from dilatant.report.replay_page import (
     ReplaySetting,
     _rates,
@@ -109,3 +111,13 @@ def test_page_names_model_plan_cluster_and_assumptions(replays):
     assert "pipelines of 2–4, 7 nodes" in page
     assert "24 microbatches of 2 samples. Costs: analytic (not measured)." in page
     assert "Assumed: " in page
+
+
+def test_causes_of_lost_time_have_colours_of_their_own(replays):
+    page = render_replay_page(replays, SETTING)
+    legend = page.rpartition('<ul class="legend">')[2].partition("</ul>")[0]
+    tones = re.findall(r'class="swatch (\w+)"', legend)
+    assert len(tones) == len(set(tones)) >= 3
+    assert all(f".{tone} {{ background-color" in page for tone in tones)
+    idle = cause_tones(Plan(()), ["warm-up", "drain", "communication", "imbalance", "between actions", "?"])
+    assert not set(tones) & set(idle.values())

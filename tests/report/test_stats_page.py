@@ -107,6 +107,13 @@ def test_each_bar_and_cell_stands_for_its_samples():
     assert f"Each of its {audio.samples} samples has 49 tokens." in page.replace("\u00a0", " ")
 
 
+def test_a_unit_has_the_colour_that_it_has_in_a_plan():
+    """Where encoders come first, as in `example_reports`: the hue of a unit is its number there."""
+    page = render_stats_page(made_report())
+    found = re.findall(r'<figure class="histogram u(\d)">\s*<figcaption><h3>(\w+)</h3>', page)
+    assert {name: int(hue) for hue, name in found} == {"vision": 0, "audio": 1, "language": 2}
+
+
 def test_loss_is_marked_and_what_cannot_be_shown_says_why():
     page = render_stats_page(made_report())
     assert re.findall(r'<span class="loss" title="4 tokens, carry loss">([^<]*)</span>', page) == [

@@ -39,7 +39,7 @@ from dilatant.report.wording import (
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _SPARKS = 60
 _CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
-_TONES = {cause: f"c{order}" for order, cause in enumerate(_CAUSES)}
+_TONES = {cause: f"lost{order}" for order, cause in enumerate(_CAUSES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
         if other.samples_per_second > 0.0:
             factor = ours.samples_per_second / other.samples_per_second
             sentences.append(
-                f"In the same time {other.name} trains {count_text(other.samples_per_second)} samples per second: "
+                f"In the same time {other.name} trained {count_text(other.samples_per_second)} samples per second: "
                 f"{ours.name} trained {factor:.2f} times as many."
             )
         else:

@@ -36,7 +36,10 @@ def write_stats_page(path: str | Path, report: StatsReport) -> Path:
 def render_stats_page(report: StatsReport) -> str:
     """The page as text; everything from the report is escaped."""
     stats = report.stats
-    hues = {unit.unit: order % HUES for order, unit in enumerate(stats.units)}
+    # As in a plan, where encoders come before the language model they feed: a unit has one colour on every page.
+    feeding, fed = stats.units[1:], stats.units[:1]
+    order = [unit.unit for unit in (*feeding, *fed)]
+    hues = {unit.unit: order.index(unit.unit) % HUES for unit in stats.units}
     joint = {one.unit: one for one in stats.joint}
     return render(
         "stats.html",
