@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from example_reports import small_report
 from test_step_page import PLAN, STEP
 
+from dilatant.config.errors import UserError
 from dilatant.report.page_links import link_pages
 from dilatant.report.plan_page import write_plan_page
 from dilatant.report.step_page import write_step_page
@@ -59,3 +61,15 @@ def test_files_that_are_no_pages_of_ours_stay_as_they_are(tmp_path):
     assert (folder / "data.html").read_bytes() == b"<p>mine</p>\xff"
     assert (folder / "metrics.jsonl").read_text() == "<!--links--><!--/links-->"
     link_pages(tmp_path / "nowhere")
+
+
+def test_a_page_is_written_through_links_and_an_unwritable_place_is_one_error(tmp_path):
+    target = tmp_path / "target.html"
+    target.write_text("old")
+    link = tmp_path / "link.html"
+    link.symlink_to(target)
+    write_step_page(link, STEP, PLAN, "mine")
+    assert link.is_symlink()
+    assert "<h1>mine</h1>" in target.read_text()
+    with pytest.raises(UserError, match=r"page '.*none/x.html' cannot be written: No such file"):
+        write_step_page(tmp_path / "none" / "x.html", STEP, PLAN, "mine")

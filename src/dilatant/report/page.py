@@ -8,8 +8,11 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from dilatant.config.errors import UserError
+from dilatant.report.durable import write_durably
 from dilatant.report.page_links import EMPTY
 
 _TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
@@ -41,6 +44,20 @@ def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -
         script_hash=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
         data=Markup(_script_safe({"timelines": list(timelines)})),
     )
+
+
+def write_page(path: str | Path, text: str) -> Path:
+    """Write a page, whole or not at all, and return its path. What is no plain file (a link, /dev/stdout) is written
+    through. Raises UserError where it cannot be written."""
+    path = Path(path)
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_durably(path, text)
+    except OSError as error:
+        raise UserError(f"page {str(path)!r} cannot be written: {error.strerror}") from None
+    return path
 
 
 @cache

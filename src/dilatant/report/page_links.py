@@ -36,7 +36,7 @@ def link_pages(folder: Path) -> None:
 
 
 def _link(page: Path, links: str) -> None:
-    if page.suffix != ".html":
+    if page.suffix != ".html" or page.is_symlink():
         return
     text = page.read_text(encoding="utf-8")
     before, begin, rest = text.partition(_BEGIN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dilatant.report.durable import write_durably
 from dilatant.report.gantt_data import pack_chart
 from dilatant.report.gantt_tables import (
     HUES,
@@ -17,7 +16,7 @@ from dilatant.report.gantt_tables import (
     stage_name,
 )
 from dilatant.report.model_graph import model_graph
-from dilatant.report.page import render
+from dilatant.report.page import render, write_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport, SizeDistribution
 from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.step_comparison import comparison_rows
@@ -37,9 +36,7 @@ _CHART = 480.0  # width of a histogram in figures.html
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
     """Write the page to `path` and return it."""
-    path = Path(path)
-    write_durably(path, render_plan_page(report))
-    return path
+    return write_page(path, render_plan_page(report))
 
 
 def render_plan_page(report: PlanReport) -> str:

@@ -20,8 +20,7 @@ from dilatant.plan.replay import (
     RecoveryCosts,
     Replay,
 )
-from dilatant.report.durable import write_durably
-from dilatant.report.page import render
+from dilatant.report.page import render, write_page
 from dilatant.report.plain import to_plain
 from dilatant.report.plan_table import sparkline
 from dilatant.report.terminal import plain_table, print_line, print_table
@@ -159,9 +158,7 @@ def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySe
 
 def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: ReplaySetting) -> Path:
     """Write the page to `path` and return it."""
-    path = Path(path)
-    write_durably(path, render_replay_page(replays, setting))
-    return path
+    return write_page(path, render_replay_page(replays, setting))
 
 
 def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:

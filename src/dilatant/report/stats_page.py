@@ -8,9 +8,8 @@ from typing import Any
 
 from dilatant.data.example import Example, ExampleSpan
 from dilatant.data.stats import JointHistogram, UnitRatio, UnitStats
-from dilatant.report.durable import write_durably
 from dilatant.report.gantt_tables import HUES
-from dilatant.report.page import render
+from dilatant.report.page import render, write_page
 from dilatant.report.stats_report import StatsReport
 from dilatant.report.stats_table import constant_text, refusal_text, summarize_stats
 from dilatant.report.wording import count_text, counted, percent_text, unbroken
@@ -28,9 +27,7 @@ _MEDIA_SHOWN = 6
 
 def write_stats_page(path: str | Path, report: StatsReport) -> Path:
     """Write the page to `path` and return it."""
-    path = Path(path)
-    write_durably(path, render_stats_page(report))
-    return path
+    return write_page(path, render_stats_page(report))
 
 
 def render_stats_page(report: StatsReport) -> str:

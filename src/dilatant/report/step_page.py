@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilatant.plan import Plan
-from dilatant.report.durable import write_durably
 from dilatant.report.gantt_data import pack_chart
 from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 from dilatant.report.gantt_summary import losses, measurement, pace
 from dilatant.report.gantt_tables import action_legend, cause_tones, idle_legend, idle_rows
-from dilatant.report.page import render
+from dilatant.report.page import render, write_page
 from dilatant.report.step_comparison import Prediction, comparison_rows
 from dilatant.report.wording import counted, seconds_text, unbroken
 from dilatant.schedule.measured import MeasuredAction
@@ -25,9 +24,7 @@ def write_step_page(
     prediction: Prediction | None = None,
 ) -> Path:
     """Write the page of one step to `path` and return it. Raises ValueError without actions."""
-    path = Path(path)
-    write_durably(path, render_step_page(actions, plan, title, prediction))
-    return path
+    return write_page(path, render_step_page(actions, plan, title, prediction))
 
 
 def render_step_page(
