@@ -1,19 +1,16 @@
-"""Statistics of a sizes index are those of its numbers, and both views show them."""
+"""Statistics of a sizes index are those of its numbers."""
 
 from __future__ import annotations
 
-import io
-import os
+import itertools
+import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from dilatant.data.sizes import SizesIndex
-from dilatant.data.stats import describe
-from dilatant.data.stats_view import bars, html_page, terminal_view
+from dilatant.data.stats import Source, describe
 
 
 def made_index(**tokens):
@@ -63,21 +60,50 @@ def test_the_ratio_between_units_has_an_honest_interval():
     assert 180 <= inside < 200
 
 
-def test_figures_are_shown_in_terminal_and_page():
-    stats = describe(made_index(language=np.arange(10, 90), vision=np.arange(80) % 7))
-    console = Console(file=io.StringIO(), width=100)
-    console.print(terminal_view(stats))
-    text = console.file.getvalue()
-    assert "80 samples" in text
-    assert "vision tokens per sample, from 1 to 6" in text
-    page = html_page(stats, "Data <1>")
-    HTMLParser().feed(page)
-    assert "Data &lt;1&gt;" in page
-    assert page.count("<rect") == sum(len(unit.histogram.counts) for unit in stats.units)
-    assert "http" not in page
-    line = bars(stats.units[0].histogram)
-    assert len(line) == 40
-    assert set(line) <= set("▁▂▃▄▅▆▇█")
+def test_bins_are_few_equal_and_round_and_hold_every_sample():
+    for low, high in ((5, 5), (10, 89), (0, 39), (0, 40), (999, 100_000), (7, 3_000_017)):
+        tokens = np.linspace(max(low, 1), high, 500).astype(int)
+        histogram = describe(made_index(language=tokens)).units[0].histogram
+        widths = set(np.diff(histogram.edges))
+        assert len(widths) == 1
+        assert re.fullmatch("[125]0*", f"{widths.pop():.0f}")
+        assert len(histogram.counts) <= 40
+        assert sum(histogram.counts) == 500
+        assert histogram.edges[0] <= tokens[0]
+        assert tokens[-1] < histogram.edges[-1]
+
+
+def test_a_joint_histogram_counts_pairs_of_two_units():
+    rng = np.random.default_rng(3)
+    vision = rng.integers(0, 400, 1000)
+    language = vision + rng.integers(1, 90, 1000)
+    (joint,) = describe(made_index(language=language, vision=vision)).joint
+    assert np.sum(joint.counts) == 1000
+    for (i, left), (j, low) in itertools.product(enumerate(joint.to_edges[:-1]), enumerate(joint.edges[:-1])):
+        inside = (language >= left) & (language < joint.to_edges[i + 1])
+        inside &= (vision >= low) & (vision < joint.edges[j + 1])
+        assert joint.counts[i][j] == inside.sum()
+    assert describe(made_index(language=language, vision=np.full(1000, 16))).joint == ()
+
+
+def test_sources_and_refusals_are_told_apart():
+    index = SizesIndex(
+        ("language",),
+        np.array([[5], [90], [0], [7], [80]]),
+        np.array([2, 3, 0, 0, 1]),
+        np.zeros(5, int),
+        {2: "two:1: is torn", 3: "two:2: has no assistant answer"},
+    )
+    stats = describe(index, (Source("one", 2), Source("two", 3, weight=4.0)), max_length=80)
+    assert stats.refused == 3
+    first, *rest = stats.refusals
+    assert "has 90 tokens, more than the 80 allowed" in first
+    assert rest == ["two:1: is torn", "two:2: has no assistant answer"]
+    first, second = stats.sources
+    assert (first.samples, first.refused, first.target_tokens, first.tokens) == (2, 1, 5, {"language": 95})
+    assert (second.samples, second.refused, second.target_tokens) == (3, 2, 1)
+    assert second.tokens == {"language": 80}
+    assert describe(index).refused == 2
 
 
 def test_data_without_media_or_without_any_good_sample_has_statistics():
@@ -87,5 +113,3 @@ def test_data_without_media_or_without_any_good_sample_has_statistics():
     zero = np.zeros(1, int)
     nothing = describe(replace(made_index(language=zero, vision=zero), problems={0: "bad"}))
     assert nothing.units[0].samples == 0
-    Console(file=io.StringIO()).print(terminal_view(nothing))
-    assert html_page(nothing, os.curdir)

@@ -44,6 +44,7 @@ def plan(
     from rich.console import Console
 
     from dilatant.profiling.planning import plan_run
+    from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.report.terminal import print_indented, print_line
@@ -58,6 +59,7 @@ def plan(
     if out is not None:
         out.write_text(plan_document(planned), encoding="utf-8")
     written = write_plan_page(report, page or folder / "plan.html")
+    link_pages(folder.parent)
     if as_json:
         print(report.to_json())
         return
@@ -103,15 +105,15 @@ def open_problem(config: Config, console: Console) -> PlanningProblem:
 def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     """The report of a planned run, with warnings about its data and its costs."""
     from dilatant.report.search_report import search_report
+    from dilatant.report.wording import origin_text
 
     problem, cluster = planned.problem, planned.problem.target.cluster
     samples = problem.samples
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
-    origin = problem.measured.origin
     report = search_report(
         title,
         f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
-        origin if origin == "measured" else f"{origin} (not measured)",
+        origin_text(problem.measured.origin),
         planned.result,
         planned.typical,
         problem.model.spec,

@@ -64,4 +64,5 @@ class DataConfig(Section):
     decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
     """Longest that decoding a sample may take; one that takes longer, twice, is a corrupt sample."""
     cache_dir: str | None = None
-    """Where the index of records and sizes is kept. Default: the user's cache (`DILATANT_CACHE`, or `~/.cache/dilatant`)."""
+    """Where the index of records and sizes is kept. Default: the user's cache (`DILATANT_CACHE`, or
+    `~/.cache/dilatant`)."""

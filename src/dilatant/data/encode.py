@@ -158,6 +158,17 @@ def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
     )
 
 
+def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Media, str]]:
+    """The media of a sample in the order of its tokens: the place of the first, how many stand for it, the item, and
+    the unit that reads it. Raises SampleError naming the sample."""
+    layout = _lay_out(sample, encoding)
+    at = 0
+    for item in layout.items:
+        at += int(np.argmax(layout.ids[at:] == item.unit.placeholder_id))
+        yield at, item.merged_tokens, item.media, item.unit.name
+        at += item.merged_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A media item and the unit that reads it, with tokens in the encoder and in the language model."""

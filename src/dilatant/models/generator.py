@@ -90,7 +90,7 @@ class GeneratorStage(Stage):
             raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        rows = (_rows(self.unit, self.token_id, data.samples[sample]) for sample in samples)
+        rows = (_rows(self.unit, data.samples[sample]) for sample in samples)
         return Spread(False, tuple(count // self.tokens_per_item for count in rows))
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:

@@ -126,8 +126,10 @@ class PlanReport:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of one step."""
-        return self.timeline.seconds
+        """Predicted seconds of one step: what the comparison of plans says of this one, the mean over simulated steps;
+        those of the timeline where none was compared."""
+        marked = next((one for one in self.candidates if one.chosen), None)
+        return self.timeline.seconds if marked is None else marked.step_seconds
 
     @property
     def samples_per_second(self) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dilatant.report.gantt import GanttChart
-from dilatant.report.gantt_summary import NOTABLE, losses, pace
+from dilatant.report.gantt_summary import NOTABLE, losses, measurement, pace
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.wording import (
     bytes_text,
@@ -25,7 +24,9 @@ _REMEDY = {
 
 def summarize(report: PlanReport) -> tuple[str, ...]:
     """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
-    sentences = [_speed(report), *_measurement(report)]
+    sentences = [_speed(report)]
+    if report.measured is not None:
+        sentences += measurement(report.timeline, report.measured, report.plan)
     sentences += [losses(report.timeline), *pace(report.timeline, report.plan)]
     sentences += [
         *_memory(report),
@@ -139,32 +140,3 @@ def _rivals(report: PlanReport) -> list[str]:
     relation = "slower" if slower >= 0.0 else "faster"
     name = f"{second.name}: {second.layout}" if second.layout else second.name
     return [f"The runner-up ({name}) is {percent_text(abs(slower))} {relation}. {explain(second, chosen)}"]
-
-
-def _measurement(report: PlanReport) -> list[str]:
-    if report.measured is None or report.measured.seconds <= 0.0:
-        return []
-    error = report.step_seconds / report.measured.seconds - 1.0
-    sentences = [
-        f"A measured step took {seconds_text(report.measured.seconds)}; "
-        f"the prediction was {percent_text(abs(error))} too {'long' if error > 0 else 'short'}."
-    ]
-    predicted, measured = _work_by_unit(report, report.timeline), _work_by_unit(report, report.measured)
-    off = [
-        f"those of {unit} took {percent_text(abs(seconds / predicted[unit] - 1.0))} "
-        f"{'longer' if seconds > predicted[unit] else 'less'}"
-        for unit, seconds in measured.items()
-        if predicted.get(unit)
-    ]
-    return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
-
-
-def _work_by_unit(report: PlanReport, timeline: GanttChart) -> dict[str, float]:
-    """Seconds of computing by unit, over all ranks."""
-    unit_of = [placed.unit for placed in report.plan.stages()]
-    work: dict[str, float] = {}
-    for row in timeline.rows:
-        if row.stage >= 0:
-            unit, ranks = unit_of[row.stage], len(timeline.lanes[row.lane].ranks)
-            work[unit] = work.get(unit, 0.0) + row.seconds * ranks
-    return work

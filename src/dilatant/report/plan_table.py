@@ -97,7 +97,7 @@ def _mean_idle(report: PlanReport, lanes: list[int]) -> dict[str, float]:
     lost: dict[str, float] = {}
     for lane in lanes if idle else ():
         for cause, seconds in idle[lane].items():
-            lost[cause] = lost.get(cause, 0.0) + seconds / len(lanes) / (report.step_seconds or 1.0)
+            lost[cause] = lost.get(cause, 0.0) + seconds / len(lanes) / (report.timeline.seconds or 1.0)
     return lost
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from dilatant.comm.launch import Worker
 from dilatant.config import Config
 from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
+from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.step_page import write_step_page
@@ -34,7 +36,8 @@ class RunResult:
     """How a run ended. exit_code: 0, or what the signal that stopped it asks for (128 + its number). loss: of the last
     step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
     checkpoint: the last one that was written here. began_at: steps that were done before. is_first: this process speaks
-    for the run; under an outer launcher that is rank 0's."""
+    for the run; under an outer launcher that is rank 0's. training_began: when its first step could, by
+    `time.monotonic`."""
 
     folder: Path
     step: int
@@ -47,6 +50,7 @@ class RunResult:
     checkpoint: Path | None = None
     began_at: int = 0
     is_first: bool = True
+    training_began: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -78,6 +82,7 @@ def train_rank(
             folder.write_config(config.to_yaml())
             folder.write_text("plan.json", plan_json)
         with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
+            training_began = time.monotonic()
             with StopSignal() as stop:
                 result = _train(config, trainer, observer, stop)
             summary = _show_last_step(trainer, folder) if result.step else ""
@@ -97,6 +102,7 @@ def train_rank(
             trainer.published,
             began_at,
             first,
+            training_began,
         )
     except BaseException as error:
         trainer.fail(error)
@@ -129,6 +135,7 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
     write_step_page(folder.path / "timeline.html", step.actions, plan, f"{folder.path.name}: the last step")
     folder.write_text("step.json", step.to_json() + "\n")
+    link_pages(folder.path)
     return by_lane(measured_chart(step.actions, plan), plan)
 
 
