@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,7 +81,7 @@ class OptionTable:
         capacity_bytes: float,
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
-        split_layers: bool = True,
+        degrees: Collection[tuple[int, int]] | None = None,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -89,13 +89,13 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
-        self._split_layers = split_layers
+        self._degrees = degrees
         self._tables: dict[tuple[str, int, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float], Layers] = {}
         self._options: dict[tuple[object, ...], Option] = {}
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
+        """The allowed (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
         shared: set[tuple[int, int]] | None = None
         for unit in units:
             for kind in {layer.kind for layer in self._model.unit(unit).layers}:
@@ -109,7 +109,7 @@ class OptionTable:
             sorted(
                 (tp, cp)
                 for tp, cp in shared or ()
-                if tp <= self._node and (self._split_layers or tp == cp == 1)
+                if tp <= self._node and (self._degrees is None or (tp, cp) in self._degrees)
             )
         )
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config
-from dilatant.cost.model import CostModel
+from dilatant.cost.model import CostModel, Degree
 from dilatant.data.sizes import Progress
 from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
+from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
+from dilatant.plan.runnable import TRAINED_DEGREES, planned_only
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore
 from dilatant.plan.search import RankedPlan, SearchResult, search
@@ -28,9 +30,8 @@ from dilatant.profiling.describe_model import ModelDescription, describe_model, 
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples, squares
-from dilatant.schedule import FAMILIES, plan_scorer, predict, trainability_of
+from dilatant.schedule import FAMILIES, plan_scorer, predict
 from dilatant.schedule.assign import Policy
-from dilatant.schedule.distribute import assign
 from dilatant.schedule.measured import MeasuredStep
 from dilatant.schedule.timeline import Timeline
 
@@ -79,12 +80,14 @@ class PlanningProblem:
 class PlannedRun:
     """The answer: the search's result, and the simulated step of its winner that is nearest to the mean.
 
-    `work` is [samples, units] seconds on one device, of different samples; `stable` says from which global batch on
-    the data ask for the same division of devices, None where there is nothing to divide.
+    `trained` is the best plan that this version trains: the winner, or another where that has degrees which are planned
+    only; None if there is none. `work` is [samples, units] seconds on one device, of different samples; `stable` says
+    from which global batch on the data ask for the same division of devices, None where there is nothing to divide.
     """
 
     problem: PlanningProblem
     result: SearchResult
+    trained: RankedPlan | None
     typical: Timeline
     work: NDArray[np.float64]
     stable: StableBatch | None
@@ -110,8 +113,28 @@ def planning_problem(
 
 def plan_run(problem: PlanningProblem) -> PlannedRun:
     """Search for the plan of a run. Raises PlanError as `plan.search` does."""
+    result = _search(problem)
+    trained: RankedPlan | None = result.winner
+    if planned_only(result.winner.plan):
+        try:
+            trained = _search(problem, TRAINED_DEGREES).winner
+        except PlanError:
+            trained = None
+    work = _work(problem)
+    return PlannedRun(
+        problem=problem,
+        result=result,
+        trained=trained,
+        typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
+        work=work,
+        stable=_stable_batch(problem, result.winner, work),
+    )
+
+
+def _search(problem: PlanningProblem, degrees: Collection[Degree] | None = None) -> SearchResult:
     config, target = problem.config, problem.target
-    result = search(
+    count = config.parallel.microbatches
+    return search(
         problem.model.spec,
         problem.costs,
         target.cluster,
@@ -119,18 +142,27 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
         problem.global_batch,
         _scorer(problem),
         mode=Mode(config.plan.mode),
-        microbatch_sizes=config.plan.microbatch_sizes,
+        microbatch_sizes=config.plan.microbatch_sizes if count is None else _sizes_for_count(problem, count),
         rules=target.rules,
         finalists=config.plan.finalists,
+        degrees=degrees,
+        num_microbatches=count,
     )
-    work = _work(problem)
-    return PlannedRun(
-        problem=problem,
-        result=result,
-        typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
-        work=work,
-        stable=_stable_batch(problem, result.winner, work),
-    )
+
+
+def _sizes_for_count(problem: PlanningProblem, count: int) -> list[int]:
+    """Samples per microbatch with which a pipeline can have `count` of them. Raises BatchError."""
+    batch = problem.global_batch
+    shares = [count * pipelines for pipelines in range(1, problem.target.cluster.num_devices + 1)]
+    sizes = sorted({batch // share for share in shares if batch % share == 0})
+    if not sizes:
+        nearest = tuple(near for near in (batch // count * count, (batch // count + 1) * count) if near)
+        raise BatchError(
+            f"train.global_batch_size {batch} does not divide into parallel.microbatches {count}; batches of "
+            f"{' and '.join(map(str, nearest))} do",
+            nearest,
+        )
+    return sizes
 
 
 def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None) -> PlannedRun:
@@ -162,7 +194,8 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
         lower_bound=0.0,
     )
     work = _work(problem)
-    return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
+    trained = None if planned_only(plan) else ranked
+    return PlannedRun(problem, result, trained, typical_step(problem, plan, best).timeline, work, None)
 
 
 def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> plan_scorer.Step:
@@ -184,6 +217,7 @@ def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int)
         problem.policy,
         problem.target.rules,
         problem.config.seed,
+        _families(problem),
     )
 
 
@@ -204,49 +238,45 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
     )
 
 
-def compare_schedules(
-    problem: PlanningProblem, plan: Plan, num_microbatches: int
-) -> dict[str, tuple[float, float]]:
-    """Seconds (without gradient sync) and bytes on the fullest rank by schedule family, for the first simulated global
-    batch. A family that cannot run this plan is left out."""
-    spec, target = problem.model.spec, problem.target
-    table = stage_costs(plan, spec, problem.costs, target.rules)
-    samples = problem.samples.first(problem.global_batch)
-    assignment = assign(
-        plan,
-        plan_scorer.sample_seconds(plan, table, samples),
-        num_microbatches,
-        problem.policy,
-        problem.config.seed,
-        anchor=problem.model.anchor,
-    )
-    trainability = trainability_of(plan, spec.trainable)
+def compare_schedules(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> dict[str, PlanScore]:
+    """The score of the plan under each schedule family. A family that cannot run it is left out."""
     found = {}
-    for name, family in FAMILIES.items():
+    for name in FAMILIES:
         try:
-            schedule = family(plan, assignment, trainability)
+            found[name] = _scorer(problem, name)(plan, num_microbatches)
         except ValueError:
             continue
-        timeline = predict(
-            plan,
-            assignment,
-            schedule,
-            table,
-            samples.tokens,
-            target.cluster,
-            squares=samples.squares,
-            dense=samples.dense,
-        )
-        peak = timeline.peak_bytes
-        found[name] = timeline.seconds, float(peak.max()) if peak is not None else 0.0
     return found
+
+
+def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
+    """The schedule families that a search of this problem tries."""
+    return tuple(_families(problem))
+
+
+def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanScore | None:
+    """The score of the plan if activations are kept; None where none are recomputed."""
+    units = problem.model.spec.units
+    if not any(unit.recompute for unit in units):
+        return None
+    spec = ModelSpec(tuple(replace(unit, recompute=False) for unit in units))
+    kept = replace(problem, model=replace(problem.model, spec=spec))
+    return _scorer(kept, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
+
+
+def _families(problem: PlanningProblem) -> Mapping[str, plan_scorer.Family]:
+    """The schedule families that a search tries: the one that the config names, or those that trade speed for memory
+    without splitting backwards."""
+    named = problem.config.parallel.schedule
+    return plan_scorer.TRIED if named is None else {named: FAMILIES[named]}
 
 
 def _work(problem: PlanningProblem) -> NDArray[np.float64]:
     return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
 
 
-def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
+def _scorer(problem: PlanningProblem, schedule: str | None = None) -> Callable[[Plan, int], PlanScore]:
+    """Scores under `schedule`, else the best that a search of this problem tries."""
     return plan_scorer.plan_scorer(
         problem.model.spec,
         problem.costs,
@@ -256,6 +286,7 @@ def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
         problem.policy,
         problem.target.rules,
         problem.config.seed,
+        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
     )
 
 

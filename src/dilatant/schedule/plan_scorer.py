@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +24,15 @@ from dilatant.schedule.families import eager, half_eager, one_f_one_b
 from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
+from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.simulate import edge_lag, run, step_seconds
 from dilatant.schedule.timeline import Timeline
-from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.trainability import Trainability, trainability_of
 
-TRIED = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+Family = Callable[[Plan, Assignment, Trainability], Schedule]
+"""A schedule family, as in `schedule.FAMILIES`."""
+
+TRIED: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 """The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
 
 FRUGAL = "1f1b"
@@ -43,15 +47,19 @@ def plan_scorer(
     policy: Policy = "balanced",
     rules: ParameterBytes = BF16,
     seed: int = 0,
+    families: Mapping[str, Family] = TRIED,
 ) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
-    `workload` holds a whole number of global batches (`Workload.batches`), one step each. Raises PlanError if not.
+    `workload` holds a whole number of global batches (`Workload.batches`), one step each. families: as in `best_steps`.
+    Raises PlanError if not.
     """
     parts = workload.steps(global_batch)
 
     def score(plan: Plan, num_microbatches: int) -> PlanScore:
-        steps = simulated_steps(plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed)
+        steps = simulated_steps(
+            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, families
+        )
         return _mean(steps, global_batch)
 
     return score
@@ -67,16 +75,17 @@ def simulated_steps(
     policy: Policy = "balanced",
     rules: ParameterBytes = BF16,
     seed: int = 0,
+    families: Mapping[str, Family] = TRIED,
 ) -> list[Step]:
     """One step for every global batch."""
     table = stage_costs(plan, model, costs, rules)
     sync = sync_seconds(plan, model, cluster, rules)
-    return best_steps(plan, model, table, batches, cluster, num_microbatches, sync, policy, seed)
+    return best_steps(plan, model, table, batches, cluster, num_microbatches, sync, policy, seed, families)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `TRIED`."""
+    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `schedule.FAMILIES`."""
 
     timeline: Timeline
     seconds: float
@@ -104,11 +113,12 @@ def best_steps(
     sync: dict[int, float],
     policy: Policy = "balanced",
     seed: int = 0,
+    families: Mapping[str, Family] = TRIED,
 ) -> list[Step]:
-    """One step for every batch, all of one family: the quickest in `TRIED`, on average, that stays in memory in each of
-    them; the most frugal if none does."""
+    """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
+    of them; the most frugal if none does. Raises ValueError for a family that cannot run this plan."""
     trainability = trainability_of(plan, model.trainable)
-    timed: dict[str, list[_TimedGraph]] = {name: [] for name in TRIED}
+    timed: dict[str, list[_TimedGraph]] = {name: [] for name in families}
     for batch in batches:
         assignment = assign(
             plan,
@@ -118,11 +128,11 @@ def best_steps(
             seed,
             anchor=roles_of(model).language,
         )
-        for name, family in TRIED.items():
+        for name, family in families.items():
             graph = build(plan, assignment, family(plan, assignment, trainability))
             timed[name].append(_timed(graph, costs, batch, cluster))
     # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
-    for name in sorted(TRIED, key=lambda name: sum(one.seconds for one in timed[name])):
+    for name in sorted(families, key=lambda name: sum(one.seconds for one in timed[name])):
         steps: list[Step] = []
         for one in timed[name]:
             step = _step(one, sync, name)
@@ -132,7 +142,8 @@ def best_steps(
             steps.append(step)
         else:
             return steps
-    return [_step(one, sync, FRUGAL) for one in timed[FRUGAL]]
+    frugal = FRUGAL if FRUGAL in timed else next(iter(timed))
+    return [_step(one, sync, frugal) for one in timed[frugal]]
 
 
 def _timed(graph: ScheduleGraph, costs: StageCosts, batch: Workload, cluster: Cluster) -> _TimedGraph:

@@ -101,7 +101,7 @@ def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
         planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
-    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), split_layers=False)
+    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
     problems += _too_few_devices(planned.plan)
     if problems:
         raise list_problems("this plan cannot train:", problems)
