@@ -26,7 +26,6 @@ from dilatant.plan import (
     validate,
 )
 from dilatant.plan.depth import path_depths
-from dilatant.plan.runnable import TRAINED_DEGREES
 from dilatant.plan.stage_costs import polynomial, stage_costs
 from model_cases import cluster, cost_model, model, unit
 from oracles.search import best_step, layer_seconds
@@ -329,18 +328,6 @@ def test_devices_that_no_shape_can_use_are_reported_idle():
     wide = cost_model({"vision": 1.0, "language": 1.0}, degrees=((2, 1),))
     found = find(VLM, wide, TOKENS, 5, 8)
     assert found.winner.idle_devices == 1
-
-
-def test_only_what_trains_is_searched_where_that_is_asked_for():
-    machine = cluster(1, 4)
-    workload = Workload({name: np.full(8, float(count)) for name, count in TOKENS.items()})
-    wide = cost_model({"vision": 1.0, "language": 1.0}, degrees=((1, 1), (2, 1)))
-    scorer = closed_form(VLM, wide, TOKENS, 8)
-    every = search(VLM, wide, machine, workload, 8, scorer, rules=RULES)
-    found = search(VLM, wide, machine, workload, 8, scorer, rules=RULES, degrees=TRAINED_DEGREES)
-    assert found.candidates < every.candidates
-    for one in (found.winner, *found.runners_up):
-        validate(one.plan, VLM, machine, to_train=True)
 
 
 def test_a_number_of_microbatches_that_is_asked_for_is_kept():

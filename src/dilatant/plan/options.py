@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,7 +81,6 @@ class OptionTable:
         capacity_bytes: float,
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
-        degrees: Collection[tuple[int, int]] | None = None,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -89,13 +88,12 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
-        self._degrees = degrees
         self._tables: dict[tuple[str, int, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float], Layers] = {}
         self._options: dict[tuple[object, ...], Option] = {}
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The allowed (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
+        """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
         shared: set[tuple[int, int]] | None = None
         for unit in units:
             for kind in {layer.kind for layer in self._model.unit(unit).layers}:
@@ -105,13 +103,7 @@ class OptionTable:
             for unit in units:
                 for layer in self._model.unit(unit).layers:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
-        return tuple(
-            sorted(
-                (tp, cp)
-                for tp, cp in shared or ()
-                if tp <= self._node and (self._degrees is None or (tp, cp) in self._degrees)
-            )
-        )
+        return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self._node))
 
     def layers(self, unit: str, tp: int, cp: int, samples: float) -> Layers:
         """The arrays of one unit for the mean microbatch of `samples` samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -81,15 +81,14 @@ def search(
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     rules: ParameterBytes = BF16,
     finalists: int = 24,
-    degrees: Collection[tuple[int, int]] | None = None,
     num_microbatches: int | None = None,
 ) -> SearchResult:
     """The plan with the fastest simulated step among all that use every device.
 
     Enumerated: the number of pipelines, samples per microbatch, for every unit tensor and context degree (those with
     costs) and number of stages, and where encoders run (`EncoderPosition`); `mode` restricts this to what a published
-    system would consider, `degrees` to some (tp, cp), `num_microbatches` to plans with that many. Stages are cut aware
-    of freezing, and under memory where the free cut does not fit. In the order of their closed-form estimate,
+    system would consider, `num_microbatches` to plans with that many. Stages are cut aware of freezing, and under
+    memory where the free cut does not fit. In the order of their closed-form estimate,
     candidates become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted
     memory or no other can be faster. When no shape uses all devices exactly, the largest usable number is taken and the
     rest reported as idle.
@@ -102,7 +101,7 @@ def search(
     started = time.perf_counter()
     roles = roles_of(model)
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    limits = cluster.gpus_per_node, rules, degrees
+    limits = cluster.gpus_per_node, rules
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     check_devices(table, roles, cluster, mode)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)

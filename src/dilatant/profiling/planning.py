@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config import Config
-from dilatant.cost.model import CostModel, Degree
+from dilatant.config import Config, UserError
+from dilatant.cost.model import CostModel
 from dilatant.data.sizes import Progress
 from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
@@ -117,8 +117,8 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
     trained: RankedPlan | None = result.winner
     if planned_only(result.winner.plan):
         try:
-            trained = _search(problem, TRAINED_DEGREES).winner
-        except PlanError:
+            trained = _search(as_trained(problem)).winner
+        except UserError:
             trained = None
     work = _work(problem)
     return PlannedRun(
@@ -131,7 +131,22 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
     )
 
 
-def _search(problem: PlanningProblem, degrees: Collection[Degree] | None = None) -> SearchResult:
+def as_trained(problem: PlanningProblem) -> PlanningProblem:
+    """The problem with the degrees only that this version trains. Raises UserError where layers have no such costs."""
+    layers = {
+        kind: {degree: cost for degree, cost in known.items() if degree in TRAINED_DEGREES}
+        for kind, known in problem.costs.layers.items()
+    }
+    lacking = [kind for kind, known in layers.items() if not known]
+    if lacking:
+        raise UserError(
+            f"the costs have no tp = cp = 1, which alone this version trains, of {', '.join(lacking)}; profile with "
+            "--tp 1 --cp 1"
+        )
+    return replace(problem, costs=replace(problem.costs, layers=layers))
+
+
+def _search(problem: PlanningProblem) -> SearchResult:
     config, target = problem.config, problem.target
     count = config.parallel.microbatches
     return search(
@@ -145,7 +160,6 @@ def _search(problem: PlanningProblem, degrees: Collection[Degree] | None = None)
         microbatch_sizes=config.plan.microbatch_sizes if count is None else _sizes_for_count(problem, count),
         rules=target.rules,
         finalists=config.plan.finalists,
-        degrees=degrees,
         num_microbatches=count,
     )
 

@@ -22,12 +22,17 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
-def prepare(config: Config, planned: TrainingPlan | None = None) -> Prepared:
-    """Data, model and plan of a run. Raises UserError that names the key or the sample."""
+def prepare(
+    config: Config, planned: TrainingPlan | None = None, made: TrainingPlan | None = None
+) -> Prepared:
+    """Data, model and plan of a run. Raises UserError that names the key or the sample.
+
+    planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         samples = assemble_samples(config)
         model = assemble_model(config, samples, hollow=True)
-        planned = planned or plan_from_config(config, model)
+        planned = planned or plan_from_config(config, model, made)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(samples, model, planned, tuple(said))
