@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,7 +101,7 @@ def planning_problem(
 ) -> PlanningProblem:
     """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision)
-    _microbatch_sizes(config)  # before anything is measured
+    _searched_sizes(config, target)  # before anything is measured
     model = describe_model(
         skeleton(config, len(samples.tokenizer)), recompute=config.train.gradient_checkpointing
     )
@@ -148,7 +148,6 @@ def as_trained(problem: PlanningProblem) -> PlanningProblem:
 
 def _search(problem: PlanningProblem) -> SearchResult:
     config, target = problem.config, problem.target
-    count = config.parallel.microbatches
     return search(
         problem.model.spec,
         problem.costs,
@@ -157,17 +156,24 @@ def _search(problem: PlanningProblem) -> SearchResult:
         problem.global_batch,
         _scorer(problem),
         mode=Mode(config.plan.mode),
-        microbatch_sizes=config.plan.microbatch_sizes if count is None else _sizes_for_count(problem, count),
+        microbatch_sizes=_searched_sizes(config, target),
         rules=target.rules,
         finalists=config.plan.finalists,
-        num_microbatches=count,
+        num_microbatches=config.parallel.microbatches,
     )
 
 
-def _sizes_for_count(problem: PlanningProblem, count: int) -> list[int]:
-    """Samples per microbatch with which a pipeline can have `count` of them. Raises BatchError."""
-    batch = problem.global_batch
-    shares = [count * pipelines for pipelines in range(1, problem.target.cluster.num_devices + 1)]
+def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
+    """Samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
+    count = config.parallel.microbatches
+    if count is None:
+        return _microbatch_sizes(config)
+    return _sizes_for_count(config.train.global_batch_size, count, target.cluster.num_devices)
+
+
+def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
+    """Samples per microbatch with which pipelines on some of the devices have `count` each. Raises BatchError."""
+    shares = [count * pipelines for pipelines in range(1, devices + 1)]
     sizes = sorted({batch // share for share in shares if batch % share == 0})
     if not sizes:
         nearest = tuple(near for near in (batch // count * count, (batch // count + 1) * count) if near)

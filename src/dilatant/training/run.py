@@ -22,6 +22,7 @@ from dilatant.models.freeze import audit
 from dilatant.models.materialize import allocate
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
+from dilatant.report.wording import counted
 from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.training.checkpoint import load, newest_valid
 from dilatant.training.export import export_model
@@ -221,8 +222,8 @@ def _describe(console: Console, prepared: Prepared) -> None:
         seconds = planned.predicted_seconds
         predicted = "" if seconds is None else f"; a step is planned to take {seconds:.3g} s"
         console.print(
-            f"{len(planned.plan.ranks)} ranks, {planned.num_microbatches} microbatches, schedule {planned.schedule}, "
-            f"samples placed by {planned.assignment}{predicted}",
+            f"{len(planned.plan.ranks)} ranks, {counted(planned.num_microbatches, 'microbatch')}, "
+            f"schedule {planned.schedule}, samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )
     console.print()
