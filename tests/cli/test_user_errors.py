@@ -57,7 +57,7 @@ def test_a_file_to_write_into_no_folder(project: Path, dilatant: Dilatant, verb:
 
 @pytest.mark.parametrize(
     ("layout", "says"),
-    [("null", "has no 'parallel' section"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
+    [("single", "parallel: single asks for one"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
 )
 def test_a_launcher_that_started_another_number_of_processes(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch, layout: str, says: str

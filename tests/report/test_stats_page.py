@@ -31,14 +31,14 @@ def made_report(**changes) -> StatsReport:
         ("language", "vision", "audio"), tokens, language // 2, np.zeros(80, int), {3: f"sample-3: {HOSTILE}"}
     )
     stats = describe(index, (Source("first", 30), Source(HOSTILE, 50, 2.0)), max_length=85)
-    units = {"language": 0.31, "vision": 0.4, "audio": 0.0}
+    waits = {"language": 0.31, "vision": 0.4, "audio": 0.0}
     report = StatsReport(
         "Training data of <mine>",
         stats,
         32,
         (
-            BatchBalance(4, "random", units, 0.421),
-            BatchBalance(4, "balanced", dict.fromkeys(units, 0.01), 0.017),
+            BatchBalance(4, "random", waits, 0.421),
+            BatchBalance(4, "balanced", dict.fromkeys(waits, 0.01), 0.017),
         ),
         (
             Example(

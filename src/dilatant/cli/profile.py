@@ -92,7 +92,7 @@ def profile(
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
-            degrees = planned_degrees(plan, (1,))
+            degrees = planned_degrees(plan)
             costs = measure_layers(
                 model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
             )

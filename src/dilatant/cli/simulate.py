@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dilatant.cli.options import AsJson, Overrides, read_config
-from dilatant.cli.plan import Page, open_problem, plan_report, show_places
+from dilatant.cli.plan import Page, open_problem, show_places
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dilatant.config import Config
     from dilatant.plan.plan import Plan
+    from dilatant.plan.score import PlanScore
     from dilatant.profiling.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
     from dilatant.report.step_comparison import Prediction
@@ -174,6 +175,7 @@ def _show(
 ) -> None:
     from dilatant.profiling.planning import compare_schedules, simulated_steps
     from dilatant.report.plan_table import print_plan
+    from dilatant.training.planned_run import plan_report
 
     winner = planned.result.winner
     report = replace(
@@ -196,7 +198,8 @@ def _show(
             "num_microbatches": winner.num_microbatches,
             "step_seconds": [step.seconds for step in steps],
             "schedules": {
-                name: {"seconds": seconds, "peak_bytes": peak} for name, (seconds, peak) in schedules.items()
+                name: {"seconds": score.seconds, "peak_bytes": max(score.peak_bytes, default=0.0)}
+                for name, score in schedules.items()
             },
         }
         print(json.dumps(facts))
@@ -252,7 +255,7 @@ def _write_pages(
 
 def _print_steps(
     steps: list[float],
-    schedules: dict[str, tuple[float, float]],
+    schedules: dict[str, PlanScore],
     problem: PlanningProblem,
     console: Console,
 ) -> None:
@@ -266,10 +269,11 @@ def _print_steps(
         f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
         f"{count_text(problem.global_batch / mean)} samples per second",
     )
-    figures = ("a step computes for", "fullest rank", "of its memory")
+    figures = ("a step", "fullest rank", "of its memory")
     table = plain_table(("schedule", *figures), right=figures, whole=("schedule", *figures))
     capacity = problem.target.cluster.bytes_per_device
-    for name, (seconds, peak) in sorted(schedules.items(), key=lambda item: item[1]):
+    for name, score in sorted(schedules.items(), key=lambda item: item[1].seconds):
+        seconds, peak = score.seconds, max(score.peak_bytes, default=0.0)
         style = "red" if peak > capacity else None
         table.add_row(
             name,

@@ -42,7 +42,7 @@ def train(
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, show how it ended, and return the exit code. Raises UserError."""
     began = time.monotonic()
-    if config.parallel is not None:
+    if config.parallel.is_laid_out or config.parallel.auto:
         from dilatant.comm.fork_server import warm_up
         from dilatant.config.environment import place_from
 
@@ -110,6 +110,8 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
             for place, what in places.items()
             if "timeline" not in place and "simulate" not in place
         }
+    if (result.folder / "plan" / "plan.html").is_file():
+        places = {f"{path}/plan/plan.html": "what was planned, and why", **places}
     for place, what in places.items():
         console.print(f"  {place}  ", end="", highlight=False, soft_wrap=True, markup=False)
         console.print(what, style="dim", highlight=False, soft_wrap=True)

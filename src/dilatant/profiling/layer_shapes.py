@@ -11,7 +11,6 @@ from torch import nn
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.encoder import EncoderUnit
 from dilatant.profiling.describe_model import (
-    BLOCK,
     CONNECTOR,
     EMBEDDING,
     ENCODER,
@@ -41,15 +40,6 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
                 raise
             shapes[entry.kind] = _plain_shape(entry)
     return shapes
-
-
-def tensor_degrees(model: ModelDescription, most: int) -> tuple[int, ...]:
-    """The powers of two up to `most` that divide the heads of all attention layers."""
-    heads = [count for entry in model.types if entry.role == BLOCK for count in _heads(entry)[:2]]
-    degrees = [1]
-    while 2 * degrees[-1] <= most and all(count % (2 * degrees[-1]) == 0 for count in heads):
-        degrees.append(2 * degrees[-1])
-    return tuple(degrees)
 
 
 def _shape(entry: LayerType) -> LayerShape:

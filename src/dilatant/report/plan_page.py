@@ -88,12 +88,14 @@ def _tiles(report: PlanReport) -> list[dict[str, str]]:
         fullest = max(use.fraction for use in report.memory)
         tone = "bad" if fullest > 1.0 else ""
         tiles.append((percent_text(fullest), "of memory on the fullest device", tone))
+    if report.planned_only:
+        tiles.append(("planned only", f"{report.planned_only}: not trained yet", "bad"))
     if report.proven:
-        tiles.append(("proven", "no faster plan is allowed", "good"))
+        tiles.append(("proven", "the fastest of what was searched", "good"))
     elif report.lower_bound_seconds:
         gap = max(report.step_seconds / report.lower_bound_seconds - 1.0, 0.0)
         if gap <= 1.0:  # a looser bound tells nothing
-            tiles.append((f"≤ {percent_text(gap)}", "above the best possible", ""))
+            tiles.append((f"≤ {percent_text(gap)}", "above the best that was searched", ""))
     return [{"value": value, "label": label, "tone": tone} for value, label, tone in tiles]
 
 

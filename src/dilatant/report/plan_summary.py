@@ -55,7 +55,13 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
 
 
 def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
-    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
+    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss; and whether it
+    is planned only."""
+    only = f"Planned only: {candidate.planned_only}." if candidate.planned_only else ""
+    return f"{_difference(candidate, chosen)} {only}".rstrip()
+
+
+def _difference(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
     if candidate.why:
         return candidate.why
     if candidate.chosen:
@@ -114,18 +120,19 @@ def _data(report: PlanReport) -> list[str]:
 
 def _optimality(report: PlanReport) -> list[str]:
     bound = report.lower_bound_seconds
+    searched = f" ({report.searched})" if report.searched else ""
     if report.proven:
-        return ["The search was exhaustive: no plan that was allowed is faster in this model of costs."]
+        return [f"Of what was searched{searched}, no plan is faster in this model of costs."]
     if bound is None or bound <= 0.0:
         return []
     gap = max(report.step_seconds / bound - 1.0, 0.0)
     if gap > 1.0:
         return [
-            f"No plan for these devices can take less than {seconds_text(bound)}; that bound is too loose to tell how "
-            "good this one is."
+            f"No plan of those searched{searched} can take less than {seconds_text(bound)}; that bound is too loose to "
+            "tell how good this one is."
         ]
     return [
-        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within "
+        f"No plan of those searched{searched} can take less than {seconds_text(bound)}; this one is within "
         f"{percent_text(gap)} of that."
     ]
 

@@ -259,6 +259,11 @@ class Runtime:
         rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
 
+    @property
+    def last_step(self) -> PreparedStep | None:
+        """The step that was executed last; None before the first."""
+        return self._last
+
     def measured_step(self) -> MeasuredStep | None:
         """The last step that the runtime planned itself, as all ranks ran it; None before the first; called by all."""
         if self._last is None:

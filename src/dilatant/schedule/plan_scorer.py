@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,12 +21,13 @@ from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.families import eager, half_eager, one_f_one_b
 from dilatant.schedule.graph import build
+from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
-TRIED = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+TRIED: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 """The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
 
 FRUGAL = "1f1b"
@@ -42,17 +43,18 @@ def plan_scorer(
     rules: ParameterBytes = BF16,
     seed: int = 0,
     row_tokens: int | None = None,
+    families: Mapping[str, Family] = TRIED,
 ) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
     `workload` holds a whole number of global batches (`Workload.batches`), one step each. `row_tokens`: as in
-    `Microbatching`. Raises PlanError if not.
+    `Microbatching`. families: as in `best_steps`. Raises PlanError if not.
     """
     parts = workload.steps(global_batch)
 
     def score(plan: Plan, num_microbatches: int) -> PlanScore:
         steps = simulated_steps(
-            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, row_tokens
+            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, row_tokens, families
         )
         return _mean(steps, global_batch)
 
@@ -70,6 +72,7 @@ def simulated_steps(
     rules: ParameterBytes = BF16,
     seed: int = 0,
     row_tokens: int | None = None,
+    families: Mapping[str, Family] = TRIED,
 ) -> list[Step]:
     """One step for every global batch."""
     return best_steps(
@@ -79,6 +82,7 @@ def simulated_steps(
         batches,
         cluster.bytes_per_device,
         Microbatching(num_microbatches, policy=policy, seed=seed, row_tokens=row_tokens),
+        families,
     )
 
 
@@ -108,7 +112,7 @@ def origin_text(costs: CostModel) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `TRIED`."""
+    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `schedule.FAMILIES`."""
 
     timeline: Timeline
     seconds: float
@@ -122,14 +126,16 @@ def best_steps(
     batches: Sequence[Workload],
     bytes_per_device: float,
     how: Microbatching,
+    families: Mapping[str, Family] = TRIED,
 ) -> list[Step]:
-    """One step for every batch, all of one family: the quickest in `TRIED`, on average, that stays in memory in each of
-    them; the most frugal if none does. `how` says the rest: its own family is not looked at."""
+    """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
+    of them; the most frugal if none does. `how` says the rest: its own family is not looked at. Raises ValueError for a
+    family that cannot run this plan."""
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
 
     def timed(name: str, how: Microbatching) -> list[TimedStep]:
-        family, found = TRIED[name], []
+        family, found = families[name], []
         for batch in batches:
             assignment = assign_step(plan, costs, batch, replace(how, family=family), anchor)
             graph = build(plan, assignment, family(plan, assignment, trainability))
@@ -139,11 +145,11 @@ def best_steps(
     # A search of samples for every family would take the most time by far: which one to search for is told by samples
     # placed by the quick policy.
     searches = how.policy in DEPENDS_ON_FAMILY
-    quick = {name: timed(name, replace(how, policy="balanced") if searches else how) for name in TRIED}
+    quick = {name: timed(name, replace(how, policy="balanced") if searches else how) for name in families}
     # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
     steps: list[Step] = []
-    by_speed = sorted(TRIED, key=lambda name: sum(one.seconds for one in quick[name]))
-    for name in (*by_speed, FRUGAL):
+    by_speed = sorted(families, key=lambda name: sum(one.seconds for one in quick[name]))
+    for name in (*by_speed, FRUGAL if FRUGAL in families else by_speed[0]):
         steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
         if all(_peak(step) <= bytes_per_device for step in steps):
             break

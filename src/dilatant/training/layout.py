@@ -93,25 +93,29 @@ class TrainingPlan:
         )
 
 
-def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
+def plan_from_config(
+    config: Config, model: MultimodalModel, made: TrainingPlan | None = None
+) -> TrainingPlan:
     """The plan that the config asks for, proven to be one that can train `model`; the model may be on the meta device.
 
-    Without a `parallel` section it is a plan of one rank. Of a plan file all is taken that the config does not say
-    otherwise. Raises UserError that lists every problem.
+    Where it names none, that is `made`, or without it a plan of one rank. Of a plan file, and of `made`, all is taken
+    that the config does not say otherwise. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     graph, parallel = model.graph, config.parallel
-    if parallel is None:
+    if made is None and not parallel.is_laid_out:
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
         return TrainingPlan(plan, 1, "serial", ASSIGNMENT)
-    if parallel.plan is None:
+    if made is not None:
+        planned = made
+    elif parallel.plan is None:
         specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
         plan = plan_from_specs(layers, specs, graph.feeds, parallel.colocated)
         planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
-    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), split_layers=False)
+    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
     problems += _too_few_devices(planned.plan)
     if problems:
         raise list_problems("this plan cannot train:", problems)

@@ -26,17 +26,23 @@ class Prepared:
 
 
 def prepare(
-    config: Config, planned: TrainingPlan | None = None, progress: Progress = lambda done, total: None
+    config: Config,
+    planned: TrainingPlan | None = None,
+    made: TrainingPlan | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Prepared:
-    """Data with their sizes, model and plan of a run. progress: of samples that must be measured first. Raises
-    UserError that names the key or the sample."""
+    """Data with their sizes, model and plan of a run. Raises UserError that names the key or the sample.
+
+    planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
+    progress: of samples that must be measured first.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
         refuse_random_depth(model.units.values())
         if planned is None:
-            planned = plan_from_config(config, model)
+            planned = plan_from_config(config, model, made)
             planned = replace(planned, costs=costs_of_run(config, model, planned.plan, planned.costs))
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(samples, model, planned, tuple(said))

@@ -14,11 +14,15 @@ from rich.console import Console
 
 from dilatant.comm.launch import Worker
 from dilatant.config import Config
+from dilatant.profiling.assemble import Samples
+from dilatant.profiling.describe_data import describe_data
 from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
 from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.stats_page import write_stats_page
+from dilatant.report.step_comparison import Prediction
 from dilatant.report.step_page import write_step_page
 from dilatant.training.evaluation import Evaluation
 from dilatant.training.layout import TrainingPlan
@@ -81,6 +85,7 @@ def train_rank(
                 shutil.rmtree(folder.checkpoints, ignore_errors=True)
             folder.write_config(config.to_yaml())
             folder.write_text("plan.json", plan_json)
+            _show_data(config, prepared.samples, folder)
         with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
             training_began = time.monotonic()
             with StopSignal() as stop:
@@ -125,6 +130,16 @@ def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: St
     return trainer.run(observer.stepped, lambda: stop.received, after_step)
 
 
+def _show_data(config: Config, samples: Samples, folder: RunFolder) -> None:
+    """Write what the data are like, where their sizes are known."""
+    if samples.train_sizes is not None:
+        title = f"{folder.path.name}: the training data"
+        write_stats_page(
+            folder.path / "data.html", describe_data(config, samples, samples.train_sizes, title)
+        )
+        link_pages(folder.path)
+
+
 def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
     ranks, of which the first writes."""
@@ -133,7 +148,15 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
         return ""
     plan = trainer.runtime.plan
     write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
-    write_step_page(folder.path / "timeline.html", step.actions, plan, f"{folder.path.name}: the last step")
+    planned = trainer.runtime.last_step
+    predicted = None if planned is None else planned.predicted_timeline()
+    write_step_page(
+        folder.path / "timeline.html",
+        step.actions,
+        plan,
+        f"{folder.path.name}: the last step",
+        None if planned is None or predicted is None else Prediction(predicted, planned.origin),
+    )
     folder.write_text("step.json", step.to_json() + "\n")
     link_pages(folder.path)
     return by_lane(measured_chart(step.actions, plan), plan)
