@@ -233,7 +233,7 @@ def test_what_is_forgotten_is_not_given_and_may_be_asked_for_again(pool) -> None
     while source._charged and time.monotonic() < deadline:  # of those that were in hand
         time.sleep(0.02)
     assert source._charged == 0
-    assert source._arena._free == [(0, source._arena.nbytes)]
+    assert [end for _, end in source._arena._free] == [source._arena.nbytes]
 
 
 def test_a_sample_that_hangs_in_c_code_is_refused_and_the_others_come(pool) -> None:
@@ -456,13 +456,15 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     owner, join_pool = pool(Numbered(), workers=1)
     pids = owner.pids
     ask = Ask(0, "train", 0, 0, [], 0, 8)
-    hello = framed(Hello(1 << 12))
+    hello = framed(Hello(1 << 12, 0))
     with tempfile.TemporaryFile() as empty:
         for message, descriptors in [
             (b"GET / HTTP/1.1\r\n\r\n", []),
             (framed(ask), []),  # without an arena
             (hello, []),  # without its memory
             (hello, [empty.fileno()]),  # which is too small
+            (framed(Hello(1 << 12, 1 << 12)), []),  # no room for its notes
+            (framed(Hello(1 << 12, -1)), []),
             (hello[:4] + b"\xff" * 40, []),
             (framed(ask)[:4] + b"\x00" * 80, []),
         ]:

@@ -18,15 +18,16 @@ def aligned(nbytes: int) -> int:
 class Arena:
     """`nbytes` of memory, of which only what was written takes room. Others get at it by its descriptor `fd`.
 
-    Slots lie as far to the front as there is room. Not safe for several threads.
+    The first `reserved` bytes belong to no slot; slots lie as far to the front as there is room. Not safe for several
+    threads.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(aligned(nbytes), mmap.PAGESIZE)
+    def __init__(self, nbytes: int, reserved: int = 0) -> None:
+        self.nbytes = max(aligned(nbytes), aligned(reserved), mmap.PAGESIZE)
         self.fd = _anonymous_file()
         os.ftruncate(self.fd, self.nbytes)
         self._memory = mmap.mmap(self.fd, self.nbytes)
-        self._free = [(0, self.nbytes)]  # (start, end), in order, never touching
+        self._free = [(aligned(reserved), self.nbytes)]  # (start, end), in order, never touching
         self._taken: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
@@ -50,7 +51,7 @@ class Arena:
         insort(self._free, (start, end))
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a slot; to be let go before `close`."""
+        """Some of its bytes; to be let go before `close`."""
         return memoryview(self._memory)[offset : offset + nbytes]
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ from dilatant.data.pool import Request, Waiting, add_once, not_asked
 from dilatant.data.pool_owner import REASON
 from dilatant.data.pool_wire import (
     MAX_FRAME_BYTES,
+    NOTE_BYTES,
     Ask,
-    Began,
     Encoded,
     Failed,
     Forget,
@@ -44,6 +44,7 @@ from dilatant.data.pool_wire import (
     ToRank,
     framed,
     opened,
+    read_note,
     to_rank,
 )
 from dilatant.data.sample import EncodedSample
@@ -79,17 +80,16 @@ def join(
 
 @dataclass(eq=False)
 class _Entry:
-    """A request on its way. slot: in the arena. charge: bytes of the budget. began: when a worker began it.
+    """A request on its way. ticket: of its last sending. slot: in the arena. charge: bytes of the budget.
 
     kills, late: workers that died at it, and times that it took too long. shunned: the place of the last of them.
     """
 
     request: Request
-    ticket: int
     name: str
+    ticket: int = -1
     slot: int | None = None
     charge: int = 0
-    began: float | None = None
     kills: int = 0
     late: int = 0
     shunned: int = -1
@@ -131,7 +131,8 @@ class PoolSource:
         self._folder = Path(address)
         self._budget = budget_bytes
         self._on_wait = on_wait
-        self._arena = Arena(budget_bytes)
+        notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
+        self._arena = Arena(notes + budget_bytes, notes)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._entries: dict[tuple[str, int], _Entry] = {}  # asked for and without an outcome
@@ -165,8 +166,7 @@ class PoolSource:
                     raise ValueError(
                         f"draw {request.draw} of {request.dataset!r} lies ready and was not taken"
                     )
-                entry = _Entry(request, self._next_ticket, request.name)
-                self._next_ticket += 1
+                entry = _Entry(request, request.name)
                 add_once(self._entries, request, entry)
                 self._queue.append(entry)
         self._poke()
@@ -181,13 +181,14 @@ class PoolSource:
                 if key in self._outcomes:
                     outcome, charge = self._outcomes.pop(key)
                     self._charged -= charge
+                    if self._queue:  # there is room for more
+                        self._poke()
                     break
                 waited = time.monotonic() - began
                 waiting = self._waiting(key, waited)
             if waiting is not None and waited >= REPORT_SECONDS * (reports + 1):
                 reports += 1
                 self._on_wait(waiting)
-        self._poke()
         if isinstance(outcome, WorkerError):
             raise outcome
         return outcome
@@ -230,10 +231,20 @@ class PoolSource:
 
     def _waiting(self, key: tuple[str, int], seconds: float) -> Waiting | None:
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or self._error is not None:
             return None
-        at = entry.link.shown if entry.link is not None and entry.began is not None else ""
-        return Waiting(entry.name, seconds, 1 + entry.kills + entry.late, at)
+        begun, _ = self._begun(entry.link) if entry.link is not None else (None, 0.0)
+        place = entry.link.shown if entry.link is not None and begun is entry else ""
+        return Waiting(entry.name, seconds, 1 + entry.kills + entry.late, place)
+
+    def _begun(self, link: _Link) -> tuple[_Entry | None, float]:
+        """The request of this rank that the worker is at, or was when it ended, and since when."""
+        with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
+            note = read_note(buffer)
+        entry = link.entries.get(note.ticket)
+        if entry is not None:
+            entry.name = note.sample or entry.name
+        return entry, note.since
 
     def _poke(self) -> None:
         with suppress(OSError):  # full, so it will wake anyway; or closed
@@ -296,7 +307,8 @@ class PoolSource:
             self._queue.popleft()
             link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
             entry.slot = self._arena.allocate(need)
-            entry.charge, entry.link, entry.began = need, link, None
+            entry.charge, entry.link, entry.ticket = need, link, self._next_ticket
+            self._next_ticket += 1
             self._charged += need
             if not link.entries:
                 link.heard = time.monotonic()
@@ -333,11 +345,6 @@ class PoolSource:
             for ticket in message.tickets:
                 if ticket in link.entries:
                     self._discharge(link.entries.pop(ticket))
-        elif isinstance(message, Began):
-            if message.ticket in link.entries:
-                entry = link.entries[message.ticket]
-                entry.began = entry.began or time.monotonic()
-                entry.name = message.sample or entry.name
         elif message.ticket in link.entries:
             self._finish(link.entries.pop(message.ticket), message)
 
@@ -377,7 +384,7 @@ class PoolSource:
         if entry.slot is not None and not keep_slot:
             self._arena.release(entry.slot)
         self._charged -= entry.charge
-        entry.slot, entry.charge, entry.link, entry.began = None, 0, None, None
+        entry.slot, entry.charge, entry.link = None, 0, None
 
     # Ends of workers.
 
@@ -392,7 +399,7 @@ class PoolSource:
             return
         link.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, link)
-        self._send(link, framed(Hello(self._arena.nbytes)), [self._arena.fd])
+        self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
 
     def _lose(self, link: _Link, is_late: bool = False) -> None:
         """The worker is gone: its place has, or will have, another one. is_late: it is given up."""
@@ -400,14 +407,14 @@ class PoolSource:
         self._selector.unregister(link.connection)
         link.connection.close()
         link.ungreeted += not link.pid
+        begun, _ = self._begun(link)
         pid, lost = link.pid, list(link.entries.values())
         link.entries.clear()
         for entry in reversed(lost):
-            had_begun = entry.began is not None
             self._discharge(entry, keep_slot=is_late)
             if entry.is_forgotten:
                 continue
-            if not had_begun:
+            if entry is not begun:
                 self._queue.appendleft(entry)
             elif is_late:
                 self._retry(entry, link, f"{link.shown} did not end", is_late=True)
@@ -454,8 +461,8 @@ class PoolSource:
         for link in self._links:
             if not link.entries or link.connection is None:
                 continue
-            began = [entry.began for entry in link.entries.values() if entry.began is not None]
-            at_sample = began and now - min(began) > link.decode_seconds + LATE_SECONDS
+            begun, since = self._begun(link)
+            at_sample = begun is not None and now - since > link.decode_seconds + LATE_SECONDS
             is_silent = now - link.heard > 2 * link.decode_seconds + LATE_SECONDS
             # What it says may lie unread, if this process stood still.
             if (at_sample or is_silent) and not select.select([link.connection], [], [], 0)[0]:

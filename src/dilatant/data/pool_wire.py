@@ -1,15 +1,15 @@
 """What a rank and a data worker tell each other: frames of MessagePack, and where the arrays of a sample lie.
 
 A rank sends Hello (with the descriptor of its arena), then Ask and Forget. A worker answers Hello with Greeting, each
-Ask with Began (twice: when it starts, and once the record is read) and one of Encoded, Refused and Failed, and Forget
-with the tickets that it will not answer. Nothing is unpickled.
+Ask with one of Encoded, Refused and Failed, and Forget with the tickets that it will not answer. What it is at it notes
+in the arena, where it can be read after its death. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,9 @@ from dilatant.data.sample import EncodedSample
 MAX_FRAME_BYTES = 1 << 31
 MAX_ASK_BYTES = 1 << 20
 IDS, LABELS = "ids", "labels"
+NOTE_BYTES = 512
 _LENGTH = struct.Struct(">I")
+_NOTE = struct.Struct("<qdH")
 
 
 class ProtocolError(ValueError):
@@ -30,7 +32,10 @@ class ProtocolError(ValueError):
 
 
 class Hello(Struct, tag="hello"):
+    """note: offset in the arena where the worker notes what it is at."""
+
     arena_bytes: int
+    note: int
 
 
 class Ask(Struct, tag="ask"):
@@ -64,11 +69,6 @@ class Greeting(Struct, tag="greeting"):
     pid: int
     decode_seconds: float
     deaths: list[Death]
-
-
-class Began(Struct, tag="began"):
-    ticket: int
-    sample: str = ""
 
 
 class Forgotten(Struct, tag="forgotten"):
@@ -114,7 +114,7 @@ class Failed(Struct, tag="failed"):
 
 
 ToWorker = Hello | Ask | Forget
-ToRank = Greeting | Began | Forgotten | Encoded | Refused | Failed
+ToRank = Greeting | Forgotten | Encoded | Refused | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_rank = msgspec.msgpack.Decoder(ToRank)
@@ -127,6 +127,26 @@ def framed(message: Struct) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
+
+
+class Note(NamedTuple):
+    """What a worker is at: ticket (-1 for none), since when by `time.monotonic`, and the sample once it is known."""
+
+    ticket: int
+    since: float
+    sample: str
+
+
+def write_note(buffer: memoryview, ticket: int, since: float, sample: str = "") -> None:
+    name = sample.encode("utf-8", "replace")[: NOTE_BYTES - _NOTE.size]
+    buffer[_NOTE.size : _NOTE.size + len(name)] = name
+    _NOTE.pack_into(buffer, 0, ticket + 1, since, len(name))
+
+
+def read_note(buffer: memoryview) -> Note:
+    ticket, since, length = _NOTE.unpack_from(buffer)
+    name = bytes(buffer[_NOTE.size : NOTE_BYTES][:length]).decode("utf-8", "replace")
+    return Note(ticket - 1, since, name)
 
 
 class Frames:

@@ -10,10 +10,10 @@ import shutil
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from msgspec import MsgspecError
@@ -25,8 +25,8 @@ from dilatant.data.errors import SampleError
 from dilatant.data.pool import Dataset, Request, make
 from dilatant.data.pool_wire import (
     MAX_ASK_BYTES,
+    NOTE_BYTES,
     Ask,
-    Began,
     Death,
     Encoded,
     Failed,
@@ -41,6 +41,7 @@ from dilatant.data.pool_wire import (
     lay_out,
     to_worker,
     write,
+    write_note,
 )
 from dilatant.data.sample import Sample
 from dilatant.data.workers import WorkerError
@@ -83,7 +84,14 @@ class _Rank:
         self.connection = connection
         self.frames = Frames(MAX_ASK_BYTES)
         self.arena: mmap.mmap | None = None
+        self.note = 0
         self.asked: deque[Ask] = deque()
+
+    def notes(self, ask: Ask, since: float, sample: str = "") -> None:
+        """Tell the rank what this process is at, also should it end by that."""
+        if self.arena is not None:
+            with memoryview(self.arena) as arena, arena[self.note : self.note + NOTE_BYTES] as note:
+                write_note(note, ask.ticket, since, sample)
 
     def close(self) -> None:
         self.connection.close()
@@ -153,7 +161,10 @@ class _Worker:
             for body in rank.frames.feed(data):
                 message = to_worker.decode(body)
                 if isinstance(message, Hello):
+                    if not 0 <= message.note <= message.arena_bytes - NOTE_BYTES:
+                        raise ProtocolError("a note outside the arena")
                     rank.arena = mmap.mmap(descriptors[0] if descriptors else -2, message.arena_bytes)
+                    rank.note = message.note
                     rank.connection.sendall(framed(Greeting(os.getpid(), self._decode_seconds, self._deaths)))
                 elif isinstance(message, Forget):
                     rank.connection.sendall(framed(Forgotten([ask.ticket for ask in rank.asked])))
@@ -169,12 +180,11 @@ class _Worker:
                 os.close(descriptor)
 
     def _answer(self, rank: _Rank) -> None:
-        ask = rank.asked.popleft()
-        rank.connection.sendall(framed(Began(ask.ticket)))
+        ask, since = rank.asked.popleft(), time.monotonic()
+        rank.notes(ask, since)
 
         def read(sample: Sample) -> None:
-            with suppress(OSError):  # found out with the answer
-                rank.connection.sendall(framed(Began(ask.ticket, sample.id)))
+            rank.notes(ask, since, sample.id)
 
         rank.connection.sendall(self._answered(ask, rank, read))
 
