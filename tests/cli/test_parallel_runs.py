@@ -75,6 +75,12 @@ def test_three_processes_have_the_losses_of_one_and_resume_under_any_layout(
     code, _, _ = dilatant("train", config, *layout(THREE))
     assert code == 0
     run = project / "run"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["predicted_seconds"] > 0 for step in steps)
+    assert all(step["drift"].keys() == {"vision", "language"} for step in steps)
+    assert json.loads((run / "plan.json").read_text())["step"]["costs"]["origin"].startswith(
+        "modelled for CPU"
+    )
     # fp32 sums in another order, which six optimizer steps amplify.
     assert losses(run) == pytest.approx(losses(project / "one"), rel=1e-4)
     assert json.loads((run / "timeline.json").read_text())["traceEvents"]

@@ -13,10 +13,15 @@ import yaml
 from test_user_errors import refused
 from tiny_project import Dilatant, write_images
 
+from dilatant.config import load_config
 from dilatant.cost.model import load_costs
 from dilatant.plan import Plan
+from dilatant.profiling.assemble import assemble_samples
+from dilatant.profiling.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.wording import percent_text
+from dilatant.schedule.measured import MeasuredStep
+from dilatant.training.layout import TrainingPlan
 
 H100 = ("--set", "cluster.hardware=H100")
 """Costs are then modelled, so nothing is measured and the same plan is found on any machine."""
@@ -183,6 +188,22 @@ def test_simulating_a_plan_gives_the_time_it_was_planned_with(project: Path, dil
     best = simulated(dilatant, project / "config.yaml", *settings)
     assert best["step_seconds"] == again["step_seconds"]
     assert {"1f1b", "zb-h1"} <= again["schedules"].keys()
+
+
+def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatant: Dilatant) -> None:
+    """The last step that the run's ranks measured, against the planner's of the same global batch."""
+    planned(dilatant, project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2")
+    plan = project / "run" / "plan" / "plan.json"
+    trained = ("--set", f"parallel={{plan: {plan}}}", "--set", "output_dir=trained", "--set", "train.steps=2")
+    code, _, err = dilatant("train", project / "config.yaml", *trained)
+    assert code == 0, err
+    config = load_config(project / "run" / "plan" / "config.yaml")
+    problem = planning_problem(config, assemble_samples(config))
+    found = TrainingPlan.from_json(plan.read_text())
+    expected = simulated_steps(problem, found.plan, found.num_microbatches)[1].timeline
+    step = MeasuredStep.from_json((project / "trained" / "step.json").read_text())
+    assert step.assignment == expected.assignment
+    assert step.schedule.to_json() == expected.schedule.to_json()
 
 
 def test_a_plan_is_timed_on_a_cluster_that_is_not_here(project: Path, dilatant: Dilatant) -> None:

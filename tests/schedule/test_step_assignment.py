@@ -145,6 +145,15 @@ def test_costs_survive_json_to_the_last_bit_and_belong_to_their_plan() -> None:
         StepCosts.from_document({**document, "stages": {**document["stages"], "seconds": seconds}}, given)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_without_samples_is_a_step_without_actions(policy: str) -> None:
+    """As where every sample of a batch is bad, and left out."""
+    given = plan(2)
+    nothing = costs_of(given).workload({"vision": np.empty(0), "language": np.empty(0)})
+    how = Microbatching(3, FAMILIES["1f1b"], policy, row_tokens=10)
+    assert seconds_of(given, costs_of(given), nothing, how, costs_of(given)) == (0.0, 0.0)
+
+
 def test_items_do_not_pay_for_each_others_squares() -> None:
     given = plan(1)
     costs = replace(costs_of(given), item_tokens={"vision": 16.0})

@@ -52,6 +52,9 @@ class PlanConfig(Section):
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
     """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
     as `parallel.plan` says, else `balanced`."""
+    correct_costs: bool = True
+    """Let what actions take in training correct the costs by which later steps are planned, on all ranks alike. Without
+    it, samples are placed the same in every run of a config."""
     finalists: int = Field(24, gt=0)
     """Candidates to simulate at most, the most promising first."""
 

@@ -181,7 +181,27 @@ def _random(problem: _Problem) -> NDArray[np.int64]:
     return slot_of
 
 
+EVEN = 0.002
+"""How far above its bound the largest microbatch may be without samples being swapped for it."""
+SWAPS_TRIED = 2_000_000
+
+
 def _balanced(problem: _Problem) -> NDArray[np.int64]:
+    """The greedy placement, and then swaps of samples until the largest microbatch of each unit is within `EVEN` of its
+    bound, or nothing helps: with a dozen samples in a microbatch the greedy alone leaves 5 %."""
+    from dilatant.schedule import assign_kernels as kernels
+
+    slot_of = _greedy(problem)
+    count, table = problem.num_microbatches, problem.seconds.T
+    if len(slot_of) and count > 1:
+        total = table.sum(axis=1)
+        share = np.ascontiguousarray(table * (count / np.where(total > 0, total, 1.0))[:, None])
+        limit = (1 + EVEN) * np.maximum(1.0, share.max(axis=1))
+        kernels.even_out(share, problem.weight, problem.capacity, slot_of, count, limit, SWAPS_TRIED)
+    return slot_of
+
+
+def _greedy(problem: _Problem) -> NDArray[np.int64]:
     """The greedy over all units at once (planning notes 2e): loads relative to each unit's mean microbatch, largest
     sample first, each to the microbatch whose largest relative load stays smallest."""
     from dilatant.schedule import assign_kernels as kernels

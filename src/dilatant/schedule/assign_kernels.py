@@ -84,6 +84,62 @@ def place_units(order, share, speed, weight, room, slot_of):
 
 
 @njit(cache=True, nogil=True)
+def even_out(share, weight, capacity, slot_of, num_slots, limit, pairs):
+    """Swap samples between slots, or move them, until no load of a unit is above `limit[unit]`, or nothing helps.
+
+    `share [units, samples]` as in `place_units`. The slot with the largest load over its limit gives the sample, or
+    changes it for one of another slot, that leaves the two slots lowest. At most `pairs` pairs are looked at.
+    """
+    num_units, num_samples = share.shape
+    load = np.zeros((num_slots, num_units))
+    filled = np.zeros(num_slots)
+    for sample in range(num_samples):
+        filled[slot_of[sample]] += weight[sample]
+        for unit in range(num_units):
+            load[slot_of[sample], unit] += share[unit, sample]
+    while pairs > 0:
+        worst, full = 1.0, -1
+        for slot in range(num_slots):
+            for unit in range(num_units):
+                if load[slot, unit] > worst * limit[unit]:
+                    worst, full = load[slot, unit] / limit[unit], slot
+        if full < 0:
+            return
+        best, gives, takes, other = worst, -1, -1, -1
+        for one in range(num_samples):
+            if slot_of[one] != full:
+                continue
+            pairs -= num_samples + num_slots
+            for partner in range(num_samples + num_slots):
+                back = partner if partner < num_samples else -1
+                slot = slot_of[back] if back >= 0 else partner - num_samples
+                if slot == full:
+                    continue
+                moved = weight[one] - (weight[back] if back >= 0 else 0.0)
+                if filled[slot] + moved > capacity or filled[full] - moved > capacity:
+                    continue
+                largest = 0.0
+                for unit in range(num_units):
+                    delta = share[unit, one] - (share[unit, back] if back >= 0 else 0.0)
+                    largest = max(largest, (load[full, unit] - delta) / limit[unit])
+                    largest = max(largest, (load[slot, unit] + delta) / limit[unit])
+                if largest < best:
+                    best, gives, takes, other = largest, one, back, slot
+        if best >= worst * (1.0 - 1e-9):
+            return
+        for unit in range(num_units):
+            delta = share[unit, gives] - (share[unit, takes] if takes >= 0 else 0.0)
+            load[full, unit] -= delta
+            load[other, unit] += delta
+        moved = weight[gives] - (weight[takes] if takes >= 0 else 0.0)
+        filled[full] -= moved
+        filled[other] += moved
+        slot_of[gives] = other
+        if takes >= 0:
+            slot_of[takes] = full
+
+
+@njit(cache=True, nogil=True)
 def step_time(first, before, cost_of, share, last, cost, end):
     """Latest end of a step, ops in topological order. Fills `end` from op `first` on; earlier entries must hold.
 

@@ -93,6 +93,7 @@ class Trainer:
             self.comm,
             microbatching=planned.microbatching(config),
             costs=planned.costs,
+            correct_costs=config.plan.correct_costs,
             seed=config.seed,
             weights=read_pretrained(
                 model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
