@@ -157,12 +157,13 @@ def _check_all_used(job: PlanningJob, planned: PlannedRun) -> None:
 def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     ranked, problem = planned.result.winner, planned.problem
     seconds = ranked.score.seconds
+    idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
         f"  {layout_text(ranked.plan)}; {counted(ranked.num_microbatches, 'microbatch')} of about "
         f"{counted(ranked.microbatch_size, 'sample')}, schedule {ranked.score.schedule}, samples placed by "
-        f"{problem.policy}",
+        f"{problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
         *(f"  {reason}" for reason in _reasons(report)),
     ]
