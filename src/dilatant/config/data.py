@@ -59,4 +59,4 @@ class DataConfig(Section):
     workers: int = Field(1, ge=0)
     """Processes that decode and tokenize. 0 works in the training process."""
     cache_dir: str | None = None
-    """Where the index of records and sizes is kept. Default: the user's cache (`DILATANT_CACHE`, or `~/.cache/dilatant`)."""
+    """Where the index of samples is kept. Default: the user's cache (`DILATANT_CACHE`, or `~/.cache/dilatant`)."""
