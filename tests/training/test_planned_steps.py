@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dilatant.cli.plan import plan_document
 from dilatant.config import Config, parse_config
 from dilatant.data.loader import Loader
 from dilatant.profiling.assemble import assemble_samples
@@ -20,6 +19,7 @@ from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
+from dilatant.training.planned_run import training_plan
 from dilatant.training.prepare import Prepared, prepare
 
 BATCH = 16
@@ -81,7 +81,8 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
     write_samples(folder, 2 * BATCH)
     asked = config(folder, **sections)
     problem = planning_problem(asked, assemble_samples(asked))
-    (folder / "plan.json").write_text(plan_document(plan_run(problem)), encoding="utf-8")
+    planned = training_plan(problem, plan_run(problem).result.winner)
+    (folder / "plan.json").write_text(planned.to_json(), encoding="utf-8")
     plan = {name: value for name, value in sections.get("plan", {}).items() if name != "assignment"}
     run = config(folder, **{**sections, "plan": plan, "parallel": {"plan": str(folder / "plan.json")}})
     return problem, prepare(run), run
