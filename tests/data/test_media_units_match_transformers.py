@@ -152,7 +152,9 @@ def test_grey_and_colour_of_any_mode():
         assert decode_image(media, 3).shape == (5, 6, 3)
         assert decode_image(media, 1).shape == (5, 6, 1)
     processor = PixelProcessor(5, 6, channels=1, mean=(0.0,), std=(1.0,))
-    values = processor(decode_image(media, 1))["pixel_values"].normalized()
+    bytes_seen = processor(decode_image(media, 1))["pixel_values"]
+    assert bytes_seen.values.flags.writeable  # torch warns of others
+    values = bytes_seen.normalized()
     assert values.shape == (1, 1, 5, 6)
     np.testing.assert_allclose(values[0, 0], decode_image(media, 1)[:, :, 0] / 255, atol=1e-6)
 

@@ -88,7 +88,7 @@ class PixelProcessor:
             left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
             image = image.crop((left, top, left + self.width, top + self.height))
         values = np.asarray(image).reshape(self.height, self.width, self.channels).transpose(2, 0, 1)
-        return {"pixel_values": Pixels(np.ascontiguousarray(values)[None], self.rescale, self.mean, self.std)}
+        return {"pixel_values": Pixels(np.array(values, order="C")[None], self.rescale, self.mean, self.std)}
 
 
 @dataclass(frozen=True, slots=True)
