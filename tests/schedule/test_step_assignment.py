@@ -10,8 +10,9 @@ import pytest
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.step_costs import StepCosts, token_costs
-from dilatant.schedule import FAMILIES, build, trainability_of
-from dilatant.schedule.assign import POLICIES
+from dilatant.schedule import FAMILIES, build, distribute, trainability_of
+from dilatant.schedule.assign import POLICIES, Microbatches, assign_microbatches
+from dilatant.schedule.pipeline_shape import PipelineShape, shape_seconds
 from dilatant.schedule.plan_scorer import step_costs
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 from dilatant.schedule.step_time import time_step
@@ -97,6 +98,32 @@ def test_the_search_beats_all_policies_under_the_family_that_runs(family: str, c
     # Lags of links and layers that are not alike are no part of the search's model: a small margin.
     assert found["searched"] <= min(found.values()) * 1.02, found
     assert found["searched"] < found["random"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("colocated", [False, True])
+def test_what_policies_simulate_is_the_step_that_runs(
+    family: str, colocated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit but one, where stages of a unit are alike and messages take no time."""
+    given, batch = plan(1, colocated), samples(24, 5)
+    table = token_costs(given, trainability_of(given, FROZEN.trainable).backward).stages.seconds * 1e-4
+    table[:, 0] += [1e-7, 0.0, 3e-3]
+    language = [placed.index for placed in given.stages() if placed.unit == "language"]
+    table[language, 1] = 2 * table[language, 0]
+    table[language, 2:] = table[language, 1:2] / 2
+    costs = token_costs(given, (True,) * 4)
+    costs = replace(costs, stages=replace(costs.stages, seconds=table))
+    seen = []
+
+    def watched(seconds: np.ndarray, *args: object, shape: PipelineShape, **options: object) -> Microbatches:
+        found = assign_microbatches(seconds, *args, shape=shape, **options)
+        seen.append(shape_seconds(shape, seconds, tuple(found.microbatches.values())))
+        return found
+
+    monkeypatch.setattr(distribute, "assign_microbatches", watched)
+    taken, _ = seconds_of(given, costs, batch, Microbatching(6, FAMILIES[family], "balanced"), costs)
+    assert seen == [pytest.approx(taken, rel=1e-9)]
 
 
 def test_replicas_of_unlike_depth_get_samples_by_their_speed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def test_a_planned_run_executes_the_simulated_steps(
     for number, (batch, expected) in enumerate(zip(batches, simulated, strict=True)):
         step = planner.plan_step(batch, number)
         assert step.assignment == expected.timeline.assignment
+        with pytest.raises(ValueError, match="planned for other samples"):
+            step.agreed([replace(sample, draw=sample.draw + 1) for sample in batch], number)
         assert step.schedule.to_json() == expected.timeline.schedule.to_json()
         assert step.predicted_seconds == pytest.approx(expected.seconds, rel=1e-12)
         if row_tokens is not None:
