@@ -345,3 +345,27 @@ def test_many_files_are_scanned_by_all_cores(tmp_path, monkeypatch):
     assert started == [2]
     assert [reader.name_of(at) for at in range(len(reader))] == names
     assert [reader[at].id for at in range(len(reader))] == names
+
+
+UNGUARDED = """
+import sys
+from dilatant.config import DataSource
+from dilatant.data import pieces
+from dilatant.data.blend import open_blend
+pieces.TRIAL_SECONDS = pieces.WORTH_SECONDS = 0.0
+pieces.os.sched_getaffinity = lambda process: {0, 1}
+open_blend([DataSource(path=sys.argv[1])])
+"""
+
+
+def test_a_script_that_its_workers_import_is_told_so_and_does_not_hang(tmp_path):
+    (tmp_path / "data").mkdir()
+    for number in range(12):
+        write_lines(tmp_path / f"data/{number}.jsonl", [{"text": "a"}])
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "data")], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode != 0
+    assert "__name__ == '__main__'" in done.stderr

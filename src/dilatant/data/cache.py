@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,11 +40,12 @@ class Cache:
         """What is kept under a name and key, or is made now and replaces what was kept under that name.
 
         Of several processes one makes it and the others wait for it. valid: whether what is kept may still be used.
-        Raises UserError where a named folder cannot be written, and what `make` raises.
+        Raises UserError where a named folder cannot be written or a script lacks its guard, and what `make` raises.
         """
         found = self.known(name, key)
         if found is not None and valid(found):
             return found
+        _refuse_while_being_started()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self._path(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -55,7 +57,8 @@ class Cache:
             if found is not None and valid(found):
                 return found
             for left in self.folder.glob(f".{name}.*-*"):  # of a process that was killed as it wrote
-                left.unlink(missing_ok=True)
+                with suppress(OSError):
+                    left.unlink()
             made = make()
             try:
                 write_arrays(self._path(name), key, made)
@@ -81,6 +84,16 @@ class Cache:
 def open_cache(cache_dir: str | Path | None) -> Cache:
     """The folder that the user names, or one in the user's cache."""
     return Cache(Path(cache_dir), named=True) if cache_dir else Cache(cache_folder() / "sizes")
+
+
+def _refuse_while_being_started() -> None:
+    """A process that is being started imports its parent's script. What an unguarded script does there would wait for
+    the parent, which may hold the lock and waits for it."""
+    if multiprocessing.parent_process() is None and multiprocessing.current_process().name != "MainProcess":
+        raise UserError(
+            "this script runs again in each process that reads data for it; put what it does under "
+            "`if __name__ == '__main__':`"
+        )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class Refusals(Mapping[int, str]):
     @staticmethod
     def of(problems: Mapping[int, str]) -> Refusals:
         samples = sorted(problems)
-        texts = [problems[sample].encode() for sample in samples]
+        texts = [problems[sample].encode("utf-8", "backslashreplace") for sample in samples]
         return Refusals(
             np.array(samples, np.int64),
             np.cumsum([0, *map(len, texts)], dtype=np.int64),
