@@ -204,9 +204,9 @@ def test_the_index_is_made_anew_when_what_it_depends_on_changes(source):
     assert index_of(source)[1] == []  # the first index is still there
 
 
-def test_neither_the_length_allowed_nor_what_is_decoded_changes_the_index(source):
+def test_the_length_allowed_does_not_change_the_index(source):
     index_of(source)
-    assert index_of(source, replace(ENCODING, max_length=7, decode=frozenset()))[1] == []
+    assert index_of(source, replace(ENCODING, max_length=7))[1] == []
 
 
 def test_a_changed_file_replaces_its_index(source, tmp_path, cache):

@@ -14,17 +14,10 @@ from dilatant.config.errors import UserError
 from dilatant.data.ahead import Ahead
 from dilatant.data.encode import Encoding, encode_sample
 from dilatant.data.errors import SampleError
+from dilatant.data.pool import Dataset
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.sampler import SamplerState
 from dilatant.data.workers import TASK_SECONDS, WorkerPool
-
-
-class Dataset(Protocol):
-    """Undecoded samples by index; picklable. A `Reader` and a `Blend` are such."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 @dataclass(frozen=True, slots=True)

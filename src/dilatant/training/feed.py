@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
 from dilatant.data.ahead import Ahead
 from dilatant.data.blend import Blend
 from dilatant.data.encode import QUESTION, TOKENS
@@ -34,6 +35,9 @@ from dilatant.data.sizes import SizesIndex
 
 LOOK_AHEAD = 2
 """Steps whose samples are asked for before the one that is being put together is complete."""
+
+MEDIA_BYTES = 768
+"""Of one encoder token: a patch of 16 x 16 pixels in three bytes. Where it is more, the source learns that."""
 
 Step = TypeVar("Step")
 Parts = Mapping[int, frozenset[str]]
@@ -238,7 +242,13 @@ class Feed(Generic[Step]):
     def _ask(self, draft: _Draft[Step], parts: Parts) -> None:
         self._source.ask(
             [
-                Request(draft.heads[number].draw, draft.indices[number], wanted, self._data.name)
+                Request(
+                    draft.heads[number].draw,
+                    draft.indices[number],
+                    wanted,
+                    self._data.name,
+                    _bytes_of(draft.heads[number], wanted),
+                )
                 for number, wanted in parts.items()
             ]
         )
@@ -289,6 +299,12 @@ class Feed(Generic[Step]):
         self._ask(draft, missing)
         self._take(again, missing)
         return again
+
+
+def _bytes_of(head: EncodedSample, parts: frozenset[str]) -> int:
+    """About what parts of a sample take: ids and labels, and media by the tokens that an encoder makes of them."""
+    tokens = 16 * head.sizes[LANGUAGE] if parts & {TOKENS, QUESTION} else 0
+    return tokens + MEDIA_BYTES * sum(head.sizes.get(unit, 0) for unit in parts)
 
 
 def _content(sample: EncodedSample) -> int:
