@@ -96,7 +96,7 @@ def test_three_processes_have_the_losses_of_one_and_resume_under_any_layout(
     assert actions(report.measured) == actions(report.timeline)
     # From three processes into one, and from one process into two that share both units.
     (run / "checkpoints" / "step-00000006").rename(project / "gone")
-    code, _, _ = dilatant("resume", run, "--set", "parallel=null")
+    code, _, _ = dilatant("resume", run, "--set", "parallel=single")
     assert code == 0
     assert losses(run) == pytest.approx(losses(project / "one"), rel=1e-4)
     one = project / "one"
