@@ -167,7 +167,7 @@ def test_lint_shows_names_with_brackets_as_they_are(project: Path, dilatant: Dil
     code, out, _ = dilatant("data", "lint", project / "config.yaml", "--set", path)
     assert code == 1
     assert "images/[/red]\\x1b[2J[bold].png" in out.replace("\\\\", "\\")
-    assert "2 samples, 1 problems" in out
+    assert "2 samples, 1 problem" in out
 
 
 def test_lint_refuses_what_no_row_of_training_holds(project: Path, dilatant: Dilatant) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from rich.console import Console
 
 from dilatant.comm.launch import Worker
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_data import describe_data
 from dilatant.report.gantt_of_step import measured_chart
@@ -21,6 +21,7 @@ from dilatant.report.gantt_summary import by_lane
 from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
 from dilatant.report.stats_page import write_stats_page
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.step_page import write_step_page
@@ -85,7 +86,7 @@ def train_rank(
                 shutil.rmtree(folder.checkpoints, ignore_errors=True)
             folder.write_config(config.to_yaml())
             folder.write_text("plan.json", plan_json)
-            _show_data(config, prepared.samples, folder)
+            _show_data(config, prepared.samples, folder, console_for(show))
         with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
             training_began = time.monotonic()
             with StopSignal() as stop:
@@ -130,14 +131,18 @@ def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: St
     return trainer.run(observer.stepped, lambda: stop.received, after_step)
 
 
-def _show_data(config: Config, samples: Samples, folder: RunFolder) -> None:
-    """Write what the data are like, where their sizes are known."""
-    if samples.train_sizes is not None:
-        title = f"{folder.path.name}: the training data"
+def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:
+    """Write what the data are like, where their sizes are known. A page that cannot be written ends no run."""
+    if samples.train_sizes is None:
+        return
+    title = f"{folder.path.name}: the training data"
+    try:
         write_stats_page(
             folder.path / "data.html", describe_data(config, samples, samples.train_sizes, title)
         )
         link_pages(folder.path)
+    except UserError as error:
+        warn(console, str(error))
 
 
 def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
