@@ -81,7 +81,6 @@ class OptionTable:
         capacity_bytes: float,
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
-        split_layers: bool = True,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -89,7 +88,6 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
-        self._split_layers = split_layers
         self._tables: dict[tuple[str, int, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float], Layers] = {}
         self._options: dict[tuple[object, ...], Option] = {}
@@ -105,13 +103,7 @@ class OptionTable:
             for unit in units:
                 for layer in self._model.unit(unit).layers:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
-        return tuple(
-            sorted(
-                (tp, cp)
-                for tp, cp in shared or ()
-                if tp <= self._node and (self._split_layers or tp == cp == 1)
-            )
-        )
+        return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self._node))
 
     def layers(self, unit: str, tp: int, cp: int, samples: float) -> Layers:
         """The arrays of one unit for the mean microbatch of `samples` samples."""

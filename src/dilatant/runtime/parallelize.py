@@ -14,8 +14,9 @@ from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.precision import Precision, pick_precision
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.step_planner import Family, Microbatching
 from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.step_assignment import Microbatching
 
 
 def parallelize(
