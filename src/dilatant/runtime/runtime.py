@@ -167,7 +167,7 @@ class Runtime:
         the sample. assignment and schedule: instead of those that the runtime's microbatching gives. Gradients that are
         already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
         applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
-        step: the caller's own number of this step, on which all ranks must agree, too.
+        step: the caller's own number of this step, on which all ranks must agree, too; default: the one after the last.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
