@@ -36,8 +36,9 @@ def parallelize(
 
     model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. worker: from
     `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`. num_microbatches,
-    row_tokens: see `Microbatching`. options: of Runtime. Raises UserError that lists what is wrong, before anything is
-    built.
+    row_tokens: see `Microbatching`. seed: of random weights and of dropout, which is keyed by each sample's `draw` or,
+    where no sample has one, by its place and the number of the step: give `execute` its `step` when a run goes on
+    later. options: of Runtime. Raises UserError that lists what is wrong, before anything is built.
     """
     worker = worker or local_worker()
     plan = plan_from_specs(
