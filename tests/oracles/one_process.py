@@ -19,6 +19,7 @@ def losses_of_batch(
     samples: Sequence[Any],
     seen_in: Callable[[Any], Any] | None = None,
     generators: Mapping[str, tuple[Any, Any, int, int]] | None = None,
+    begin: Callable[[int], Any] = lambda number: None,
 ) -> dict[str, Tensor]:
     """The global batch's losses: "language", the sum over all target tokens divided by their number, and for every
     generator the sum over all its items divided by their number.
@@ -27,6 +28,7 @@ def losses_of_batch(
     `labels` (not shifted) and `media` (name → input name → array with one row an item). seen_in: sample → which token
     sees which, bool [tokens, tokens]; default: those before it. generators: name → (connector, module, token at whose
     places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
+    begin: called with a sample's number before its turn.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
@@ -35,7 +37,8 @@ def losses_of_batch(
         for name in generators
     }
     losses = {"language": torch.zeros(()), **{name: torch.zeros(()) for name in generators}}
-    for sample in samples:
+    for number, sample in enumerate(samples):
+        begin(number)
         ids = torch.as_tensor(sample.input_ids)
         embed = language_model.get_input_embeddings()
         rows = {}
@@ -63,11 +66,10 @@ def losses_of_batch(
                 said = torch.log_softmax(logits[position], dim=-1)[label]
                 losses["language"] = losses["language"] - said / targets
         for name, (connector, module, place, count) in generators.items():
-            for item in range(len(next(iter(sample.media[name].values()))) if sample.media.get(name) else 0):
-                places = (ids == place).nonzero()[:, 0].tolist()[item * count : (item + 1) * count]
-                rows = torch.stack([connector(heard[0][0, at]) for at in places])
-                wanted = {
-                    key: torch.as_tensor(array[item : item + 1]) for key, array in sample.media[name].items()
-                }
-                losses[name] = losses[name] + module(rows[None], **wanted)[0] / items[name]
+            if not sample.media.get(name):
+                continue
+            places = (ids == place).nonzero()[:, 0].tolist()
+            rows = torch.stack([connector(heard[0][0, at]) for at in places]).unflatten(0, (-1, count))
+            wanted = {key: torch.as_tensor(array) for key, array in sample.media[name].items()}
+            losses[name] = losses[name] + module(rows, **wanted).sum() / items[name]
     return losses

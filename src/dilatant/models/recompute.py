@@ -11,18 +11,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
 class Recomputed:
-    """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward."""
+    """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward.
+
+    An attribute `recompute_contexts` makes contexts for both computations, as torch's `context_fn`.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = cast(Any, super()).forward
         if not (torch.is_grad_enabled() and _records(cast(nn.Module, self), args, kwargs)):
             return run(*args, **kwargs)
-        # Random numbers are drawn alike the second time: `preserve_rng_state` is torch's default.
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        # Random numbers are drawn alike the second time: by key within a step, elsewhere from torch's generators, which
+        # it keeps the state of by default.
+        contexts = self.__dict__.get("recompute_contexts", noop_context_fn)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def recompute(module: nn.Module, enabled: bool = True) -> None:
