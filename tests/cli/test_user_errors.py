@@ -62,7 +62,7 @@ def test_a_file_to_write_into_no_folder(project: Path, dilatant: Dilatant, verb:
 
 @pytest.mark.parametrize(
     ("layout", "says"),
-    [("null", "has no 'parallel' section"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
+    [("single", "parallel: single asks for one"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
 )
 def test_a_launcher_that_started_another_number_of_processes(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch, layout: str, says: str
@@ -172,7 +172,7 @@ def test_lint_shows_names_with_brackets_as_they_are(project: Path, dilatant: Dil
     code, out, _ = dilatant("data", "lint", project / "config.yaml", "--set", path)
     assert code == 1
     assert "images/[/red]\\x1b[2J[bold].png" in out.replace("\\\\", "\\")
-    assert "2 samples, 1 problems" in out
+    assert "2 samples, 1 problem" in out
 
 
 def test_lint_refuses_what_no_row_of_training_holds(project: Path, dilatant: Dilatant) -> None:

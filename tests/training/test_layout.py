@@ -10,6 +10,8 @@ import pytest
 
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
+from dilatant.plan.step_costs import token_costs
+from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
@@ -70,8 +72,9 @@ def test_the_token_budget_holds_under_every_policy(tmp_path: Path, policy: str) 
     )
     planned = plan_from_config(chosen, model)
     trainability = trainability_of(planned.plan, trainable_layers(model.units))
-    planner = StepPlanner(planned.plan, trainability, model.graph, planned.microbatching(chosen))
-    batches = planner.plan_step(samples).assignment.microbatches["language"][0]
+    costs = CostCorrection(planned.plan, token_costs(planned.plan, trainability.backward))
+    planner = StepPlanner(planned.plan, trainability, model.graph, planned.microbatching(chosen), costs, 0)
+    batches = planner.plan_step(samples, 0).assignment.microbatches["language"][0]
     assert len(batches) > 1
     assert sorted(s for batch in batches for s in batch) == list(range(len(samples)))
     for batch in batches:

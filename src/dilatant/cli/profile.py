@@ -68,6 +68,7 @@ def profile(
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs
     from dilatant.profiling.assemble import load_model_tokenizer
+    from dilatant.profiling.cost_cache import keep_costs
     from dilatant.profiling.describe_model import describe_model, skeleton
     from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
     from dilatant.profiling.planned_hardware import entry_name, plan_target, with_links
@@ -91,12 +92,13 @@ def profile(
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
-            degrees = planned_degrees(plan, (1,))
+            degrees = planned_degrees(plan)
             costs = measure_layers(
                 model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
             )
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
+    keep_costs(costs, model)
     try:
         save_costs(costs, out)
     except OSError as error:

@@ -17,7 +17,7 @@ from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
-from dilatant.config.parallel import ParallelConfig
+from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
 
@@ -33,14 +33,15 @@ class Config(Section):
     data: DataConfig
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    parallel: ParallelConfig | None = None
-    """Train over several processes. Without it, one process holds the whole model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Which processes hold which layers. Without it: planned where there are several GPUs or a launcher started several
+    processes, else one process."""
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:
-        if self.parallel is None or self.parallel.units is None:
+        if self.parallel.units is None:
             return self
         units = self.model.units
         colocated = self.parallel.colocated
@@ -64,6 +65,11 @@ class Config(Section):
         if problems:
             raise ValueError("\n  - ".join(problems))
         return self
+
+    @property
+    def row_tokens(self) -> int:
+        """The token budget: most tokens of the language model in one microbatch, hence in one sample."""
+        return self.train.row_tokens or self.data.max_length
 
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load_config` reads it back to an equal value."""
@@ -119,6 +125,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
     *parents, last = key.split(".")
+    if parents == ["parallel"] and tree.get("parallel", "") in (None, *WORDS):
+        tree["parallel"] = {} if tree["parallel"] is None else {"auto": WORDS[tree["parallel"]]}
     node: Any = tree
     for depth, part in enumerate(parents):
         node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, parents[:depth])
@@ -224,7 +232,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         }
     )
     parallel = config.parallel
-    if parallel is not None and parallel.plan is not None:
+    if parallel.plan is not None:
         parallel = parallel.model_copy(update={"plan": absolute(parallel.plan)})
     resume = config.train.resume
     train = config.train.model_copy(

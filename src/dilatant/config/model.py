@@ -94,6 +94,8 @@ class ModelConfig(Section):
     def _names(self) -> Self:
         if LANGUAGE in self.encoders:
             raise ValueError(f"an encoder cannot be called {LANGUAGE!r}; that is the language model's unit")
+        if "tokens" in self.encoders:
+            raise ValueError("an encoder cannot be called 'tokens'; that is what texts become")
         for name in self.encoders:
             if not name.isidentifier():
                 raise ValueError(f"encoder name {name!r} must be a plain word, as in 'vision' or 'audio_2'")

@@ -26,7 +26,7 @@ from dilatant.config.errors import UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
-PRELOAD = ("dilatant.data.encode", "dilatant.data.reader", "transformers.utils.chat_template_utils")
+PRELOAD = ("dilatant.data.pool_worker", "dilatant.data.reader", "transformers.utils.chat_template_utils")
 """Imported once by the server process, so that a worker is there in a moment. None of them starts a thread."""
 
 TASKS_IN_HAND = 3
@@ -37,6 +37,7 @@ TASK_SECONDS = 300.0
 """Longest that a task may take: a worker that takes longer is stopped, or waits for a file that never comes."""
 GRACE_SECONDS = 1.0
 """What a worker is given beyond that, in case we were the ones that stood still."""
+MOST_WORKERS_PER_RANK = 8
 
 
 class WorkerError(RuntimeError):
@@ -46,6 +47,16 @@ class WorkerError(RuntimeError):
 def warm_up() -> None:
     """Start the server that workers come from (see `fork_server.warm_up`)."""
     fork_server.warm_up(PRELOAD)
+
+
+def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
+    """Data workers for a machine with so many ranks: as many as asked for, else what cores its ranks leave, at least
+    one and at most eight a rank."""
+    if asked is not None:
+        return asked
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return max(1, min(cores - ranks, MOST_WORKERS_PER_RANK * ranks))
 
 
 class WorkerPool(Generic[T, R]):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilatant.config import Config
+from dilatant.data.sizes import Progress
+from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
+from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
+from dilatant.training.costs import costs_of_run
 from dilatant.training.layout import TrainingPlan, plan_from_config
 
 
@@ -22,12 +25,24 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
-def prepare(config: Config, planned: TrainingPlan | None = None) -> Prepared:
-    """Data, model and plan of a run. Raises UserError that names the key or the sample."""
+def prepare(
+    config: Config,
+    planned: TrainingPlan | None = None,
+    made: TrainingPlan | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Prepared:
+    """Data with their sizes, model and plan of a run. Raises UserError that names the key or the sample.
+
+    planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
+    progress: of samples that must be measured first.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
-        samples = assemble_samples(config)
+        samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
-        planned = planned or plan_from_config(config, model)
+        refuse_random_depth(model.units.values())
+        if planned is None:
+            planned = plan_from_config(config, model, made)
+            planned = replace(planned, costs=costs_of_run(config, model, planned.plan, planned.costs))
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(samples, model, planned, tuple(said))

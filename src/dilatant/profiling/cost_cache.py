@@ -1,0 +1,47 @@
+"""Measured layer costs that are kept for later runs of the same layers on the same hardware."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from dilatant.config import UserError
+from dilatant.config.environment import cache_folder
+from dilatant.cost.model import CostModel, Degree, load_costs, save_costs
+from dilatant.profiling.describe_model import ModelDescription
+from dilatant.profiling.layer_costs import misfits
+from dilatant.profiling.planned_hardware import Target
+
+
+def keep_costs(costs: CostModel, model: ModelDescription) -> None:
+    """Keep measured costs; where the cache cannot be written, they are just not kept."""
+    if costs.origin != "measured":
+        return
+    path = _path(costs.hardware, costs.dtype, model)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_costs(costs, part)
+        part.replace(path)
+
+
+def kept_costs(model: ModelDescription, target: Target, degrees: Iterable[Degree]) -> CostModel | None:
+    """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`."""
+    try:
+        costs = load_costs(_path(target.hardware.name, target.dtype, model), target.hardware.name)
+    except (OSError, UnicodeDecodeError, UserError):
+        return None
+    if costs.dtype != target.dtype or misfits(costs, model):
+        return None
+    kinds = {layer.kind for unit in model.spec.units for layer in unit.layers}
+    wanted = set(degrees)
+    return costs if all(wanted <= costs.layers[kind].keys() for kind in kinds) else None
+
+
+def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
+    layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
+    key = sha256(repr((hardware, dtype, layers)).encode()).hexdigest()[:24]
+    return cache_folder() / "costs" / f"{key}.yaml"
