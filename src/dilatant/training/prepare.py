@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.sizes import Progress
 from dilatant.models.dropout import refuse_random_depth
@@ -45,6 +45,8 @@ def prepare(
         samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
         refuse_random_depth(model.units.values())
+        if not any(weight.requires_grad for weight in model.parameters()):
+            raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:
             planned = plan_from_config(config, model, made)
             targets = _target_share(samples)
