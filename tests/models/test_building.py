@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PhiConfig
 
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
@@ -126,6 +126,20 @@ def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) ->
             others = {key for key, p in unit.named_logical_parameters() if not p.is_meta} - given.keys()
             # The source of a tied weight is drawn with it.
             assert others <= set(unit.tied.values())
+
+
+def test_a_tied_head_with_a_bias_leaves_the_embedding_as_it_was_drawn() -> None:
+    config = PhiConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    tables = []
+    for first, end in ((0, 1), (0, 4), (3, 4)):
+        unit = MultimodalModel({}, config, seed=5, device="meta").language
+        materialize(unit, first, end, seed=5)
+        tables.append(unit.model.get_input_embeddings().weight)
+    assert torch.equal(tables[0], tables[1])
+    assert torch.equal(tables[0], tables[2])
 
 
 def test_stages_of_a_partly_materialized_unit_run() -> None:

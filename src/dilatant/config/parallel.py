@@ -37,7 +37,8 @@ class ParallelConfig(Section):
     units: dict[str, UnitParallelism] | None = None
     """A layout for each unit, `language` included."""
     colocated: dict[str, str] = Field(default_factory=dict)
-    """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`)."""
+    """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`);
+    without an entry in `units`, on those of its first stage."""
     plan: str | None = None
     """A plan file, as `dilatant plan` writes it, instead of `units`."""
     microbatches: int | None = Field(None, ge=1)

@@ -10,6 +10,7 @@ import torch
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
+from dilatant.config.parallel import ParallelConfig
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
@@ -93,6 +94,18 @@ class TrainingPlan:
         )
 
 
+def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
+    """Every unit's layout. One that is only colocated is a single stage on the first ranks of each of its host's
+    replicas."""
+    specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
+    guests = {
+        name: replace(specs[host], pp=1, cuts=None)
+        for name, host in parallel.colocated.items()
+        if name not in specs and host in specs
+    }
+    return {**specs, **guests}
+
+
 def plan_from_config(
     config: Config, model: MultimodalModel, made: TrainingPlan | None = None
 ) -> TrainingPlan:
@@ -110,8 +123,7 @@ def plan_from_config(
     if made is not None:
         planned = made
     elif parallel.plan is None:
-        specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
-        plan = plan_from_specs(layers, specs, graph.feeds, parallel.colocated)
+        plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
         planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
