@@ -162,7 +162,7 @@ def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None
     print("seed", seed)
     draw, kills = random.Random(seed), 0
     while any(each.is_alive() for each in ranks):
-        time.sleep(draw.random() * 0.2)
+        time.sleep(0.1 + draw.random() * 0.2)  # so that a rank has heard of the last death
         # Not twice at the same sample, which is another test.
         tried_again = any(entry.kills for source in sources for entry in list(source._entries.values()))
         if kills < 8 and not tried_again:

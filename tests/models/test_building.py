@@ -230,7 +230,7 @@ MISTAKES = {
         "model.language_model: 'dinov2' is not a causal language model",
     ),
     "another kind": (
-        {"encoders__vision__kind": "audio"},
+        {"encoders__vision__kind": "audio", "encoders__vision__placeholder": "<seen>"},
         "model.encoders.vision: kind is 'audio', but siglip_vision_model reads image",
     ),
     "identity between unequal widths": (

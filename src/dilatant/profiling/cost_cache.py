@@ -16,8 +16,8 @@ from dilatant.profiling.layer_costs import misfits
 from dilatant.profiling.planned_hardware import Target
 
 SCATTERED = 0.3
-"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell: good enough for the
-plan that says so, not for later runs."""
+"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell: good enough for
+the plan that says so, not for later runs."""
 
 
 def keep_costs(costs: CostModel, model: ModelDescription) -> None:
