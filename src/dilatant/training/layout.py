@@ -28,6 +28,7 @@ from dilatant.schedule.step_assignment import Microbatching
 
 MICROBATCHES = 4
 SCHEDULE = "eager"
+INTERLEAVED = "interleaved"
 ASSIGNMENT: Policy = "balanced"
 """Of a run over several ranks whose config and plan file say nothing else."""
 
@@ -99,7 +100,7 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
     replicas."""
     specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
     guests = {
-        name: replace(specs[host], pp=1, cuts=None)
+        name: replace(specs[host], pp=1, chunks=1, cuts=None)
         for name, host in parallel.colocated.items()
         if name not in specs and host in specs
     }
@@ -124,7 +125,8 @@ def plan_from_config(
         planned = made
     elif parallel.plan is None:
         plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
-        planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
+        goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
+        planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
     problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
