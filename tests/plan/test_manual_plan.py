@@ -51,7 +51,12 @@ def test_chunks_go_round_the_ranks_of_a_replica_and_guests_stay_on_them() -> Non
     chains = {u.name: [[s.ranks for s in replica.stages] for replica in u.replicas] for u in plan.units}
     assert chains["audio"] == [[(2,), (3,), (2,), (3,)]]
     assert chains["language"] == [[(4, 5), (6, 7)] * 3, [(8, 9), (10, 11)] * 3]
-    assert [(s.first, s.end) for s in plan.unit("audio").replicas[0].stages] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [(s.first, s.end) for s in plan.unit("audio").replicas[0].stages] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 4),
+    ]
 
     specs["vision"] = ParallelSpec(replicas=2, pp=2, chunks=2, tp=2)
     plan = plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"})

@@ -20,7 +20,8 @@ def plan_from_specs(
     layers: unit → how many layers it has, in the order of computation. feeds: unit → units that use its output.
     colocated: unit → the unit on whose ranks it runs, stage by stage (an encoder with the language model, or with
     another encoder); others get ranks of their own (Cornstarch's modality parallelism). Ranks are numbered unit by
-    unit, replica by replica, stage by stage; stage `chunk * pp + group` is on the ranks of `group`. Without `cuts`, stages get equal numbers of layers.
+    unit, replica by replica, stage by stage; stage `chunk * pp + group` is on the ranks of `group`. Without `cuts`,
+    stages get equal numbers of layers.
 
     Raises UserError that lists every problem.
     """
@@ -83,10 +84,14 @@ def _problems(
             problems.append(f"{name}: {asked}, but the unit has only {count} layers")
         if spec.cuts is not None:
             rising = all(a < b for a, b in itertools.pairwise(spec.cuts))
-            if len(spec.cuts) != spec.num_stages or spec.cuts[:1] != (0,) or not rising or spec.cuts[-1] >= count:
-                problems.append(
-                    f"{name}: cuts {list(spec.cuts)} must be {spec.num_stages} rising layer numbers from 0 to below {count}"
-                )
+            if (
+                len(spec.cuts) != spec.num_stages
+                or spec.cuts[:1] != (0,)
+                or not rising
+                or spec.cuts[-1] >= count
+            ):
+                wanted = f"{spec.num_stages} rising layer numbers from 0 to below {count}"
+                problems.append(f"{name}: cuts {list(spec.cuts)} must be {wanted}")
         host = colocated.get(name)
         if host is None:
             continue
