@@ -483,7 +483,7 @@ def expected(
 
         def begin(number: int, step: int = step) -> None:
             if dropout is not None:
-                dropout.begin(f"draw {100 - number}" if case.numbered else f"step {step + 1} place {number}")
+                dropout.begin(f"draw {100 - number}" if case.numbered else f"step {step} place {number}")
 
         seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
         with dropout or nullcontext():

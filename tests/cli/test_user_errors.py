@@ -61,6 +61,33 @@ def test_a_file_to_write_into_no_folder(project: Path, dilatant: Dilatant, verb:
 
 
 @pytest.mark.parametrize(
+    "verb",
+    [
+        ("plan", "--out"),
+        ("plan", "--page"),
+        ("profile", "--out"),
+        ("profile", "--links"),
+        ("data", "stats", "--page"),
+        ("simulate", "--page"),
+    ],
+)
+@pytest.mark.parametrize("precious", ["config.yaml", "train.jsonl", "images/0.png"])
+def test_a_file_to_write_that_holds_something_else(
+    project: Path, dilatant: Dilatant, verb: tuple[str, ...], precious: str
+) -> None:
+    *name, option = verb
+    before = (project / precious).read_bytes()
+    result = dilatant(*name, project / "config.yaml", option, project / precious)
+    refused(result, option, precious, "name another file")
+    assert (project / precious).read_bytes() == before
+
+
+def test_a_page_is_written_again_over_itself(project: Path, dilatant: Dilatant) -> None:
+    stats = ("data", "stats", project / "config.yaml", "--page", project / "data.html")
+    assert [dilatant(*stats)[0], dilatant(*stats)[0]] == [0, 0]
+
+
+@pytest.mark.parametrize(
     ("layout", "says"),
     [("single", "parallel: single asks for one"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
 )
@@ -97,6 +124,17 @@ def test_a_checkpoint_of_another_model(project: Path, dilatant: Dilatant) -> Non
     dilatant("train", project / "config.yaml")
     result = dilatant("resume", project / "run", "--set", "model.language_model.config.hidden_size=32")
     refused(result, "belongs to another model", "language.")
+
+
+def test_a_model_of_which_nothing_trains(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("train", project / "config.yaml", "--set", "model.freeze=[vision, language]")
+    refused(result, "model.freeze leaves nothing to train")
+
+
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-5", "inf"])
+def test_a_temperature_that_leaves_no_numbers(project: Path, dilatant: Dilatant, temperature: str) -> None:
+    result = dilatant("generate", project, "--prompt", "Side?", "--temperature", temperature)
+    refused(result, "--temperature must be 0, or a number from 0.001 on")
 
 
 def test_a_run_is_not_overwritten_by_accident(project: Path, dilatant: Dilatant) -> None:

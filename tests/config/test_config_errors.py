@@ -107,12 +107,28 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
             "parallel={units: {language: {}}, colocated: {vision: lang}}",
             "parallel.colocated: 'lang' is no unit",
         ),
+        (
+            "train.learning_rate=1",
+            "unknown key 'train.learning_rate'; did you mean 'train.optimizer.learning_rate'?",
+        ),
+        ("learning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
+        ("optimizer.betas=1", "unknown key 'optimizer'; did you mean 'train.optimizer'?"),
+        ("train.report_to=nothing", "Input should be 'tensorboard', 'wandb' or 'trackio' (given: 'nothing')"),
+        ("evaluation.steps=2", "name held-out data in data.eval"),
+        (
+            "model.encoders.more={kind: image, config: {model_type: siglip_vision_model}}",
+            "'vision' and 'more' share the marker '<image>'",
+        ),
     ],
 )
 def test_a_mistake_names_key_and_remedy(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(UserError) as error:
         load_config(write(tmp_path, GOOD), [override])
     assert says in str(error.value)
+
+
+def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, GOOD), ["train.report_to=wandb"]).train.report_to == ("wandb",)
 
 
 def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:

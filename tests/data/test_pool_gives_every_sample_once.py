@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -161,7 +162,7 @@ def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None
     print("seed", seed)
     draw, kills = random.Random(seed), 0
     while any(each.is_alive() for each in ranks):
-        time.sleep(draw.random() * 0.2)
+        time.sleep(0.1 + draw.random() * 0.2)  # so that a rank has heard of the last death
         # Not twice at the same sample, which is another test.
         tried_again = any(entry.kills for source in sources for entry in list(source._entries.values()))
         if kills < 8 and not tried_again:
@@ -265,6 +266,84 @@ def test_a_sample_that_ends_its_worker_twice_is_an_error_of_the_run_that_names_i
     ]
 
 
+def test_what_ended_a_worker_is_tried_once_more_and_at_another_place(pool, caplog) -> None:
+    owner, join_pool = pool(Numbered(ends=frozenset({5})))
+    before = owner.pids
+    source = join_pool()
+    source.ask(requests([5]))
+    with pytest.raises(WorkerError, match="has ended 2 data workers"):
+        source.take("train", 105)
+    assert not set(before) & set(owner.pids)
+    assert caplog.text.count("another one takes its place") == 2
+
+
+def test_a_worker_is_replaced_also_where_the_server_that_it_came_from_ended(pool, monkeypatch) -> None:
+    """For a moment a server that was killed seems to run, and refuses."""
+    owner, join_pool = pool(Numbered(), workers=1)
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    source.take("train", 100)
+    connect, refused = forkserver.connect_to_new_process, []
+
+    def dies_once(fds):
+        if not refused:
+            refused.append(True)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return connect(fds)
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", dies_once)
+    os.kill(owner.pids[0], signal.SIGKILL)
+    source.ask(requests([2]))
+    assert source.take("train", 102).id == "file:2"
+    assert refused
+
+
+def test_what_a_dead_worker_had_waiting_is_made_in_its_order(pool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    owner, join_pool = pool(Numbered(seconds=0.3, log=log), workers=1)
+    source = join_pool()
+    source.ask(requests(range(6)))
+    deadline = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(owner.pids[0], signal.SIGKILL)
+    for number in range(6):
+        source.take("train", number + 100)
+    made = [int(line) for line in log.read_text().split()]
+    assert made == [0, *range(6)]  # 0 twice: it was in hand
+
+
+def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
+    owner, join_pool = pool(Numbered(), workers=1, decode_seconds=1.0)
+    before = owner.pids
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    source.take("train", 100)
+    source.take("train", 101)
+    time.sleep(2.0)
+    source.ask(requests([2]))
+    assert source.take("train", 102).id == "file:2"
+    assert owner.pids == before
+
+
+def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, monkeypatch) -> None:
+    monkeypatch.setattr(pool_source, "LATE_SECONDS", 0.3)
+    monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1000.0)  # the owner cannot end it either
+    owner, join_pool = pool(Numbered(seconds=0.5), decode_seconds=6.0)
+    source = join_pool()
+    source.ask(requests([0], nbytes=1 << 16))
+    deadline = time.monotonic() + 60
+    at_it: list[int] = []
+    while not at_it and time.monotonic() < deadline:
+        with source._lock:
+            at_it = [link.pid for link in source._links if link.entries and source._begun(link)[0]]
+        time.sleep(0.01)
+    os.kill(at_it[0], signal.SIGSTOP)
+    assert source.take("train", 100).id == "file:0"  # by the other one
+    assert at_it[0] in owner.pids
+    assert len(source._arena._taken) == 1
+
+
 @pytest.mark.parametrize("fails", [2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
@@ -339,7 +418,8 @@ def test_who_waits_is_told_for_what(pool, monkeypatch) -> None:
     assert len(reports) >= 3
     assert all(report.seconds >= 0.3 * n for n, report in enumerate(reports, 1))
     last = str(reports[-1])
-    assert last.split(" s for ")[1].startswith("sample 5 of 'train'")
+    # By its place, or by its name once the record was read.
+    assert last.split(" s for ")[1].startswith(("sample 5 of 'train'", "file:5 "))
     assert "(data worker 0 (process " in last
     assert str(Waiting("charts.parquet:881", 12.2, 2)) == "12 s for charts.parquet:881 (try 2)"
 
@@ -368,13 +448,14 @@ def test_more_samples_are_made_while_none_is_taken(pool) -> None:
 
 OWNER = """
 import os, sys, time
+from multiprocessing import util
 sys.path[:0] = sys.argv[1:]
 from test_pool_gives_every_sample_once import ENCODING, Numbered
 from dilatant.data.pool_owner import PoolOwner
 
 def main():
     owner = PoolOwner({"train": Numbered(hangs=frozenset({5}), seconds=0.01)}, ENCODING, 2)
-    print(owner.address, *owner.pids, flush=True)
+    print(owner.address, util.get_temp_dir(), *owner.pids, flush=True)
     time.sleep(1000)
 
 if __name__ == "__main__":
@@ -383,13 +464,13 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """While idle, while one hangs in C code that holds the interpreter (its deadline ends it), and their folder too."""
+    """While idle, while one hangs in C code that holds the interpreter (its deadline ends it); so do their folders."""
     (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 3.0)"))
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     command = subprocess.Popen(
         [sys.executable, tmp_path / "owner.py", *folders], stdout=subprocess.PIPE, text=True
     )
-    address, *pids = command.stdout.readline().split()
+    address, shared, *pids = command.stdout.readline().split()
     source = join(address, PLENTY)
     try:
         source.ask(requests([3, 5, 6]))
@@ -411,6 +492,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert not any(map(is_alive, map(int, pids)))
     assert not Path(address).exists()
+    assert not Path(shared).exists()  # where the server listens that workers come from
     with pytest.raises(WorkerError, match="there are no data workers at"):
         join(address, PLENTY)
 

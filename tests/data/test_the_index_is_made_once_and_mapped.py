@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import signal
@@ -18,7 +20,7 @@ from data_builders import small_encoding, write_lines, write_tar
 
 from dilatant.config import DataSource, UserError
 from dilatant.data import array_file, json_records
-from dilatant.data.array_file import Arrays, read_arrays, write_arrays
+from dilatant.data.array_file import HEAD, MAGIC, Arrays, read_arrays, write_arrays
 from dilatant.data.blend import open_blend
 from dilatant.data.reader import open_source
 from dilatant.data.sizes import blend_sizes
@@ -323,6 +325,27 @@ def test_arrays_come_back_as_they_were_written(tmp_path):
         assert not found.arrays[name].flags.writeable
     assert read_arrays(tmp_path / "x", "other") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]  # nothing half-written is left
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], {}, {"key": 1}, {"about": 1.5}, {"arrays": []}, {"digest": None}, {"arrays": {"a": 1}},
+     {"arrays": {"a": ["../x", [3]]}}, {"arrays": {"a": ["|O", [3]]}}, {"arrays": {"a": ["<i8", [-3]]}},
+     {"arrays": {"a": ["<i8", [3.0]]}}, {"arrays": {"a": ["<i8", [10**30]]}}, {"arrays": {"a": ["<i8", 3]}}],
+)  # fmt: skip
+def test_a_header_of_another_form_is_as_good_as_none(tmp_path, wrong):
+    """Its checksum is right: another version wrote it."""
+    path = tmp_path / "x"
+    write_arrays(path, "key", Arrays({"a": np.arange(3)}))
+    data = path.read_bytes()
+    _, length, _ = HEAD.unpack_from(data)
+    header = json.loads(data[HEAD.size : HEAD.size + length])
+    text = json.dumps({**header, **wrong} if isinstance(wrong, dict) and wrong else wrong).encode()
+    text += b" " * (-(HEAD.size + len(text)) % 64)
+    head = HEAD.pack(MAGIC, len(text), hashlib.sha256(text).digest())
+    path.write_bytes(head + text + data[HEAD.size + length :])
+    assert read_arrays(path) is None
+    assert read_arrays(path, "key") is None
 
 
 def test_many_files_are_scanned_by_all_cores(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def test_equal_layers_share_a_type_and_unequal_ones_do_not(tmp_path):
     assert kinds[1] == kinds[3] != kinds[2]
     assert "sliding_attention" in kinds[1]
     twins = {
-        name: {"kind": "image", "config": {**SIGLIP, "intermediate_size": width}}
+        name: {"kind": "image", "placeholder": f"<{name}>", "config": {**SIGLIP, "intermediate_size": width}}
         for name, width in (("left", 32), ("right", 48), ("same", 32))
     }
     spec = described(config(tmp_path, **twins)).spec

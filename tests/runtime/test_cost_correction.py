@@ -152,6 +152,53 @@ def test_a_resumed_run_goes_on_with_the_costs_of_the_undisturbed_one() -> None:
             stopped.from_json(broken)
 
 
+def test_costs_that_were_asked_for_before_a_state_was_read_are_forgotten() -> None:
+    draw, run = np.random.default_rng(5), CostCorrection(TWO, origin())
+    for step in range(2 * INTERVAL):
+        work = drawn_work(draw, run.origin)
+        one_step(run, step, work, (work.parts * TRUE[work.group]).sum(axis=1))
+    resumed = CostCorrection(TWO, origin())
+    resumed.costs_at(0)
+    resumed.from_json(run.to_json())
+    for step in (2 * INTERVAL, 3 * INTERVAL):
+        expected = run.costs_at(step).stages.seconds
+        assert np.array_equal(resumed.costs_at(step).stages.seconds, expected)
+    again = CostCorrection(TWO, origin())
+    for step in range(2 * INTERVAL):
+        again.finish(step, np.zeros(again.num_sums).tolist())
+    again.costs_at(2 * INTERVAL)
+    again.from_json(run.to_json())
+    assert np.array_equal(
+        again.costs_at(2 * INTERVAL).stages.seconds, run.costs_at(2 * INTERVAL).stages.seconds
+    )
+
+
+def test_a_time_that_is_no_number_is_not_counted() -> None:
+    draw, costs = np.random.default_rng(6), CostCorrection(TWO, origin())
+    for step in range(4 * INTERVAL):
+        work = drawn_work(draw, costs.origin)
+        seconds = (work.parts * TRUE[work.group]).sum(axis=1)
+        if step == INTERVAL + 3:
+            seconds[5] = np.nan
+        one_step(costs, step, work, seconds)
+    factors = costs.costs_at(4 * INTERVAL).stages.seconds / costs.origin.stages.seconds
+    assert np.isfinite(factors).all()
+    assert factors[0, 0].max() > 2  # and the others were
+
+
+def test_a_long_action_weighs_as_its_length_and_not_its_square() -> None:
+    """One that is a thousand times as long and off by half moves the common factor as its share of the time does."""
+    costs = CostCorrection(TWO, origin())
+    one = np.array([0.0, 0.0, 1e-3])
+    work = OwnWork(np.stack([*[one] * 1000, 1000 * one]), np.zeros(1001, dtype=np.int64))
+    seconds = work.parts.sum(axis=1)
+    seconds[-1] *= 1.5
+    for step in range(4 * INTERVAL):
+        one_step(costs, step, work, seconds)
+    found = costs.costs_at(4 * INTERVAL).stages.seconds[0, 0, 2] / costs.origin.stages.seconds[0, 0, 2]
+    assert found == pytest.approx(1.25, rel=0.01)  # half of the time is 1.5 times as long; ridge and rounding
+
+
 def test_a_unit_far_from_measured_costs_is_told_once() -> None:
     said = {}
     for name, source, times in (

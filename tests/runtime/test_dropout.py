@@ -62,18 +62,18 @@ def loss_of(runtime: Runtime, samples: Any = None, **options: Any) -> float:
 def test_seed_step_and_draw_each_change_what_is_dropped() -> None:
     samples = build_samples(PHI)
     drawn = [replace(sample, draw=7 + place) for place, sample in enumerate(samples)]
-    first = loss_of(alone(build_model(PHI)), step=3)
-    assert loss_of(alone(build_model(PHI)), step=3) == first
+    first = loss_of(alone(build_model(PHI)), step_number=3)
+    assert loss_of(alone(build_model(PHI)), step_number=3) == first
     others = [
-        loss_of(alone(build_model(PHI)), step=4),
-        loss_of(alone(build_model(PHI), seed=CASE.seed + 1), step=3),
-        loss_of(alone(build_model(PHI)), drawn, step=3),
-        loss_of(alone(build_model(PHI)), [replace(s, draw=s.draw + 1) for s in drawn], step=3),
-        loss_of(alone(build_model(replace(PHI, dropout=0.0))), step=3),
+        loss_of(alone(build_model(PHI)), step_number=4),
+        loss_of(alone(build_model(PHI), seed=CASE.seed + 1), step_number=3),
+        loss_of(alone(build_model(PHI)), drawn, step_number=3),
+        loss_of(alone(build_model(PHI)), [replace(s, draw=s.draw + 1) for s in drawn], step_number=3),
+        loss_of(alone(build_model(replace(PHI, dropout=0.0))), step_number=3),
     ]
     assert len({first, *others}) == 6
     # With draws the step does not count: the same samples may come in another step of another batch size.
-    assert loss_of(alone(build_model(PHI)), drawn, step=9) == others[2]
+    assert loss_of(alone(build_model(PHI)), drawn, step_number=9) == others[2]
 
 
 def test_no_two_of_a_step_share_their_numbers() -> None:

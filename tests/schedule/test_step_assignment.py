@@ -60,6 +60,36 @@ def seconds_of(
     return timed.seconds, float(timed.timeline().busy.max())
 
 
+def test_an_encoder_replica_serves_neighbouring_language_replicas() -> None:
+    given = Plan(
+        (
+            UnitPlan("vision", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in (0, 1)), ("language",)),
+            UnitPlan("language", tuple(Replica((Stage(0, 4, (rank,)),)) for rank in (2, 3, 4, 5))),
+        )
+    )
+    batch = samples(32, 1)
+    found = assign_step(given, costs_of(given), batch, Microbatching(2), "language").microbatches
+    held = {unit: [{s for b in replica for s in b} for replica in found[unit]] for unit in found}
+    for replica in (0, 1):
+        served = held["language"][2 * replica] | held["language"][2 * replica + 1]
+        assert held["vision"][replica] == {s for s in served if batch.tokens["vision"][s] > 0}
+
+
+def test_a_rank_that_is_done_early_sums_its_gradients_while_others_compute() -> None:
+    given = plan(pipelines=1)
+    costs, batch = costs_of(given), samples(16, 0)
+    how = Microbatching(4, FAMILIES["1f1b"])
+    trains = trainability_of(given, FROZEN.trainable)
+    assignment = assign_step(given, costs, batch, how, "language")
+    graph = build(given, assignment, how.family(given, assignment, trains))
+    timed = time_step(graph, replace(costs, sync_seconds={}), batch)
+    little = timed.seconds / 1000  # frozen: the first stage is done long before the last backward
+    assert timed.seconds_synced == timed.seconds
+    for sync, expected in (({0: little}, timed.seconds), ({2: little, 3: little}, timed.seconds + little)):
+        found = time_step(graph, replace(costs, sync_seconds=sync), batch).seconds_synced
+        assert found == pytest.approx(expected, rel=1e-12)  # one sum in another order
+
+
 @pytest.mark.parametrize("policy", ["balanced", "searched"])
 def test_steps_placed_by_seconds_are_nearer_to_their_bound_than_by_tokens(policy: str) -> None:
     """The bound of a step is the mean work of the ranks that hold the language model."""

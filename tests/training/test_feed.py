@@ -175,6 +175,27 @@ def test_what_one_rank_finds_bad_all_leave_out_before_the_step_and_ever_after(ba
         assert ids == [f"file:{i}" for i in due]
 
 
+@pytest.mark.parametrize("place", range(6))
+def test_what_a_rank_comes_to_need_as_others_are_left_out_is_decoded(place: int) -> None:
+    def both(step: Cut) -> dict[int, frozenset[str]]:
+        first, second = _needs(0)(step), _needs(2)(step)
+        return {at: first.get(at, frozenset()) | second.get(at, frozenset()) for at in {**first, **second}}
+
+    source = _Source()
+    indices, _ = SAMPLER.take(SAMPLER.start(), 48)
+    with Feed(_data(), draws(SAMPLER, SAMPLER.start(), 0, 8), source, _plan, both, skips=True) as feed:
+        for step in range(8):
+            feed.found()  # the coming step is decoded
+            feed.leave_out([(int(indices[6 * step + place]), "another rank found it cut off")])
+            one = next(feed)
+            for number, parts in both(one.step).items():
+                sample = one.batch.samples[number]
+                assert "vision" not in parts or sample.media
+                assert "tokens" not in parts or len(sample.input_ids)
+    decoded = Counter((part, one.draw) for one in source.asked for part in one.parts)
+    assert set(decoded.values()) == {1}  # and nothing twice
+
+
 def test_a_resumed_run_makes_the_same_steps() -> None:
     bad = frozenset({2, 9})
 

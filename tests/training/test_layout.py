@@ -44,6 +44,18 @@ def test_a_plan_file_says_all_that_the_config_does_not(tmp_path: Path) -> None:
     assert plan_from_config(otherwise, model) == TrainingPlan(PLAN, 5, "zb-h1", "random", 0.5)
 
 
+@pytest.mark.parametrize("host", [{"pp": 2}, {"replicas": 2}])
+def test_a_unit_that_is_only_colocated_runs_in_its_hosts_first_stages(
+    tmp_path: Path, host: dict[str, int]
+) -> None:
+    layout = {"plan": None, "units": {"language": host}, "colocated": {"vision": "language"}}
+    plan = plan_from_config(config(tmp_path, parallel=layout), build_model(CASE, "meta")).plan
+    vision, language = (plan.unit(name).replicas for name in ("vision", "language"))
+    assert [[stage.ranks for stage in replica.stages] for replica in vision] == [
+        [replica.stages[0].ranks] for replica in language
+    ]
+
+
 def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
     planned = plan_from_config(config(tmp_path, step={}), build_model(CASE, "meta"))
     assert (planned.num_microbatches, planned.schedule, planned.assignment) == (4, "eager", "balanced")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, is_page, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,9 @@ def stats(
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
     page: Annotated[
         Path | None,
-        typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file),
+        typer.Option(
+            help="Also write the figures and plots to this HTML file.", callback=output_file(is_page)
+        ),
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, is_page, is_plan, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from dilatant.profiling.planning import PlanningProblem
 
 Page = Annotated[
-    Path | None, typer.Option(help="Where to write the page.", callback=output_file, show_default=False)
+    Path | None,
+    typer.Option(help="Where to write the page.", callback=output_file(is_page), show_default=False),
 ]
 
 
@@ -29,7 +30,8 @@ def plan(
         typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the plan.", callback=output_file, show_default=False)
+        Path | None,
+        typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False),
     ] = None,
     page: Page = None,
     as_json: AsJson = False,

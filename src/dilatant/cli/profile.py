@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
+from dilatant.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    is_cost_file,
+    is_hardware_file,
+    output_file,
+    read_config,
+)
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,9 +35,9 @@ if TYPE_CHECKING:
 def profile(
     config: ConfigPath,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
-    out: Annotated[Path, typer.Option(help="Where to write the costs.", callback=output_file)] = Path(
-        "costs.yaml"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))
+    ] = Path("costs.yaml"),
     tokens: Annotated[
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
     ] = "",
@@ -50,7 +58,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=output_file,
+            callback=output_file(is_hardware_file),
             help="Measure the links between devices as well, and write them into this hardware file.",
             show_default=False,
         ),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
+    from dilatant.plan.node_trace import NodeTrace
     from dilatant.plan.plan import Plan
     from dilatant.plan.score import PlanScore
     from dilatant.profiling.planning import PlannedRun, PlanningProblem
@@ -60,11 +61,14 @@ def simulate(
     """
     from rich.console import Console
 
+    from dilatant.plan.node_trace import load_node_trace
+
     console = Console(stderr=as_json)
     given = _read(source, [*_cluster(cluster), *overrides])
+    trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
     problem = open_problem(given.config, console)
-    if failures is not None:
-        _replay(problem, given.name, failures, fault_tolerance, page, as_json, console)
+    if trace is not None:
+        _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
         return
     with console.status("simulating"):
         planned = _timed(problem, given.plan, microbatches or given.microbatches)
@@ -288,13 +292,12 @@ def _print_steps(
 def _replay(
     problem: PlanningProblem,
     name: str,
-    path: Path,
+    trace: NodeTrace,
     fault_tolerance: int,
     page: Path | None,
     as_json: bool,
     console: Console,
 ) -> None:
-    from dilatant.plan.node_trace import load_node_trace
     from dilatant.profiling.failures import replay_failures
     from dilatant.report.page_links import link_pages
     from dilatant.report.replay_page import (
@@ -306,7 +309,6 @@ def _replay(
     from dilatant.report.run_folder import RunFolder
     from dilatant.report.wording import origin_text
 
-    trace = load_node_trace(path, seed=problem.config.seed)
     with console.status("replaying"):
         found = replay_failures(problem, trace, fault_tolerance)
     target = problem.target

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,6 +64,14 @@ class Config(Section):
                 )
         if problems:
             raise ValueError("\n  - ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.evaluation.steps is not None and not self.data.eval:
+            raise ValueError(
+                "evaluation.steps: there is nothing to evaluate on; name held-out data in data.eval"
+            )
         return self
 
     @property
@@ -153,13 +161,7 @@ def _explain(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = problem["loc"]
-        near = difflib.get_close_matches(str(key), _keys_at(parents), n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?"
-            if near
-            else (f"valid keys here: {', '.join(sorted(_keys_at(parents)))}")
-        )
-        return f"unknown key {place!r}; {hint}"
+        return f"unknown key {place!r}; {_hint(list(map(str, parents)), str(key))}"
     if problem["type"] == "missing":
         return f"{place!r} is missing"
     if problem["type"] == "model_type":
@@ -168,6 +170,27 @@ def _explain(problem: Any) -> str:
     given = problem.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message
+
+
+def _hint(parents: list[str], key: str) -> str:
+    """Where an unknown key may belong: the nearest name in its section; before that, the same name elsewhere."""
+    here = _keys_at(parents)
+    elsewhere = [place for place in _places(Config) if place.rpartition(".")[2] == key]
+    near = difflib.get_close_matches(key, here, n=1, cutoff=0.8 if elsewhere else 0.5)
+    if near:
+        return f"did you mean {'.'.join([*parents, near[0]])!r}?"
+    if elsewhere:
+        below = [place for place in elsewhere if place.startswith(".".join([*parents, ""]))]
+        return f"did you mean {' or '.join(map(repr, below or elsewhere))}?"
+    return f"valid keys here: {', '.join(sorted(here))}"
+
+
+def _places(section: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every section and key that can be written without naming an encoder, a group or an item of a list."""
+    for name, field in section.model_fields.items():
+        yield ".".join((*parents, name))
+        if _is_section(field.annotation):
+            yield from _places(field.annotation, (*parents, name))  # type: ignore[arg-type]
 
 
 def _keys_at(parents: Iterable[Any]) -> list[str]:

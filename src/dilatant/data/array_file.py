@@ -76,7 +76,7 @@ def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
     try:
         with open_regular(path) as file:
             header = _header(file)
-            if header is None or (key is not None and header["key"] != key):
+            if header is None or key not in (None, header["key"]):
                 return None
             places, end = _places(header["arrays"], file.tell())
             if os.fstat(file.fileno()).st_size != end:
@@ -100,7 +100,22 @@ def _header(file: BinaryIO) -> dict[str, Any] | None:
     if magic != MAGIC or length > os.fstat(file.fileno()).st_size:
         return None
     text = file.read(length)
-    return json.loads(text) if hashlib.sha256(text).digest() == digest else None
+    return _checked(json.loads(text)) if hashlib.sha256(text).digest() == digest else None
+
+
+def _checked(header: Any) -> dict[str, Any]:
+    """A header as `write_arrays` makes it: another version may write others. Raises ValueError."""
+    kinds = {"key": str, "about": dict, "arrays": dict, "digest": str}
+    if not (
+        isinstance(header, dict) and all(isinstance(header.get(name), kind) for name, kind in kinds.items())
+    ):
+        raise ValueError("no header of ours")
+    for form in header["arrays"].values():
+        match form:
+            case [str(), [*shape]] if all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
+                continue
+        raise ValueError("no form of an array")
+    return header
 
 
 def _places(
@@ -109,11 +124,22 @@ def _places(
     """Array → its type, shape and first byte, and where the file ends."""
     places = {}
     for name, (type_name, shape) in shapes.items():
-        dtype = np.dtype(type_name)
+        dtype = _dtype(type_name)
         places[name] = (dtype, tuple(shape), start)
         length = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         start += length + -length % ALIGN
     return places, start
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """Raises ValueError for what names no plain numbers."""
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        raise ValueError(f"{name!r} names no type") from None
+    if dtype.kind not in "biuf":
+        raise ValueError(f"{name!r} is no type of plain numbers")
+    return dtype
 
 
 def _is_whole(path: Path, file: BinaryIO, mapped: mmap.mmap, digest: str) -> bool:

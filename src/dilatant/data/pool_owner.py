@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from dilatant.comm.fork_server import own_folder
 from dilatant.data.encode import Encoding
 from dilatant.data.pool import Dataset
 from dilatant.data.pool_wire import Death
@@ -32,6 +33,9 @@ GRACE_SECONDS = 5.0
 """What a worker is given beyond that before it is taken for stopped."""
 START_SECONDS = 120.0
 """Longest that a worker may take to start."""
+START_TRIES = 5
+"""How often the server is asked for a worker."""
+START_PAUSE_SECONDS = 0.2
 FAILED_STARTS = 3
 """After so many in a row the pool is given up."""
 DEATHS_KEPT = 16
@@ -129,10 +133,29 @@ class _Crew:
             return [hand.process.pid for hand in self.hands]
 
     def _start(self, hand: _Hand) -> None:
+        """Raises OSError or EOFError. A server that has just ended may be found out only by its silence: the next try
+        starts another one."""
+        for attempt in range(1, START_TRIES + 1):
+            try:
+                return self._start_once(hand)
+            except (OSError, EOFError):
+                if attempt == START_TRIES:
+                    raise
+                time.sleep(START_PAUSE_SECONDS)
+
+    def _start_once(self, hand: _Hand) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=work,
-            args=(hand.listener, theirs, self._job, self.folder, self._decode_seconds, hand.deaths),
+            args=(
+                hand.listener,
+                theirs,
+                self._job,
+                self.folder,
+                self._decode_seconds,
+                hand.deaths,
+                own_folder(),
+            ),
             name=f"dilatant-data-{hand.number}",
             daemon=True,
         )

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 from msgspec import MsgspecError
 
+from dilatant.comm.fork_server import remove_behind_parent
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.config.errors import UserError
 from dilatant.data.encode import Encoding
@@ -56,17 +57,18 @@ def work(
     folder: str,
     decode_seconds: float,
     deaths: list[Death],
+    shared: str | None = None,
 ) -> None:
     """job: pickled (data sets by name, encoding). folder: of the pool's sockets, removed when the owner is gone.
-    deaths: of the workers that had this place before."""
+    deaths: of the workers that had this place before. shared: as for `remove_behind_parent`."""
     for asked in (signal.SIGINT, signal.SIGTERM):  # the owner decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
-    threading.Thread(target=_answer_owner, args=(owner, folder), daemon=True).start()
+    threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()
 
 
-def _answer_owner(owner: Connection, folder: str) -> None:
+def _answer_owner(owner: Connection, folder: str, shared: str | None) -> None:
     """Show the owner that this process runs. Once it is gone so are we, whatever file may be waited for; also when it
     says so, having replaced us."""
     try:
@@ -74,6 +76,7 @@ def _answer_owner(owner: Connection, folder: str) -> None:
             owner.send_bytes(PONG)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        remove_behind_parent(shared)
     os._exit(0)
 
 

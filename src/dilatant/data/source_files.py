@@ -108,7 +108,7 @@ class SourceFiles:
     def _found(self) -> Arrays:
         key = hashlib.sha256(f"{FORMAT} {self.identity}".encode()).hexdigest()
         # Another state of the same files replaces this one.
-        places = repr([str(path.resolve()) for path, _ in self._all])
+        places = repr([FORMAT, *(str(path.resolve()) for path, _ in self._all)])
         name = f"records-{hashlib.sha256(places.encode()).hexdigest()[:16]}"
         return self._cache.kept(name, key, lambda: self._scan(self._cache.known(name)))
 

@@ -89,7 +89,10 @@ class WorkerPool(Generic[T, R]):
             for number in range(workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_work, args=(theirs, payload), name=f"dilatant-data-{number}", daemon=True
+                    target=_work,
+                    args=(theirs, payload, fork_server.own_folder()),
+                    name=f"dilatant-data-{number}",
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -208,8 +211,8 @@ def _end(processes: list[Any], connections: list[Connection]) -> None:
     connections.clear()
 
 
-def _work(connection: Connection, payload: bytes) -> None:
-    """The life of a worker: do tasks until the other end closes."""
+def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
+    """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
     for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
@@ -222,6 +225,7 @@ def _work(connection: Connection, payload: bytes) -> None:
             while True:
                 waiting.put(connection.recv())
         except BaseException:
+            fork_server.remove_behind_parent(shared)
             os._exit(0)
 
     job: Any = None

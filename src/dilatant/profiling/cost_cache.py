@@ -15,10 +15,15 @@ from dilatant.profiling.describe_model import ModelDescription
 from dilatant.profiling.layer_costs import misfits
 from dilatant.profiling.planned_hardware import Target
 
+SCATTERED = 0.3
+"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell: good enough for
+the plan that says so, not for later runs."""
+
 
 def keep_costs(costs: CostModel, model: ModelDescription) -> None:
-    """Keep measured costs; where the cache cannot be written, they are just not kept."""
-    if costs.origin != "measured":
+    """Keep measured costs that are no scatter; where the cache cannot be written, they are just not kept."""
+    fits = [cost.fit_error or 0.0 for degrees in costs.layers.values() for cost in degrees.values()]
+    if costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
         return
     path = _path(costs.hardware, costs.dtype, model)
     part = path.with_suffix(f".{os.getpid()}.part")

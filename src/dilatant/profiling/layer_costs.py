@@ -103,7 +103,11 @@ def measure_layers(
             else [(tensor[0], entry)]
         )
     ]
-    with _threads(target.threads if device.type == "cpu" else torch.get_num_threads()):
+    # Never more threads than this process trains with (OMP_NUM_THREADS).
+    threads = (
+        min(target.threads, torch.get_num_threads()) if device.type == "cpu" else torch.get_num_threads()
+    )
+    with _threads(threads):
         measured = profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
     return measured if wanted == [(1, 1)] else _on_groups(measured, model, target, wanted)
 

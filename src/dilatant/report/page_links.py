@@ -24,6 +24,11 @@ EMPTY = f"{_BEGIN}{_END}"
 """The links of a page that stands alone. What users wrote is escaped, so a page holds these marks once."""
 
 
+def is_page(text: str) -> bool:
+    """Whether `text` is a page that Dilatant wrote."""
+    return text.startswith("<!doctype html>") and _BEGIN in text and _END in text
+
+
 def link_pages(folder: Path) -> None:
     """Write into every page of a run folder the links to all others that are there now.
 

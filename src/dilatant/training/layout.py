@@ -10,6 +10,7 @@ import torch
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
+from dilatant.config.parallel import ParallelConfig
 from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
@@ -28,6 +29,7 @@ from dilatant.schedule.step_assignment import Microbatching
 
 MICROBATCHES = 4
 SCHEDULE = "eager"
+INTERLEAVED = "interleaved"
 ASSIGNMENT: Policy = "balanced"
 """Of a run over several ranks whose config and plan file say nothing else."""
 
@@ -94,6 +96,18 @@ class TrainingPlan:
         )
 
 
+def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
+    """Every unit's layout. One that is only colocated is a single stage on the first ranks of each of its host's
+    replicas."""
+    specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
+    guests = {
+        name: replace(specs[host], pp=1, chunks=1, cuts=None)
+        for name, host in parallel.colocated.items()
+        if name not in specs and host in specs
+    }
+    return {**specs, **guests}
+
+
 def plan_from_config(
     config: Config, model: MultimodalModel, made: TrainingPlan | None = None
 ) -> TrainingPlan:
@@ -114,9 +128,9 @@ def plan_from_config(
     if made is not None:
         planned = made
     elif parallel.plan is None:
-        specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
-        plan = plan_from_specs(layers, specs, graph.feeds, parallel.colocated)
-        planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
+        plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
+        goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
+        planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
     problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dilatant.comm.fork_server import heed_launcher, warm_up
+from dilatant.comm.fork_server import heed_launcher, own_folder, remove_behind_parent, warm_up
 from dilatant.comm.launch import WorkerFailed
 from dilatant.config import Config, UserError
 from dilatant.profiling.assemble import assemble_samples
@@ -64,7 +64,7 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
     warm_up()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, job), name="dilatant-plan")
+    process = context.Process(target=_serve, args=(theirs, job, own_folder()), name="dilatant-plan")
     process.start()
     theirs.close()
     try:
@@ -86,8 +86,8 @@ def plan_in_process(job: PlanningJob, progress: Callable[[str], None]) -> Chosen
         ours.close()
 
 
-def _serve(connection: Connection, job: PlanningJob) -> None:
-    threading.Thread(target=_end_with_launcher, name="dilatant-launcher", daemon=True).start()
+def _serve(connection: Connection, job: PlanningJob, shared: str | None) -> None:
+    threading.Thread(target=_end_with_launcher, args=(shared,), name="dilatant-launcher", daemon=True).start()
     heed_launcher()
     warnings.simplefilter("ignore", UserWarning)  # the run says them once, when it builds the model
     try:
@@ -101,10 +101,11 @@ def _serve(connection: Connection, job: PlanningJob) -> None:
     connection.close()
 
 
-def _end_with_launcher() -> None:
+def _end_with_launcher(shared: str | None) -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
+    remove_behind_parent(shared)
     os._exit(1)
 
 
