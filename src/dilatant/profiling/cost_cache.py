@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 
 from dilatant.config import UserError
 from dilatant.config.environment import cache_folder
+from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs, save_costs
 from dilatant.profiling.describe_model import ModelDescription
 from dilatant.profiling.layer_costs import misfits
@@ -48,5 +50,7 @@ def kept_costs(model: ModelDescription, target: Target, degrees: Iterable[Degree
 
 def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
     layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
-    key = sha256(repr((hardware, dtype, layers)).encode()).hexdigest()[:24]
+    # Costs that a version measured which knew less of a layer are of another name.
+    known = [field.name for field in fields(LayerCost)]
+    key = sha256(repr((hardware, dtype, layers, known)).encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{key}.yaml"
