@@ -242,8 +242,8 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         return os.path.normpath(base / Path(text).expanduser())
 
     def local(text: str | None) -> str | None:
-        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. A folder that
-        # is called as a word of ours is written with ./ before it.
+        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. A folder
+        # that is called as a word of ours is written with ./ before it.
         if not text or text in ("auto", "bytes"):
             return text
         return absolute(text) if (base / Path(text).expanduser()).exists() else text
