@@ -15,9 +15,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.router_loss import count_routers
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.families import eager
-from dilatant.schedule.schedule import Assignment
-from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.step_assignment import Microbatching
 from drawn_steps import CASE, build_model, build_samples, expected
 
 
@@ -28,12 +26,14 @@ def test_every_stage_adds_what_its_routers_lose(cuts: tuple[int, ...], recompute
     vision = UnitPlan("vision", (Replica((Stage(0, 5, (0,)),)),), ("language",))
     plan = Plan((vision, UnitPlan("language", (Replica(stages),))))
     losses, gradients, _ = expected(case)
-    batches = ((0, 1, 2), (3, 4, 5))
-    assignment = Assignment({"vision": (batches,), "language": (batches,)})
-    trains = {"vision": (False,) * 5, "language": (True,) * 4}
-    schedule = eager(plan, assignment, trainability_of(plan, trains))
-    runtime = Runtime(build_model(case, "meta"), plan, Comm(local_worker().store, 0, 1), seed=case.seed)
-    result = runtime.execute(build_samples(case), assignment, schedule)
+    runtime = Runtime(
+        build_model(case, "meta"),
+        plan,
+        Comm(local_worker().store, 0, 1),
+        seed=case.seed,
+        microbatching=Microbatching(2),
+    )
+    result = runtime.execute(build_samples(case))
     assert result.losses["language.router"] > 0
     # fp32 sums in another order: tests/runtime/test_numerics.py has the rule.
     assert result.losses == pytest.approx(losses[0][1], rel=1e-5)

@@ -15,7 +15,7 @@ from dilatant.models.build import build_model
 from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
 from dilatant.profiling.layer_probes import layer_probe
-from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
+from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
 
 LLAMA = {
@@ -85,7 +85,7 @@ def test_equal_layers_share_a_type_and_unequal_ones_do_not(tmp_path):
     assert kinds[1] == kinds[3] != kinds[2]
     assert "sliding_attention" in kinds[1]
     twins = {
-        name: {"kind": "image", "config": {**SIGLIP, "intermediate_size": width}}
+        name: {"kind": "image", "placeholder": f"<{name}>", "config": {**SIGLIP, "intermediate_size": width}}
         for name, width in (("left", 32), ("right", 48), ("same", 32))
     }
     spec = described(config(tmp_path, **twins)).spec
@@ -151,12 +151,6 @@ def test_modelled_products_are_the_weights_that_a_token_meets(tmp_path):
     assert dense.matmul == attention + 3 * 32 * 96
     assert dense.attended_share == 0.5
     assert layer_shapes(described(config(tmp_path)))["siglip_vision_model block 16 @16"].attended_share == 1.0
-
-
-def test_tensor_degrees_divide_all_heads(tmp_path):
-    found = described(config(tmp_path))
-    assert tensor_degrees(found, 8) == (1, 2)
-    assert tensor_degrees(found, 1) == (1,)
 
 
 def test_the_head_costs_what_its_targets_cost(tmp_path):

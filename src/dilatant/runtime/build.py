@@ -17,20 +17,20 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, stage_tensors
 from dilatant.plan.buckets import Format
 from dilatant.plan.plan import Plan
+from dilatant.plan.runnable import training_problems
 from dilatant.runtime.holders import holdings_of
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
 
 
 def refuse_tensor_parallel(plan: Plan) -> None:
-    """Raises UserError that lists the stages of more than one rank."""
-    wide = [
-        f"{p.unit} replica {p.replica} stage {p.position}: tp {p.stage.tp}, cp {p.stage.cp}"
+    """Raises UserError that names the units of stages with more than one rank."""
+    problems = training_problems(plan) or [
+        f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}; it must have one"
         for p in plan.stages()
         if len(p.stage.ranks) != 1
     ]
-    if wide:
-        more = [f"and {len(wide) - 8} more"] if len(wide) > 8 else []
-        raise list_problems("this runtime runs stages of one rank; set tp and cp to 1:", [*wide[:8], *more])
+    if problems:
+        raise list_problems("this plan cannot train:", problems)
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
