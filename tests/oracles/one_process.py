@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 
 
 def losses_of_batch(
@@ -61,14 +61,26 @@ def losses_of_batch(
         mask = None if seen_in is None else torch.as_tensor(seen_in(sample))[None, None]
         embedded = torch.stack(tokens)[None]
         heard: list[Tensor] = []
-        listener = language_model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, given, heard=heard: heard.append(given[0])
-        )
-        output = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False)
-        logits = output.logits[0]
-        listener.remove()
-        for chosen in getattr(output, "router_logits", None) or ():
-            share = len(ids) / sum(len(other.input_ids) for other in samples) / len(output.router_logits)
+        routed: list[Tensor] = []
+        listeners = [
+            language_model.get_output_embeddings().register_forward_pre_hook(
+                lambda _, given, heard=heard: heard.append(given[0])
+            ),
+            *(
+                module.register_forward_hook(lambda _, given, made, routed=routed: routed.append(made[0]))
+                for module in language_model.modules()
+                if isinstance(module, MixtralTopKRouter)
+            ),
+        ]
+        # Its own loss of routers would take a mask for one of padding.
+        given = {"output_router_logits": False} if len(listeners) > 1 else {}
+        logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False, **given).logits[
+            0
+        ]
+        for listener in listeners:
+            listener.remove()
+        for chosen in routed:
+            share = len(ids) / sum(len(other.input_ids) for other in samples) / len(routed)
             config = language_model.config
             uneven = load_balancing_loss_func((chosen,), config.num_local_experts, config.num_experts_per_tok)
             losses["language.router"] = losses.get("language.router", torch.zeros(())) + share * uneven
