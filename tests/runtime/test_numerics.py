@@ -117,7 +117,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-@settings(max_examples=30, **COMMON)
+@settings(max_examples=20, **COMMON)
 @given(case=cases())
 def test_any_step_gives_the_loss_and_the_gradients_of_one_process(workers: WorkerPool, case: Case) -> None:
     check_case(workers, case)
