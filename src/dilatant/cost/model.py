@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from dilatant.config.errors import UserError
+from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
 
@@ -60,7 +61,7 @@ class CostModel:
     def from_yaml(cls, text: str, source: str = "cost model") -> CostModel:
         """Read `to_yaml`'s document. Raises UserError, naming `source` and the place, when it is not one."""
         try:
-            document = yaml.safe_load(text)
+            document = read_yaml(text)
             lacking = [
                 key for key in ("hardware", "origin", "dtype", "layers") if key not in dict(document or {})
             ]
