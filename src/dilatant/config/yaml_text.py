@@ -8,8 +8,11 @@ import yaml
 
 
 def read_yaml(text: str) -> Any:
-    """The plain values of a document. Raises yaml.YAMLError, also where the parser fails in another way: nesting without
-    end, numbers of thousands of digits, days that no month has, tags that their text does not fit."""
+    """The plain values of a document.
+
+    Raises yaml.YAMLError, also where the parser fails in ways of its own: nesting without end, numbers of thousands of
+    digits, days that no month has, tags that their text does not fit.
+    """
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
