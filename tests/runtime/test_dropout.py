@@ -132,6 +132,26 @@ def test_other_kinds_of_dropout_have_keys_too(kind: type) -> None:
     assert loss_of(with_tower(nn.Identity()), samples) != pytest.approx(losses[0], rel=1e-4)
 
 
+def test_dropout_in_place_drops_and_scales_as_dropout_does() -> None:
+    samples = build_samples(CASE)
+    plain, in_place = (loss_of(with_tower(nn.Dropout(0.5, inplace)), samples) for inplace in (False, True))
+    assert in_place == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_module_of_ones_own_is_heard_also_where_it_first_draws_nothing() -> None:
+    calls: list[int] = []
+
+    def late(hidden: Tensor) -> Tensor:
+        calls.append(1)
+        return hidden if len(calls) == 1 else hidden + torch.randn_like(hidden)
+
+    runtime = with_tower(Call(late))
+    runtime.execute(build_samples(CASE))
+    with pytest.raises(UserError, match="randn_like draws"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
 @pytest.mark.parametrize(
     ("random", "said"),
     [

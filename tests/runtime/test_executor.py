@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from dilatant import ParallelSpec, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.models import Encoder, MultimodalModel
+from dilatant.models.language import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed
@@ -128,6 +130,23 @@ def test_a_frozen_stage_with_nothing_before_it_has_no_graph_and_gets_no_gradient
     assert not has_graph
     assert projector == ["F1-2"] * 3
     assert language == ["B2-1"] * 3
+
+
+def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, builds_graph, run = build_model(CASE), [], LanguageStage.run
+
+    def watched(stage: Any, *given: Any) -> Any:
+        builds_graph.append(torch.is_grad_enabled())
+        return run(stage, *given)
+
+    monkeypatch.setattr(LanguageStage, "run", watched)
+    runtime = parallelize(
+        model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
+    )
+    runtime.predict(build_samples(CASE))
+    runtime.close()
+    assert builds_graph
+    assert not any(builds_graph)
 
 
 def _most_receives(worker: Worker) -> int:

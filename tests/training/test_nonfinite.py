@@ -48,6 +48,10 @@ def bad_loss(output: StageOutput) -> StageOutput:
     return StageOutput(output.rows, {unit: loss * float("nan") for unit, loss in output.losses.items()})
 
 
+def bad_loss_of_good_gradient(output: StageOutput) -> StageOutput:
+    return StageOutput(output.rows, {unit: loss + float("nan") for unit, loss in output.losses.items()})
+
+
 class _BadGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -67,7 +71,10 @@ def newest_weights(run: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in newest.rglob("model.safetensors") for n, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("how", "says"), [(bad_loss, "the loss became nan"), (bad_gradient, "norm is")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [(bad_loss, "became nan"), (bad_loss_of_good_gradient, "became nan"), (bad_gradient, "norm is")],
+)
 def test_the_run_stops_names_the_samples_and_keeps_the_last_good_step(
     project: Path, monkeypatch: pytest.MonkeyPatch, how: Any, says: str
 ) -> None:
@@ -107,6 +114,24 @@ def test_weights_that_are_not_finite_are_not_saved(project: Path, monkeypatch: p
     assert [path.name for path in (project.parent / "run" / "checkpoints").glob("step-*")] == [
         "step-00000002"
     ]
+
+
+def test_weights_of_an_update_that_failed_midway_are_not_saved(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = torch.optim.AdamW.step, []
+
+    def fail(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        result = step(self, *arguments)
+        if len(calls) == 4:
+            raise RuntimeError("the device is lost")
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    with pytest.raises(Exception, match="the device is lost"):
+        train(load_config(project))
+    assert max((project.parent / "run" / "checkpoints").glob("step-*")).name == "step-00000002"
 
 
 def test_a_record_of_metrics_stays_json() -> None:
