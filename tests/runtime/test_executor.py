@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.language import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Diverged
-from dilatant.runtime.executor import ActionFailed
+from dilatant.runtime.executor import ActionFailed, Executor
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.schedule.families import gpipe, one_f_one_b
@@ -147,6 +148,26 @@ def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch
     runtime.close()
     assert builds_graph
     assert not any(builds_graph)
+
+
+def test_rows_that_come_in_pieces_and_from_several_sides_are_ordered_and_added() -> None:
+    """Of samples 0, 1 and 2 with 1, 2 and 1 rows; a message holds the power of ten that is its name."""
+    counts = (1, 2, 1)
+    executor = Executor.__new__(Executor)
+    executor._device = torch.device("cpu")
+    executor._take = lambda message: torch.full(  # type: ignore[method-assign]
+        (sum(counts[sample] for sample in message.samples), 2), float(message.name)
+    )
+    boundary = SimpleNamespace(width=2, dtype=torch.float32, rows_of=lambda rows: rows)
+
+    def assembled(*messages: tuple[int, tuple[int, ...]]) -> list[float]:
+        given = [SimpleNamespace(name=name, samples=samples) for name, samples in messages]
+        data = SimpleNamespace(samples=counts)
+        return executor._assemble(given, (2, 0, 1), boundary, data)[:, 0].tolist()  # type: ignore[arg-type]
+
+    assert assembled((1, (1, 2)), (10, (0, 1))) == [1, 10, 11, 11]
+    assert assembled((1, (2, 0, 1)), (10, (1,)), (100, (2, 0, 1))) == [101, 101, 111, 111]
+    assert assembled((1, (0,))) == [0, 1, 0, 0]
 
 
 def _most_receives(worker: Worker) -> int:
