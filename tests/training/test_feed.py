@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -302,3 +303,18 @@ def test_steps_of_a_stream_go_on_from_the_number_of_the_first() -> None:
     for _ in range(3):
         next(steps)
     assert Planner.planned == [7, 8, 9]
+
+
+@pytest.mark.parametrize(("on_error", "parts"), [("skip", None), ("raise", frozenset({"vision", "tokens"}))])
+def test_who_reads_a_stream_decodes_all_of_it_where_bad_samples_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, on_error: str, parts: frozenset[str] | None
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr("dilatant.training.inputs.Loader", lambda *_, **settings: opened.append(settings))
+    inputs = Inputs.__new__(Inputs)
+    inputs._config = SimpleNamespace(data=SimpleNamespace(workers=0, on_error=on_error))  # type: ignore[assignment]
+    inputs._samples = SimpleNamespace(train=None, encoding=None)  # type: ignore[assignment]
+    inputs._needs = SimpleNamespace(media=frozenset({"vision"}))  # type: ignore[assignment]
+    inputs._skips = on_error == "skip"
+    inputs._open_loader(SAMPLER, SAMPLER.start(), 3)
+    assert (opened[0]["parts"], opened[0]["on_error"], opened[0]["steps"]) == (parts, on_error, 3)
