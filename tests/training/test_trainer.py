@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dilatant.config import UserError
+from dilatant.data.sampler import SamplerState
 from dilatant.training import trainer as room
 from dilatant.training.trainer import Trainer, seed_step
 
@@ -90,6 +92,45 @@ def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pyte
         ("seed", 3, 4),
         ("execute", "samples", "step", 4),
     ]
+
+
+def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight that no step has used has no moments there, and must not be asked for any."""
+    done: dict[str, Any] = {}
+    place = SamplerState((1,), (2,), 3)
+    values = {"step": 7, "position": place.to_json(), "left_out": {"12": "is cut off"}, "costs": "corrected"}
+    weights = {"used": True, "unused": True, "frozen": False}
+    trainer = _Book().trainer
+    trainer.__dict__.update(
+        rank=0,
+        runtime=SimpleNamespace(
+            parameters={name: SimpleNamespace(requires_grad=trains) for name, trains in weights.items()},
+            require_equal=lambda tensors: done.update(compared=tensors),
+            costs=SimpleNamespace(from_json=lambda costs: done.update(costs=costs)),
+        ),
+        _sampler=SimpleNamespace(resume=lambda place: place),
+        _writer=SimpleNamespace(continue_from=lambda path: done.update(branch=path)),
+        _tensors=dict,
+        _known=set(),
+        _any_rank=lambda *_: False,
+    )
+    monkeypatch.setattr(
+        room, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
+    )
+    monkeypatch.setattr(room, "allocate_moments", lambda _, names: done.update(moments=names))
+    monkeypatch.setattr(room, "optimizer_tensors", lambda _: "moments")
+    monkeypatch.setattr(room, "load", lambda *_, **__: values)
+    trainer.restore(Path("somewhere"))
+    assert done == {
+        "moments": {"used"},
+        "compared": "moments",
+        "costs": "corrected",
+        "branch": Path("somewhere"),
+    }
+    assert (trainer.step, trainer._saved_step, trainer._position) == (7, 7, place)
+    assert trainer._left_out == {12: "is cut off"}
 
 
 def test_every_step_of_every_seed_has_random_numbers_of_its_own() -> None:
