@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from dilatant.config import UserError, load_config
+from dilatant.cost.hardware import read_hardware_file
+from dilatant.cost.model import CostModel
 
 GOOD = {
     "model": {
@@ -169,3 +171,18 @@ def test_an_encoder_cannot_take_the_language_models_name(tmp_path: Path) -> None
     tree = changed(model={**GOOD["model"], "encoders": {"language": GOOD["model"]["encoders"]["vision"]}})
     with pytest.raises(UserError, match="cannot be called 'language'"):
         load_config(write(tmp_path, tree))
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 5000, "a: " + "9" * 5000, "a: 2001-99-99", "a: !!bool x", "a: !!int ''"]
+)
+def test_what_the_parser_fails_at_in_its_own_ways_is_no_yaml(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(tmp_path / "c.yaml")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(write(tmp_path, GOOD), [f"seed={text[3:]}"])
+    with pytest.raises(UserError, match="is not a cost model"):
+        CostModel.from_yaml(text)
+    with pytest.raises(UserError, match="is not YAML"):
+        read_hardware_file(text, "hardware.yaml")

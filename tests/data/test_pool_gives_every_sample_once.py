@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -546,6 +547,7 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
     pids = owner.pids
     ask = Ask(0, "train", 0, 0, [], 0, 8)
     hello = framed(Hello(1 << 12, 0))
+    nested = b"\x82\xa4type\xa6forget\xa4more" + b"\x91" * 5000 + b"\xc0"
     with tempfile.TemporaryFile() as empty:
         for message, descriptors in [
             (b"GET / HTTP/1.1\r\n\r\n", []),
@@ -554,7 +556,9 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
             (hello, [empty.fileno()]),  # which is too small
             (framed(Hello(1 << 12, 1 << 12)), []),  # no room for its notes
             (framed(Hello(1 << 12, -1)), []),
+            (framed(Hello(1 << 63, 0)), [empty.fileno()]),  # more than an address holds
             (hello[:4] + b"\xff" * 40, []),
+            (struct.pack(">I", len(nested)) + nested, []),
             (framed(ask)[:4] + b"\x00" * 80, []),
         ]:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -564,11 +568,13 @@ def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
                 with suppress(ConnectionError):
                     assert connection.recv(100) == b""
     arena = Arena(1 << 12)
-    for offset, room in ((-1, 5), (0, (1 << 12) + 1), (1 << 12, 1), (5, -1)):
+    for ticket, offset, room in (
+        (0, -1, 5), (0, 0, (1 << 12) + 1), (0, 1 << 12, 1), (0, 5, -1), (1 << 63, 0, 8),
+    ):  # fmt: skip
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{owner.address}/0.sock")
             connection.settimeout(20)
-            bad = framed(Ask(0, "train", 0, 0, [], offset, room))
+            bad = framed(Ask(ticket, "train", 0, 0, [], offset, room))
             socket.send_fds(connection, [hello + bad], [arena.fd])
             assert b"greeting" in connection.recv(1 << 16)
             with suppress(ConnectionError):

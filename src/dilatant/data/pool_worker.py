@@ -48,6 +48,8 @@ from dilatant.data.sample import Sample
 from dilatant.data.workers import WorkerError
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
+STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
+"""What a connection may cause that ends, or that sends what no rank sends: nesting without end among it."""
 
 
 def work(
@@ -147,7 +149,7 @@ class _Worker:
     def _guarded(self, rank: _Rank, step: Callable[[_Rank], None]) -> None:
         try:
             step(rank)
-        except (OSError, ValueError, MsgspecError):  # it is gone, or sends what is none of ours
+        except STRANGE:  # it is gone, or sends what is none of ours
             self._selector.unregister(rank.connection)
             self._ranks.remove(rank)
             rank.close()

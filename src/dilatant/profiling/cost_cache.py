@@ -37,7 +37,7 @@ def kept_costs(model: ModelDescription, target: Target, degrees: Iterable[Degree
     """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`."""
     try:
         costs = load_costs(_path(target.hardware.name, target.dtype, model), target.hardware.name)
-    except (OSError, UnicodeDecodeError, UserError):
+    except (OSError, UserError):
         return None
     if costs.dtype != target.dtype or misfits(costs, model):
         return None
