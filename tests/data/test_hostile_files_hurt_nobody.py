@@ -25,7 +25,7 @@ from dilatant.data.loader import Loader
 from dilatant.data.media import decode_audio, media_size
 from dilatant.data.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.sizes import measure
+from dilatant.data.sizes import blend_sizes, measure
 
 ENCODING = replace(small_encoding(), max_length=1000)
 GOOD = '{"question": "q", "answer": "fine"}'
@@ -312,8 +312,11 @@ def test_held_out_samples_need_a_question(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"question": "q", "answer": "a"}, {"text": "alone"}])
     blend = open_blend([DataSource(path=str(path))])
     assert lint(blend, ENCODING) == ()
-    (problem,) = lint(blend, ENCODING, held_out=True)
+    judged = replace(ENCODING, held_out=True)
+    (problem,) = lint(blend, judged)
     assert problem.sample == "x.jsonl:2"
+    assert blend_sizes(blend, judged).refused(None) == {1: str(problem)}
+    assert blend_sizes(blend, ENCODING).refused(None) == {}
     with pytest.raises(SampleError, match=re.escape(problem.problem)):
         encode_prompt(blend[1], ENCODING)
 
