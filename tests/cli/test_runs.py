@@ -282,3 +282,10 @@ def test_doctor_tells_what_would_be_used(dilatant: Dilatant) -> None:
         chosen = attention[row].split()[0]
         for other in {"triton", "blockwise", "sdpa"} - {chosen}:
             assert f"not {other}: " in attention[row]
+
+
+def test_a_warm_up_that_outlasts_the_run_is_said(project: Path, dilatant: Dilatant) -> None:
+    settings = ("--set", "train.steps=1", "--set", "train.schedule.warmup_steps=1")
+    code, out, _ = dilatant("train", project / "config.yaml", *settings)
+    assert code == 0
+    assert "train.schedule.warmup_steps 1 is no less than the run's 1 step: the learning rate does not" in out

@@ -34,7 +34,9 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
     inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
     fresh = [(layer, path, piece) for layer, path, piece in pieces if layer in held and _is_meta(piece)]
-    here = {id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta}
+    here = {
+        id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
+    }
     for _, _, piece in fresh:
         _give_memory(piece)
     if any(_is_of_family(unit, path) for _, path, _ in fresh):

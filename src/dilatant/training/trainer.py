@@ -144,7 +144,10 @@ class Trainer:
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         if "costs" in values:
-            self.runtime.costs.from_json(values["costs"])
+            try:
+                self.runtime.costs.from_json(values["costs"])
+            except ValueError as error:
+                raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
             self._writer.continue_from(checkpoint)
