@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tarfile
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.lint import lint
 from dilatant.data.loader import Loader
 from dilatant.data.media import decode_audio, media_size
+from dilatant.data.pieces import in_pieces, piece_bounds
 from dilatant.data.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.sizes import blend_sizes, measure
@@ -327,3 +329,12 @@ def test_what_a_message_quotes_is_short_and_safe_to_print():
     assert len(str(error)) < 600
     assert "\\x1b" in error.sample
     str(error).encode("utf-8")
+
+
+def _warns(piece):
+    warnings.warn("this image may be a bomb", RuntimeWarning, stacklevel=1)
+
+
+def test_what_libraries_warn_of_in_workers_is_not_shown(capfd):
+    assert len(list(in_pieces(_warns, piece_bounds(20, 1), 20, str, 1))) == 20
+    assert capfd.readouterr().err == ""
