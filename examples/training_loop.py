@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,12 @@ QUESTION, IMAGE, TOKENS = 10, 11, 16
 
 def build_model() -> MultimodalModel:
     """On the meta device: every rank gives memory to its own layers only."""
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     vision = SiglipVisionConfig(**size, image_size=8, patch_size=2, num_channels=1, vision_use_head=False)
     language = LlamaConfig(**size, vocab_size=12, num_key_value_heads=4, pad_token_id=0)
     encoder = Encoder(vision, projector="linear", placeholder_id=IMAGE)
