@@ -16,7 +16,8 @@ from dilatant.runtime.cost_correction import CostCorrection
 def refused(result: tuple[int, str, str], *says: str) -> None:
     code, _, err = result
     assert code == 2, err
-    assert err.startswith("error: ")
+    lines = [line for line in err.splitlines() if not line.startswith("warning: ")]
+    assert lines[0].startswith("error: ")
     assert "Traceback" not in err
     for text in says:
         assert text in err
