@@ -23,7 +23,8 @@ class CostModel:
     """`layers[layer type][(tp, cp)]` on `hardware`.
 
     `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic"; `note`
-    says how, and what of measured costs is modelled (see `cost.group`).
+    says how, and what of measured costs is modelled (see `cost.group`). `longest`: tokens of the longest row of the
+    language model that was measured; 0 where that is not known.
     """
 
     hardware: str
@@ -31,6 +32,7 @@ class CostModel:
     dtype: str
     layers: Mapping[str, Mapping[Degree, LayerCost]]
     note: str = ""
+    longest: int = 0
 
     def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
         """The cost of a layer type; UserError names what the file has instead."""
@@ -53,7 +55,13 @@ class CostModel:
             kind: {f"tp{tp} cp{cp}": _cost_to_dict(cost) for (tp, cp), cost in sorted(degrees.items())}
             for kind, degrees in self.layers.items()
         }
-        head = {"hardware": self.hardware, "origin": self.origin, "dtype": self.dtype, "note": self.note}
+        head = {
+            "hardware": self.hardware,
+            "origin": self.origin,
+            "dtype": self.dtype,
+            "note": self.note,
+            "longest": self.longest,
+        }
         return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
             {**head, "layers": layers}, sort_keys=False, default_flow_style=None, width=100
         )
@@ -83,6 +91,7 @@ class CostModel:
                 document["dtype"],
                 layers,
                 document.get("note") or "",
+                int(document.get("longest") or 0),
             )
         except UserError:
             raise

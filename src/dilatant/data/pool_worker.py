@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -66,6 +67,7 @@ def work(
     for asked in (signal.SIGINT, signal.SIGTERM):  # the owner decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
+    warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
     threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()
 

@@ -21,6 +21,9 @@ from dilatant.runtime.precision import pick_precision
 AUTOCAST = ParameterBytes(weight=6.0, gradient=4.0, optimizer=8.0)
 """fp32 weights and the bf16 copies that autocast keeps, fp32 gradients and moments."""
 
+USABLE = 0.93
+"""The part of a GPU's memory that training may use: its context, NCCL's buffers and pieces that the allocator cannot
+join take the rest. The data sheets' decimal gigabytes, which stand for GPUs that are not here, leave as much."""
 _UNKNOWN_GPU = "A40"
 """Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
 
@@ -123,7 +126,7 @@ def _this_device(per_node: int, threads: int) -> Hardware:
     for word in sorted(_words(properties.name)):
         with suppress(UserError):
             listed = load_hardware(word)
-    return replace(listed, name=properties.name, memory=float(properties.total_memory))
+    return replace(listed, name=properties.name, memory=USABLE * properties.total_memory)
 
 
 def _processor() -> str:
