@@ -7,7 +7,7 @@ over a batch it would be another in every cut into microbatches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ def router_weight(model: PreTrainedModel) -> float:
 
 def count_routers(model: PreTrainedModel) -> int:
     """How many blocks choose experts."""
-    recorded = (model.base_model._can_record_outputs or {}).get("router_logits", ())
-    recorders = recorded if isinstance(recorded, list | tuple) else [recorded]
+    recorded = cast(Any, model.base_model)._can_record_outputs["router_logits"]
+    recorders = recorded if isinstance(recorded, list) else [recorded]
     classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return sum(isinstance(module, classes) for module in model.base_model.modules())
 
