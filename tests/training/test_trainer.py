@@ -28,7 +28,9 @@ class _Book:
             step=4,
             total_steps=9,
             runtime=SimpleNamespace(
-                clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)), execute=self.execute
+                clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
+                execute=self.execute,
+                owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
             ),
             _config=SimpleNamespace(train=train, seed=3),
             _optimizer=SimpleNamespace(
@@ -53,7 +55,7 @@ class _Book:
 def test_gradients_are_clipped_before_the_update_and_gone_after_it(limit: float | None) -> None:
     book = _Book(limit)
     book.apply(1.0, 7.0)
-    assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "zero"]
+    assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "gather", "zero"]
     trainer = book.trainer
     assert (trainer.step, trainer._position, trainer._skipped_updates) == (5, "after", 0)
 

@@ -137,12 +137,17 @@ def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
         for name, value in values.items()
     }
     parameters, error = read.pop("parameters", 0), read.pop("fit_error", None)
+    flags = {name: read.pop(name) for name in ("splits", "in_chunks") if name in read}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise ValueError(f"{', '.join(flags)}: true or false")
     wrong = [name for name, value in read.items() if not isinstance(value, Quadratic)]
     if wrong:
         raise ValueError(f"{wrong[0]} is no list of [a, b, c]")
     if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 0:
         raise ValueError(f"parameters: {parameters!r} is no whole number")
-    return LayerCost(**read, parameters=parameters, fit_error=None if error is None else _amount(error))
+    return LayerCost(
+        **read, **flags, parameters=parameters, fit_error=None if error is None else _amount(error)
+    )
 
 
 def _amount(value: Any) -> float:
