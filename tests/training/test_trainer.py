@@ -13,6 +13,7 @@ import torch
 
 from dilatant.config import UserError
 from dilatant.data.sampler import SamplerState
+from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
 from dilatant.training.trainer import Trainer, seed_step
 
@@ -83,7 +84,7 @@ def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pyte
 
     class OneStep:
         left_out: ClassVar[dict[int, str]] = {}
-        found, leave_out = list, lambda self, found: None
+        found, leave_out, waited_seconds = list, lambda self, found: None, 0.0
 
         def __next__(self) -> Any:
             return SimpleNamespace(batch=SimpleNamespace(samples="samples", position="after"), step="step")
@@ -103,18 +104,19 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     done: dict[str, Any] = {}
     place = SamplerState((1,), (2,), 3)
     values = {"step": 7, "position": place.to_json(), "left_out": {"12": "is cut off"}, "costs": "corrected"}
-    weights = {"used": True, "unused": True, "frozen": False}
+    boxes = {name: Box.of(name, (2,)) for name in ("used", "unused")}
     trainer = _Book().trainer
+    trainer._optimizer.masters = "masters"
+    trainer._optimizer.write_weights = lambda: done.update(rounded=True)
     trainer.__dict__.update(
         rank=0,
         runtime=SimpleNamespace(
-            parameters={name: SimpleNamespace(requires_grad=trains) for name, trains in weights.items()},
-            require_equal=lambda tensors: done.update(compared=tensors),
+            owned=SimpleNamespace(boxes=boxes, shapes={}, gather=lambda: done.update(gathered=True)),
+            require_equal=lambda masters, moments: done.update(compared=(masters, moments)),
             costs=SimpleNamespace(from_json=lambda costs: done.update(costs=costs)),
         ),
         _sampler=SimpleNamespace(resume=lambda place: place),
         _writer=SimpleNamespace(continue_from=lambda path: done.update(branch=path)),
-        _tensors=dict,
         _known=set(),
         _any_rank=lambda *_: False,
     )
@@ -123,11 +125,14 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     )
     monkeypatch.setattr(room, "allocate_moments", lambda _, names: done.update(moments=names))
     monkeypatch.setattr(room, "optimizer_tensors", lambda _: "moments")
+    monkeypatch.setattr(room, "held_state", lambda *_: {})
     monkeypatch.setattr(room, "load", lambda *_, **__: values)
     trainer.restore(Path("somewhere"))
     assert done == {
         "moments": {"used"},
-        "compared": "moments",
+        "rounded": True,
+        "gathered": True,
+        "compared": ("masters", "moments"),
         "costs": "corrected",
         "branch": Path("somewhere"),
     }
