@@ -228,7 +228,9 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     schedule = build_schedule(case, plan, model, assignment)
     tokens = {unit: [sample.sizes.get(unit, 0) for sample in samples] for unit in case.cuts}
     targets = sum(int((sample.labels != -100).sum()) for sample in samples) / sum(tokens["language"])
-    used = costs_in_use(costs, description, targets)
+    language = tokens["language"]
+    row = max(sum(language[s] for s in row) for rows in assignment.microbatches["language"] for row in rows)
+    used = costs_in_use(costs, description, targets, row, model.language.loss_chunk)
     table = stage_costs(plan, description.spec, used)
     squares = {unit: [n * IMAGE_TOKENS for n in tokens[unit]] for unit in tokens if unit != "language"}
     return predict(

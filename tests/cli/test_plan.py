@@ -158,7 +158,7 @@ def test_advice_names_faster_schedules_and_recomputation_that_nothing_asks_for(
     settings = [
         "plan.microbatch_sizes=[1]",
         "plan.mode=cornstarch",
-        "train.gradient_checkpointing=true",
+        "train.recompute=block",
         *deep,
     ]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
@@ -168,7 +168,7 @@ def test_advice_names_faster_schedules_and_recomputation_that_nothing_asks_for(
     assert found[fastest]["seconds"] < 0.99 * report.candidates[0].step_seconds
     assert found[report.schedule]["seconds"] == pytest.approx(report.candidates[0].step_seconds, rel=1e-9)
     assert any(f"Schedule {fastest} would take" in text for text in report.advice)
-    assert any("train.gradient_checkpointing: false" in text for text in report.advice)
+    assert any("train.recompute: none" in text for text in report.advice)
 
 
 def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, dilatant: Dilatant) -> None:

@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from dilatant.config import UserError, load_config
+from dilatant.cost.hardware import read_hardware_file
+from dilatant.cost.model import CostModel
 
 GOOD = {
     "model": {
@@ -69,6 +71,7 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
     ("override", "says"),
     [
         ("trian.steps=3", "did you mean 'train'?"),
+        ("train.gradient_checkpointing=true", "write 'train.recompute: block' for true"),
         ("train.optimizer.lerning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
         ("data.train.0.wieght=1", "did you mean 'data.train.0.weight'?"),
         ("model.encoders.vision.projectr=mlp", "did you mean 'model.encoders.vision.projector'?"),
@@ -169,3 +172,38 @@ def test_an_encoder_cannot_take_the_language_models_name(tmp_path: Path) -> None
     tree = changed(model={**GOOD["model"], "encoders": {"language": GOOD["model"]["encoders"]["vision"]}})
     with pytest.raises(UserError, match="cannot be called 'language'"):
         load_config(write(tmp_path, tree))
+
+
+def test_a_folder_called_as_a_word_of_ours_does_not_take_its_place(tmp_path: Path) -> None:
+    for word in ("auto", "bytes"):
+        (tmp_path / word).mkdir()
+    config = load_config(write(tmp_path, GOOD))
+    assert config.data.chat_template == "auto"
+    assert config.model.language_model.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("given", "place"), [("vision", "train.recompute:"), ({"vision": "blok"}, "train.recompute.vision:")]
+)
+def test_a_word_or_a_mapping_is_corrected_as_what_it_is(tmp_path: Path, given: object, place: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(tmp_path, changed(train={"recompute": given})))
+    assert str(error.value).splitlines()[1:] == [
+        f"  - {place} Input should be 'none', 'block' or 'block_keep_attention' (given: "
+        f"{given if isinstance(given, str) else 'blok'!r})"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 5000, "a: " + "9" * 5000, "a: 2001-99-99", "a: !!bool x", "a: !!int ''"]
+)
+def test_what_the_parser_fails_at_in_its_own_ways_is_no_yaml(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(tmp_path / "c.yaml")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(write(tmp_path, GOOD), [f"seed={text[3:]}"])
+    with pytest.raises(UserError, match="is not a cost model"):
+        CostModel.from_yaml(text)
+    with pytest.raises(UserError, match="is not YAML"):
+        read_hardware_file(text, "hardware.yaml")

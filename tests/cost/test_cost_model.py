@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +31,7 @@ from dilatant.cost import (
     save_hardware,
     trainable_before,
 )
+from dilatant.cost.layer import ZERO
 
 COUNTS = (64, 256, 1024, 4096)
 
@@ -97,6 +100,8 @@ COST = LayerCost(
     activation_bytes=Quadratic(b=8.0),
     weight_bytes=Quadratic(b=3.0),
     checkpoint_bytes=Quadratic(b=1.0),
+    attention=Quadratic(b=0.4),
+    attention_bytes=Quadratic(b=0.5),
 )
 
 
@@ -109,14 +114,16 @@ def test_what_lies_before_a_layer_does_not_include_it(trainable, upstream):
 @pytest.mark.parametrize(
     ("trainable", "before", "recompute", "backward", "kept"),
     [
-        (True, True, False, 2.3, 8.0),
-        (True, True, True, 3.3, 1.0),
-        (False, True, False, 1.2, 8.0),
-        (False, True, True, 2.2, 1.0),  # a frozen language model behind a trainable projector: 1 + 1.2
-        (True, False, False, 2.0, 8.0),
-        (True, False, True, 3.0, 1.0),
-        (False, False, False, 0.0, 0.0),
-        (False, False, True, 0.0, 0.0),  # nothing to recompute without a backward
+        (True, True, "none", 2.3, 8.0),
+        (True, True, "block", 3.3, 1.0),
+        (True, True, "block_keep_attention", 2.9, 1.5),
+        (False, True, "none", 1.2, 8.0),
+        (False, True, "block", 2.2, 1.0),  # a frozen language model behind a trainable projector: 1 + 1.2
+        (True, False, "none", 2.0, 8.0),
+        (True, False, "block", 3.0, 1.0),
+        (False, False, "none", 0.0, 0.0),
+        (False, False, "block", 0.0, 0.0),  # nothing to recompute without a backward
+        (False, False, "block_keep_attention", 0.0, 0.0),
     ],
 )
 def test_backward_and_memory_follow_the_frozen_rule(trainable, before, recompute, backward, kept):
@@ -126,6 +133,9 @@ def test_backward_and_memory_follow_the_frozen_rule(trainable, before, recompute
     assert work.forward == COST.forward
     assert (work.weight_gradient(1) > 0) == trainable
     assert work.total(1) == pytest.approx(1.0 + backward)
+    whole = frozen_work(replace(COST, splits=False), trainable, before, recompute)
+    assert whole.input_gradient(1) == pytest.approx(backward)
+    assert whole.weight_gradient == whole.weight_bytes == ZERO
 
 
 def test_frozen_parameters_hold_their_weights_only():
@@ -174,9 +184,40 @@ def test_a_cost_file_of_other_hardware_is_named(tmp_path):
         "hardware: x\norigin: y\ndtype: z\nlayers: {block: {tp1 cp1: {seconds: 1}}}",
     ],
 )
-def test_a_file_that_is_no_cost_model_is_refused(text):
+def test_a_file_that_is_no_cost_model_is_refused(tmp_path, text):
     with pytest.raises(UserError, match="is not a cost model"):
         CostModel.from_yaml(text, "costs.yaml")
+    (tmp_path / "costs.yaml").write_bytes(b"\xff" + text.encode())
+    with pytest.raises(UserError, match="is no text"):
+        load_costs(tmp_path / "costs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("says", "instead"),
+    [
+        ("forward: [1.0, 2.0, 3.0]", "forward: [.nan, 2.0, 3.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [1.0, -2.0, 3.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [1.0, .inf, 3.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [1" + "0" * 400 + ", 2.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: 1.0"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [true]"),
+        ("parameters: 7", "parameters: -7"),
+        ("parameters: 7", "parameters: x"),
+        ("fit_error: null", "fit_error: -.inf"),
+        ("fit_error: null", "fit_error: []"),
+        ("tp1 cp1", "tp0 cp1"),
+        ("hardware: A40", "hardware: [A40]"),
+    ],
+)
+def test_amounts_that_nothing_can_take_are_no_costs(says, instead):
+    numbers = [Quadratic(1.0, 2.0, 3.0)] * 4
+    text = CostModel(
+        "A40", "measured", "float32", {"block": {(1, 1): LayerCost(*numbers, parameters=7)}}
+    ).to_yaml()
+    assert CostModel.from_yaml(text).layer("block").parameters == 7
+    assert says in text
+    with pytest.raises(UserError, match="is not a cost model"):
+        CostModel.from_yaml(text.replace(says, instead))
 
 
 def test_missing_layers_and_degrees_are_named_with_the_remedy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import Encoder, MultimodalModel
+from dilatant.models.sources import load_pretrained_config, parse_config
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -134,12 +136,12 @@ def test_a_tied_head_with_a_bias_leaves_the_embedding_as_it_was_drawn() -> None:
         tie_word_embeddings=True,
     )  # fmt: skip
     tables = []
-    for first, end in ((0, 1), (0, 4), (3, 4)):
+    for ranges in ([(0, 1)], [(0, 4)], [(3, 4)], [(0, 1), (3, 4)]):  # the last: two stages of a rank
         unit = MultimodalModel({}, config, seed=5, device="meta").language
-        materialize(unit, first, end, seed=5)
+        for first, end in ranges:
+            materialize(unit, first, end, seed=5)
         tables.append(unit.model.get_input_embeddings().weight)
-    assert torch.equal(tables[0], tables[1])
-    assert torch.equal(tables[0], tables[2])
+    assert all(torch.equal(table, tables[0]) for table in tables[1:])
 
 
 def test_stages_of_a_partly_materialized_unit_run() -> None:
@@ -301,3 +303,16 @@ def test_a_model_without_a_head_is_no_language_model() -> None:
         MultimodalModel({}, headless)
     with pytest.raises(UserError, match="not int"):
         MultimodalModel({}, 3)
+
+
+@pytest.mark.parametrize("outer", ["", "vision_config"])
+def test_more_blocks_than_a_model_has_are_refused_before_any_is_made(tmp_path: Path, outer: str) -> None:
+    endless = {"num_hidden_layers": 10**9}
+    settings = {"model_type": "siglip", outer: endless} if outer else {"model_type": "qwen2", **endless}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for read in (
+        lambda: parse_config(settings, "here"),
+        lambda: load_pretrained_config(str(tmp_path), "here"),
+    ):
+        with pytest.raises(UserError, match="here: num_hidden_layers is 1,000,000,000"):
+            read()

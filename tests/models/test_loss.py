@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import LANGUAGE_MODELS, gradients, language_only, positions, tokens, vision_language
 
-from dilatant.models.loss import positions_with_targets, shift_labels
+from dilatant.models.loss import shift_labels
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
@@ -49,11 +49,6 @@ def test_the_head_runs_only_where_there_are_targets() -> None:
     labels[0, [5, 6, 11]] = 3
     mllm(tokens(1, 12), labels=labels, return_logits=False)
     assert seen == [3]
-
-
-def test_a_position_counts_where_any_row_of_the_batch_has_a_target() -> None:
-    targets = torch.tensor([[3, -100, -100, -100], [-100, -100, 5, -100]])
-    assert positions_with_targets(targets).tolist() == [0, 2]
 
 
 def test_lengths_say_what_positions_say_of_where_samples_begin() -> None:

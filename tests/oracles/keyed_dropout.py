@@ -53,7 +53,9 @@ class OneSampleDropout(TorchFunctionMode):
             training = args[2] if len(args) > 2 else training
             if not (training and p):
                 return args[0]
-            return args[0] * self._keep(args[0].shape, p) if self.now[1] else args[0]
+            if not self.now[1]:
+                return args[0]
+            return (args[0] * self._keep(args[0].shape, p)).to(args[0].dtype)
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
             query, key, value = args[:3]
             groups = query.shape[1] // key.shape[1]
@@ -66,8 +68,6 @@ class OneSampleDropout(TorchFunctionMode):
                 mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
             if mask is not None:
                 scores = torch.where(mask, scores, -torch.inf)
-            weights = torch.softmax(scores, -1)
-            return torch.einsum(
-                "bhqk,bhkd->bhqd", weights * self._keep(weights.shape, kwargs["dropout_p"]), value
-            )
+            weights = torch.softmax(scores, -1) * self._keep(scores.shape, kwargs["dropout_p"])
+            return torch.einsum("bhqk,bhkd->bhqd", weights.to(value.dtype), value)
         return func(*args, **kwargs)

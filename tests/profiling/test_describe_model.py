@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dilatant.config import Config, parse_config
+from dilatant.config import ClusterConfig, Config, parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
+from dilatant.cost.layer import frozen_work
 from dilatant.models.build import build_model
+from dilatant.profiling import planned_hardware
 from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.planned_hardware import is_same_hardware, plan_target
-from dilatant.runtime.precision import Precision
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -106,7 +108,7 @@ def test_every_layer_type_can_be_run_alone_with_gradients_to_input_and_weights(t
     found = described(config(tmp_path))
     parameters = {layer.kind: layer.parameters for unit in found.spec.units for layer in unit.layers}
     for entry in found.types:
-        probe = layer_probe(entry, torch.device("cpu"), Precision(torch.float32))
+        probe = layer_probe(entry, torch.device("cpu"), torch.float32)
         layer = probe.build()
         assert sum(p.numel() for p in layer.parameters()) == parameters[entry.kind], entry.kind
         args, kwargs = probe.inputs(24)
@@ -156,13 +158,28 @@ def test_modelled_products_are_the_weights_that_a_token_meets(tmp_path):
 def test_the_head_costs_what_its_targets_cost(tmp_path):
     found = described(config(tmp_path))
     whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
-    used = costs_in_use(whole, found, targets=0.25)
+    used = costs_in_use(whole, found, targets=0.25, row=2048, chunk=None)
     (head,) = found.kinds(HEAD)
     assert used.layer(head).forward.b == pytest.approx(0.25 * whole.layer(head).forward.b)
     assert used.layer(head).forward.c == whole.layer(head).forward.c
     assert used.layer(head).recompute(100) == 0.0
     (block,) = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
     assert used.layer(block) == whole.layer(block)
+
+
+def test_a_head_in_chunks_holds_one_chunk_and_its_input(tmp_path):
+    found = described(config(tmp_path))
+    whole = analytic_costs(layer_shapes(found), load_hardware("A100"))
+    (head,) = found.kinds(HEAD)
+    plain = frozen_work(costs_in_use(whole, found, 0.5, row=2048, chunk=1024).layer(head), True, True)
+    chunked = frozen_work(costs_in_use(whole, found, 0.5, row=2050, chunk=1024).layer(head), True, True)
+    logits = whole.layer(head).activation_bytes
+    working = whole.layer(head).working_bytes
+    assert plain.kept_bytes(2048) == pytest.approx(logits(1024))
+    assert plain.transient_bytes(2048) == pytest.approx(working(1024))
+    assert chunked.transient_bytes(4096) == pytest.approx(logits(1024) + working(1024))  # 2,048 targets
+    assert chunked.kept_bytes(2048) < 0.2 * plain.kept_bytes(2048)
+    assert chunked.backward(1024) - plain.backward(1024) == pytest.approx(plain.forward(1024))
 
 
 def test_token_counts_reach_the_longest_sample(tmp_path):
@@ -174,3 +191,15 @@ def test_names_of_hardware():
     assert is_same_hardware("CPU AMD EPYC, 1 thread", "CPU")
     assert not is_same_hardware("CPU AMD EPYC, 1 thread", "CPU AMD EPYC, 2 threads")
     assert not is_same_hardware("NVIDIA A100-SXM4-80GB", "A10")
+
+
+def test_a_plan_for_a_gpu_that_is_here_leaves_room_for_what_is_no_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(planned_hardware, "pick_precision", lambda *asked: torch.bfloat16)
+    assert 128 < plan_target(ClusterConfig()).cluster.bytes_per_device / 2**30 < 133
+    assert plan_target(ClusterConfig(memory_gib=140)).cluster.bytes_per_device == 140 * 2**30

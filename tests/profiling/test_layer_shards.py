@@ -15,7 +15,6 @@ from dilatant.profiling.layer_costs import degrees_of, layer_costs, measure_laye
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shards import is_divided, tensor_shard
 from dilatant.profiling.planned_hardware import plan_target
-from dilatant.runtime.precision import Precision
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}
@@ -58,10 +57,7 @@ def described(tmp_path: Any, language: dict[str, Any] = LLAMA) -> ModelDescripti
 
 def parameters_of(entry: Any, degree: int) -> int:
     shard = replace(entry, unit=tensor_shard(entry.unit, degree))
-    return sum(
-        p.numel()
-        for p in layer_probe(shard, torch.device("cpu"), Precision(torch.float32)).build().parameters()
-    )
+    return sum(p.numel() for p in layer_probe(shard, torch.device("cpu"), torch.float32).build().parameters())
 
 
 def test_a_rank_holds_its_share_of_heads_feed_forward_and_vocabulary(tmp_path):
@@ -92,7 +88,7 @@ def test_families_with_other_heads_and_experts_run_as_shards(tmp_path, language,
         if entry.role == "block" and entry.geometry is None
     )
     shard = replace(block, unit=tensor_shard(block.unit, 2))
-    probe = layer_probe(shard, torch.device("cpu"), Precision(torch.float32))
+    probe = layer_probe(shard, torch.device("cpu"), torch.float32)
     layer = probe.build()
     assert sum(p.numel() for p in layer.parameters() if p.dim() > 1) == products
     args, given = probe.inputs(8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
+from dilatant.comm.comm import Comm
+from dilatant.comm.launch import local_worker
+from dilatant.models.dropout import KeyedDropout
 from dilatant.models.random_draws import DoesNotFit, KeyedDraws, Spread
+from dilatant.models.structure import Structure
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from drawn_steps import CASE, TEXT, build_model, build_samples
 
@@ -132,6 +139,26 @@ def test_other_kinds_of_dropout_have_keys_too(kind: type) -> None:
     assert loss_of(with_tower(nn.Identity()), samples) != pytest.approx(losses[0], rel=1e-4)
 
 
+def test_dropout_in_place_drops_and_scales_as_dropout_does() -> None:
+    samples = build_samples(CASE)
+    plain, in_place = (loss_of(with_tower(nn.Dropout(0.5, inplace)), samples) for inplace in (False, True))
+    assert in_place == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_module_of_ones_own_is_heard_also_where_it_first_draws_nothing() -> None:
+    calls: list[int] = []
+
+    def late(hidden: Tensor) -> Tensor:
+        calls.append(1)
+        return hidden if len(calls) == 1 else hidden + torch.randn_like(hidden)
+
+    runtime = with_tower(Call(late))
+    runtime.execute(build_samples(CASE))
+    with pytest.raises(UserError, match="randn_like draws"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
 @pytest.mark.parametrize(
     ("random", "said"),
     [
@@ -170,6 +197,52 @@ def test_callbacks_may_draw_only_with_a_generator_of_their_own() -> None:
     loss_of(with_tower(Call(lambda h: h + torch.randn(h.shape, generator=own))), build_samples(CASE))
 
 
+@pytest.mark.parametrize(
+    ("after", "own", "where"),
+    [
+        ((), ("start", "block 0", "block 1"), ["start", "block 0", "block 1", "block 1"]),
+        ((), ("block 1",), ["", "block 1", "block 1"]),
+        ((), ("start", "block 0"), ["start", "block 0", None]),
+        (("norm",), ("block 1", "tail"), ["", "block 1", None, "tail"]),
+        (("norm",), ("block 1",), ["", "block 1", None, ""]),
+    ],
+)
+def test_what_runs_around_the_blocks_belongs_to_the_layer_beside_it(
+    after: tuple[str, ...], own: tuple[str, ...], where: list[str | None]
+) -> None:
+    """Where a slice of a model is: as it begins, in its blocks, behind them, and in its norm, if that is a layer."""
+    dropout, seen = KeyedDropout.__new__(KeyedDropout), []
+    dropout._hooks, dropout._hooked, dropout._stage = [], [], SimpleNamespace(layers=own)  # type: ignore[assignment]
+    dropout._running = SimpleNamespace(layer=None, outermost=None)  # type: ignore[assignment]
+
+    class Noting(nn.Module):
+        def forward(self) -> None:
+            seen.append(dropout._running.layer)  # type: ignore[union-attr]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Noting() for layer in own if layer.startswith("block"))
+            self.norm = Noting()
+
+        def forward(self) -> None:
+            Noting.forward(self)  # type: ignore[arg-type]
+            for block in self.blocks:
+                block()
+            Noting.forward(self)  # type: ignore[arg-type]
+            if after:
+                self.norm()
+
+    model = Model()
+    unit: Any = SimpleNamespace(
+        structure=Structure("blocks", (), after, 2), layers=("start", "block 0", "block 1", "tail")
+    )
+    dropout._hook_model(model, unit)
+    model()
+    assert seen == where
+    assert dropout._running.layer is None  # type: ignore[union-attr]
+
+
 def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
     model = build_model(PHI)
     model["vision"].model.config.drop_path_rate = 0.1
@@ -186,3 +259,17 @@ def test_two_samples_of_one_draw_are_refused() -> None:
     with pytest.raises(UserError, match="the same draw, 4"):
         runtime.execute(samples)
     runtime.close()
+
+
+def test_a_stage_drops_beside_a_frozen_one_on_its_rank() -> None:
+    """The embedding is tied and trains; what is behind it is frozen, but for the head."""
+    frozen = ("language.*norm*", "language.layers.*")
+    case = replace(PHI, tied=True, encoders=(), frozen=frozen, texts=((6, ()),) * 3)
+
+    def loss(*borders: int) -> float:
+        stages = tuple(Stage(first, end, (0,)) for first, end in pairwise(borders))
+        worker = local_worker()
+        plan = Plan((UnitPlan("language", (Replica(stages),)),))
+        return loss_of(Runtime(build_model(case), plan, Comm(worker.store, 0, 1)), build_samples(case))
+
+    assert loss(0, 1, 4) == pytest.approx(loss(0, 4), rel=1e-6)  # roundings of fp32 sums

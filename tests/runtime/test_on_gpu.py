@@ -45,7 +45,7 @@ def _case(vision: tuple[Replica, ...], vision_batches: Batches, language: tuple[
         tied=False,
         encoders=(("vision", "siglip_vision_model", 2, "linear", "all"),),
         frozen=(),
-        checkpointing=False,
+        recompute="none",
         attention=None,
         texts=((6, (1,)), (9, ()), (4, (1,)), (7, (2,)), (5, (1,)), (8, (1,))),
         plan=plan,

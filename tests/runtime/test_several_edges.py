@@ -16,10 +16,9 @@ from dilatant.models.stage import Boundary, StageOutput, StepData
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.executor import Executor, LocalStage
-from dilatant.runtime.gradient_sync import GradientSync
-from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
+from dilatant.runtime.shared_weights import share_weights
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients
 from dilatant.schedule.families import eager
@@ -129,7 +128,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         for stage in own
     }
     transport = Transport(comm, [stage.stage.ranks[0] for stage in placed], look_ahead=1, check=True)
-    sync = GradientSync(comm, {}, {}, [])
+    sync = share_weights(comm, {}, {}, {}, {}, 1).sync  # of no weights
     executor = Executor(
         worker.rank,
         stages,
@@ -138,7 +137,6 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         sync,
         Recorder(worker.rank, comm.device),
         comm.device,
-        Precision(torch.float32),
     )
     samples = tuple(EncodedSample(f"s{i}", np.zeros(1), np.zeros(1)) for i in range(5))
     routes = derive_routes(build(PLAN, ASSIGNMENT, schedule), worker.rank, range(len(placed)))
@@ -156,7 +154,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
     gradients = {unit: w.grad for unit, w in weights.items() if w.grad is not None}
     losses = dict.fromkeys(COUNTS, 0.0)
     for outcome in made:
-        losses[outcome.unit] += outcome.value.item()
+        losses[outcome.name] += outcome.value.item()
     return gradients, losses
 
 

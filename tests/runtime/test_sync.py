@@ -7,52 +7,84 @@ from torch import nn
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError
-from dilatant.runtime.gradient_sync import Bucket, GradientSync, make_buckets, squared_norm
+from dilatant.cost.memory import Zero
+from dilatant.plan.boxes import Box
+from dilatant.plan.buckets import Format
+from dilatant.plan.holdings import Holding, Holdings
+from dilatant.runtime.shared_weights import SharedWeights, share_weights
 from worker_pool import Worker, WorkerPool
 
 
-def test_buckets_hold_neighbours_of_equal_holders_and_dtype_up_to_a_size() -> None:
-    holders = {"a": (0, 1), "b": (0, 1), "c": (0, 2), "d": (0, 2), "e": (0, 2), "f": (0, 2)}
-    parameters = {name: torch.zeros(10, device="meta") for name in holders}
-    parameters["e"] = parameters["e"].bfloat16()
-    buckets = make_buckets(holders, parameters, ["a", "b", "c", "d", "e"], bucket_bytes=80)
-    assert buckets == (
-        Bucket(("e",), (0, 2)),
-        Bucket(("d", "c"), (0, 2)),
-        Bucket(("b", "a"), (0, 1)),
+def share(
+    worker: Worker,
+    weights: dict[str, nn.Parameter],
+    *stages: int,
+    bucket_bytes: int = 1 << 20,
+    holdings: Holdings | None = None,
+    zero: Zero = "none",
+    node_of: list[int] | None = None,
+) -> SharedWeights:
+    """`weights`, held by all ranks if `holdings` does not say otherwise, and used by the `stages` of this one."""
+    everywhere = range(worker.size)
+    held = holdings or {
+        name: Holding({rank: Box.of(name, weight.shape) for rank in everywhere})
+        for name, weight in weights.items()
+    }
+    return share_weights(
+        Comm(worker.store, worker.rank, worker.size),
+        weights,
+        dict.fromkeys(weights, stages or (0,)),
+        held,
+        dict.fromkeys(held, Format("float32", 4)),
+        bucket_bytes,
+        zero,
+        node_of,
     )
-    assert len(make_buckets(holders, parameters, list(holders), bucket_bytes=1)) == 6
 
 
-def _unlike(worker: Worker) -> str:
-    comm = Comm(worker.store, worker.rank, worker.size)
-    parameters = {name: nn.Parameter(torch.arange(3.0)) for name in ("same", "other")}
+def close(shared: SharedWeights) -> None:
+    shared.sync.close()
+    shared.owned.comm.close()
+
+
+def _unlike(worker: Worker, moments: tuple[tuple[str, ...], ...] = ()) -> str:
+    parameters = {name: nn.Parameter(torch.arange(3.0)) for name in ("same", "other", "turned")}
     if worker.rank == 1:
         parameters["other"].data[1] += 1e-6
-    stages = {name: frozenset({0}) for name in parameters}
-    sync = GradientSync(comm, parameters, stages, [Bucket(("same", "other"), (0, 1))])
+        parameters["turned"].data[1:] = 1.5  # the sum is that of 1 and 2
+    shared = share(worker, parameters)
     try:
-        sync.require_equal()
+        if moments:
+            own = {name: torch.zeros(3) for name in moments[worker.rank]}
+            shared.require_equal_state(own, "moments")
+        shared.require_equal()
     except UserError as error:
         return str(error)
     finally:
-        sync.close()
-        comm.close()
+        close(shared)
     return ""
 
 
 def test_holders_that_begin_with_unlike_weights_are_refused(workers: WorkerPool) -> None:
     for message in workers.run(_unlike, 2):
         assert "'other' on ranks [0, 1]" in message
+        assert "'turned' on ranks [0, 1]" in message
         assert "'same'" not in message
         assert "the same seed" in message
 
 
+def test_a_rank_without_the_moments_that_another_has_is_refused(workers: WorkerPool) -> None:
+    for message in workers.run(_unlike, 2, (("same", "other"), ("same",))):
+        assert message.startswith("moments that replicas share differ")
+        assert "'other' on ranks [0, 1]" in message
+        assert "'same'" not in message
+        assert "'turned'" not in message
+
+
 def _unused(worker: Worker) -> list[bool]:
-    comm = Comm(worker.store, worker.rank, worker.size)
     parameters = {name: nn.Parameter(torch.ones(3)) for name in ("both", "one", "none")}
-    bucket = Bucket(("both", "one", "none"), (0, 1))
-    sync = GradientSync(comm, parameters, {name: frozenset({0}) for name in parameters}, [bucket])
+    shared = share(worker, parameters)
+    sync = shared.sync
     sync.begin([0])
     used = parameters["both"] + (parameters["one"] if worker.rank else 0)
     sync.entering_last_backward(0)
@@ -61,8 +93,7 @@ def _unused(worker: Worker) -> list[bool]:
     sync.finish()
     assert torch.equal(parameters["both"].grad, torch.full((3,), 2.0))
     assert torch.equal(parameters["one"].grad, torch.ones(3))
-    sync.close()
-    comm.close()
+    close(shared)
     return [parameter.grad is None for parameter in parameters.values()]
 
 
@@ -72,18 +103,17 @@ def test_a_weight_that_no_holder_used_keeps_no_gradient(workers: WorkerPool) -> 
 
 def _tied_in_two_stages(worker: Worker) -> list[float]:
     """The weight is in stages 0 and 1 of rank 0, which end one after the other, and in stage 2 of rank 1."""
-    comm = Comm(worker.store, worker.rank, worker.size)
     weight = nn.Parameter(torch.ones(2))
     stages = frozenset({0, 1}) if worker.rank == 0 else frozenset({2})
-    sync = GradientSync(comm, {"w": weight}, {"w": stages}, [Bucket(("w",), (0, 1))])
+    shared = share(worker, {"w": weight}, *stages)
+    sync = shared.sync
     sync.begin(stages)
     for stage in sorted(stages):
         sync.entering_last_backward(stage)
         (weight * (stage + 1)).sum().backward()
         sync.left_last_backward(stage)
     sync.finish()
-    sync.close()
-    comm.close()
+    close(shared)
     return weight.grad.tolist()
 
 
@@ -91,11 +121,29 @@ def test_a_weight_in_two_stages_of_a_rank_is_summed_after_the_last_of_them(worke
     assert workers.run(_tied_in_two_stages, 2) == [[6.0, 6.0]] * 2
 
 
+def _in_an_idle_stage(worker: Worker) -> list[float]:
+    """The weight is in stages 0 and 1, of which only 0 runs a backward in this step."""
+    weight = nn.Parameter(torch.ones(2))
+    shared = share(worker, {"w": weight}, 0, 1)
+    sync = shared.sync
+    sync.begin([0])
+    sync.entering_last_backward(0)
+    (weight * 3).sum().backward()
+    sync.left_last_backward(0)
+    started = len(sync._started)
+    sync.finish()
+    close(shared)
+    return [started, *weight.grad.tolist()]
+
+
+def test_a_stage_without_a_backward_is_not_waited_for(workers: WorkerPool) -> None:
+    assert workers.run(_in_an_idle_stage, 2) == [[1, 6.0, 6.0]] * 2
+
+
 def _starts_within_the_backward(worker: Worker) -> list[int]:
-    comm = Comm(worker.store, worker.rank, worker.size)
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("first", "last")}
-    buckets = [Bucket(("last",), (0, 1)), Bucket(("first",), (0, 1))]
-    sync = GradientSync(comm, parameters, {name: frozenset({0}) for name in parameters}, buckets)
+    shared = share(worker, parameters, bucket_bytes=1)
+    sync = shared.sync
     started: list[int] = []
     hidden = torch.ones(2) * parameters["first"]
     hidden.register_hook(lambda _: started.append(len(sync._started)))
@@ -110,8 +158,7 @@ def _starts_within_the_backward(worker: Worker) -> list[int]:
         sync.left_last_backward(0)
     sync.finish()
     assert torch.equal(parameters["first"].grad, torch.full((2,), 4.0))
-    sync.close()
-    comm.close()
+    close(shared)
     return started
 
 
@@ -120,17 +167,16 @@ def test_a_sum_starts_inside_the_last_backward_and_not_before_it(workers: Worker
 
 
 def _adds_to_what_is_there(worker: Worker) -> list[float]:
-    comm = Comm(worker.store, worker.rank, worker.size)
     weight = nn.Parameter(torch.ones(1))
-    sync = GradientSync(comm, {"w": weight}, {"w": frozenset({0})}, [Bucket(("w",), (0, 1))])
+    shared = share(worker, {"w": weight})
+    sync = shared.sync
     for _ in range(2):
         sync.begin([0])
         sync.entering_last_backward(0)
         (weight * 3).sum().backward()
         sync.left_last_backward(0)
         sync.finish()
-    sync.close()
-    comm.close()
+    close(shared)
     return weight.grad.tolist()
 
 
@@ -138,9 +184,17 @@ def test_gradients_of_an_earlier_batch_are_added_to_and_not_summed_again(workers
     assert workers.run(_adds_to_what_is_there, 2) == [[12.0]] * 2
 
 
-def test_the_squared_norm_counts_a_weight_at_its_first_holder_only() -> None:
-    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("a", "b", "c")}
+def _norms(worker: Worker) -> float:
+    boxes = {rank: Box.of("a", (4,)) for rank in (0, 1)}
+    held = {"a": Holding(boxes), "b": Holding({1: Box.of("b", (4,))}), "c": Holding({0: Box.of("c", (4,))})}
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in held if worker.rank in held[name].boxes}
+    shared = share(worker, parameters, holdings=held)
     for parameter in parameters.values():
         parameter.grad = torch.full((4,), 2.0)
-    holders = {"a": (0, 1), "b": (1,), "c": (0,)}
-    assert squared_norm(parameters, holders, 0) + squared_norm(parameters, holders, 1) == 48.0
+    norm = shared.owned.squared_norm()
+    close(shared)
+    return norm
+
+
+def test_the_squared_norm_counts_a_weight_at_its_first_holder_only(workers: WorkerPool) -> None:
+    assert workers.run(_norms, 2) == [32.0, 16.0]

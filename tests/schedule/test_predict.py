@@ -35,6 +35,7 @@ from dilatant.schedule import (
 from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
 from oracles.event_simulator import samples_of
 
+RECOMPUTE = ("none", "block", "block_keep_attention")
 KIND_PART = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 
 
@@ -45,7 +46,10 @@ def random_costs(rng: np.random.Generator, kinds: int) -> CostModel:
     layers = {
         f"kind{index}": {
             (tp, 1): LayerCost(
-                *(quadratic() for _ in range(4)), recompute=quadratic(), activation_bytes=quadratic()
+                *(quadratic() for _ in range(4)),
+                recompute=quadratic(),
+                attention=quadratic(),
+                activation_bytes=quadratic(),
             )
             for tp in (1, 2)
         }
@@ -67,7 +71,7 @@ def test_every_action_takes_the_sum_of_its_layers_over_its_samples(seed, family)
             LayerSpec(f"{unit.name}{i}", f"kind{rng.integers(3)}", 5, bool(rng.random() < 0.5))
             for i in range(count)
         )
-        units.append(UnitSpec(unit.name, layers, unit.feeds, recompute=bool(rng.random() < 0.5)))
+        units.append(UnitSpec(unit.name, layers, unit.feeds, recompute=RECOMPUTE[int(rng.integers(3))]))
     model = ModelSpec(tuple(units))
     trainability = trainability_of(step.plan, model.trainable)
     schedule = FAMILIES[family](step.plan, step.assignment, trainability)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,17 @@ def test_a_file_in_the_place_of_a_folder_is_no_checkpoint_and_no_full_disk(tmp_p
     assert list_checkpoints(tmp_path) == []
 
 
+def test_what_could_not_be_written_is_said_once_and_what_waited_behind_it_is_given_up(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, 1, "a")
+    failed, behind = Future[None](), Future[None]()
+    failed.set_exception(OSError("the cable is out"))
+    writer._pending = [failed, behind]
+    with pytest.raises(UserError, match="the cable is out"):
+        writer.wait()
+    assert behind.cancelled()
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [
@@ -468,8 +480,8 @@ def test_a_file_in_the_place_of_a_folder_is_no_checkpoint_and_no_full_disk(tmp_p
             "is [3, 7] here and [7] there",
         ),
         (
-            {"model": {**tensors(0)["model"], "vision.norm.bias": torch.zeros(7).bfloat16()}},
-            "is bfloat16 here and float32 there",
+            {"model": {**tensors(0)["model"], "vision.norm.bias": torch.zeros(7).half()}},
+            "is float16 here and float32 there",
         ),
         ({"model": {"vision.norm.bias": torch.ones(7)}}, "is in the checkpoint only"),
         ({"model": {**tensors(0)["model"], "audio.norm": torch.ones(1)}}, "is not in the checkpoint"),

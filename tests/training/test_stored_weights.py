@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from dilatant.comm.comm import Comm
 from dilatant.config import ModelConfig
 from dilatant.models.build import build_model as build_model_from
-from dilatant.runtime.holders import holders_of
+from dilatant.runtime.holders import holdings_of
 from dilatant.runtime.runtime import Runtime
 from dilatant.training import stored_weights
 from dilatant.training.stored_weights import read_pretrained
@@ -114,7 +114,7 @@ def _held_pretrained(worker: Worker, folder: Path) -> dict[str, torch.Tensor]:
     comm = Comm(worker.store, worker.rank, worker.size)
     config = _pretrained_config(folder)
     model = build_model_from(config, seed=1, hollow={"vision", "language"})
-    own = [name for name, ranks in holders_of(PLAN, model.units).items() if worker.rank in ranks]
+    own = [name for name, held in holdings_of(PLAN, model.units).items() if worker.rank in held.boxes]
     runtime = Runtime(model, PLAN, comm, seed=1, weights=read_pretrained(model, config, own, seed=1))
     comm.close()
     return {name: parameter.detach().clone() for name, parameter in runtime.parameters.items()}

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
+from dilatant.attention.kept import attend_kept
 from dilatant.attention.kernels import attention
 from dilatant.attention.scores import AttentionError
 
@@ -146,11 +147,18 @@ def attend(
     window = sliding_window if sliding_window is not None else _own_window(plan)
     batch, _, tokens, _ = query.shape
     query, key, value = (_as_row(x.to(value.dtype)) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    if isinstance(plan, ContextParallelRow):
-        output = context_parallel_attention(query, key, value, plan.windowed(window), **options)
-    else:
-        output = attention(query, key, value, plan.windowed(window), **options)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+
+    def run(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        if isinstance(plan, ContextParallelRow):
+            return context_parallel_attention(
+                query, key, value, plan.windowed(window), sinks=sinks, **options
+            )
+        return attention(query, key, value, plan.windowed(window), sinks=sinks, **options)
+
+    output = attend_kept(run, query, key, value, s_aux)
     return output.unflatten(0, (batch, tokens)), None
 
 

@@ -54,7 +54,7 @@ def examine() -> dict[str, dict[str, Any]]:
     from dilatant.runtime.precision import pick_device, pick_precision
 
     device = pick_device()
-    precision = pick_precision("auto", device).compute
+    precision = pick_precision("auto", device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = {}
     for index in range(torch.cuda.device_count()):

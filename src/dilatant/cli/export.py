@@ -34,10 +34,9 @@ def export(
     check_target(target, folder)
     config = read_config(saved)
 
-    from dilatant.models.materialize import allocate
     from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.training.checkpoint import load, newest_valid
-    from dilatant.training.export import export_model
+    from dilatant.training.checkpoint import newest_valid
+    from dilatant.training.export import export_checkpoint
 
     checkpoint, warnings = newest_valid(folder / "checkpoints")
     for warning in warnings:
@@ -46,8 +45,7 @@ def export(
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
     samples = assemble_samples(config)
     model = assemble_model(config, samples, hollow=True)
-    load(checkpoint.path, {"model": allocate(model.units)})
-    export_model(model, samples.encoding, target, folder)
+    export_checkpoint(checkpoint.path, model, config, samples.encoding, target, folder)
     if as_json:
         print(json.dumps({"export": str(target), "step": checkpoint.step}))
     say(console, f"step {checkpoint.step} exported to {target}")

@@ -143,7 +143,7 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
     if path is None:
         return []
     resolved = read_config(config, overrides)
-    target = plan_target(resolved.cluster, resolved.train.precision)
+    target = plan_target(resolved.cluster, resolved.train.precision, resolved.train.zero)
     costs = load_costs(path)
     fits = is_same_hardware(costs.hardware, target.requested) and costs.dtype == target.dtype
     return [f"plan.costs={path.resolve()}"] if fits else []

@@ -116,8 +116,9 @@ class Group:
     def reduce_scatter(self, output: Tensor, input: Tensor, what: str = "") -> Pending:
         """Fill `output` with this rank's part of the sum of all inputs over the ranks, in group order.
 
-        input: equally many elements on every rank, of one dtype; it stays as it is. output: that dtype, and the
-        ranks-th part of the elements. Raises ValueError.
+        input: equally many elements on every rank, of one dtype; it stays as it is, unless `output` is this rank's part
+        of it: then its other parts are worth nothing afterwards. output: that dtype, and the ranks-th part of the
+        elements. Raises ValueError.
         """
         self._check_sizes(whole=input, part=output)
         with self._watch.translated_errors(what or self.name):
@@ -127,10 +128,12 @@ class Group:
             if self._on_device:
                 work = self._backend.reduce_scatter(output.view(-1), input.view(-1))
                 return self._pending(work, what, (output, input))
-            summed = input.view(-1).clone()
+            in_place = output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
+            summed = input.view(-1) if in_place else input.view(-1).clone()
             work = self._backend.all_reduce(summed, dist.ReduceOp.SUM)
         own = summed.view(len(self.ranks), -1)[self.ranks.index(self._rank)]
-        return self._pending(work, what, (summed,), finish=lambda: output.view(-1).copy_(own))
+        finish = None if in_place else lambda: output.view(-1).copy_(own)
+        return self._pending(work, what, (summed,), finish=finish)
 
     def barrier(self, what: str = "") -> None:
         """Return when every rank has called it."""

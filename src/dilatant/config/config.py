@@ -20,6 +20,7 @@ from dilatant.config.model import ModelConfig
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
+from dilatant.config.yaml_text import read_yaml
 
 
 class Config(Section):
@@ -92,7 +93,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"config {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -124,6 +125,7 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
             if problem["type"] != "too_short"
             or not any(place[: len(problem["loc"])] == problem["loc"] != place for place in places)
         ]
+        telling = [problem for problem in telling if not _is_of_another_form(problem)]
         raise list_problems(f"{name} has a mistake:", [_explain(problem) for problem in telling]) from None
     return _with_absolute_paths(config, base)
 
@@ -139,7 +141,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(parents):
         node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, parents[:depth])
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"--set {override!r}: the value is not valid YAML") from None
     if isinstance(node, dict):
@@ -157,8 +159,19 @@ def _item(node: Any, part: str, parents: list[str]) -> Any:
     raise UserError(f"--set: {'.'.join([*parents, part])!r} does not exist")
 
 
+def _is_branch(part: Any) -> bool:
+    """Whether this part of a place is pydantic's name of a form that a value may have, and no key."""
+    return isinstance(part, str) and part.startswith(("literal[", "dict["))
+
+
+def _is_of_another_form(problem: Any) -> bool:
+    """Whether a value that may be a word or a mapping is told that it is not the one which it does not try to be."""
+    is_mapping = isinstance(problem["input"], dict)
+    return any(map(_is_branch, problem["loc"][-1:])) and is_mapping == (problem["type"] != "dict_type")
+
+
 def _explain(problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"])
+    place = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
     if problem["type"] == "extra_forbidden":
         *parents, key = problem["loc"]
         return f"unknown key {place!r}; {_hint(list(map(str, parents)), str(key))}"
@@ -172,8 +185,14 @@ def _explain(problem: Any) -> str:
     return f"{place}: {message}{shown}" if place else message
 
 
+CALLED_HERE = {"gradient_checkpointing": "write 'train.recompute: block' for true, and 'none' for false"}
+"""Keys that others know, or that there were: what they are called here."""
+
+
 def _hint(parents: list[str], key: str) -> str:
     """Where an unknown key may belong: the nearest name in its section; before that, the same name elsewhere."""
+    if key in CALLED_HERE:
+        return CALLED_HERE[key]
     here = _keys_at(parents)
     elsewhere = [place for place in _places(Config) if place.rpartition(".")[2] == key]
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.8 if elsewhere else 0.5)
@@ -224,8 +243,11 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         return os.path.normpath(base / Path(text).expanduser())
 
     def local(text: str | None) -> str | None:
-        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id.
-        return absolute(text) if text and (base / Path(text).expanduser()).exists() else text
+        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. A folder
+        # that is called as a word of ours is written with ./ before it.
+        if not text or text in ("auto", "bytes"):
+            return text
+        return absolute(text) if (base / Path(text).expanduser()).exists() else text
 
     def sources(entries: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(

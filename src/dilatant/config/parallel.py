@@ -13,7 +13,7 @@ WORDS = {"auto": True, "single": False}
 
 
 class UnitParallelism(Section):
-    """How one unit is laid out: `replicas` chains of `pp` stages of `tp * cp` ranks."""
+    """How one unit is laid out: `replicas` chains of `pp` groups of `tp * cp` ranks, each with `chunks` stages."""
 
     replicas: int = Field(1, ge=1)
     """Copies that share the samples (data parallelism)."""
@@ -22,9 +22,12 @@ class UnitParallelism(Section):
     cp: int = Field(1, ge=1)
     """Context parallelism: ranks that share each sample."""
     pp: int = Field(1, ge=1)
-    """Pipeline parallelism: stages."""
+    """Pipeline parallelism: groups of ranks that a sample goes through."""
+    chunks: int = Field(1, ge=1)
+    """Stages of each group: a sample goes round the groups this often (interleaved, virtual pipeline stages), which
+    shortens warm-up and drain and sends more messages. The default schedule is then `interleaved`."""
     cuts: tuple[int, ...] | None = None
-    """The first layer of every stage, beginning with 0. Default: stages of equally many layers."""
+    """The first layer of each of the `pp * chunks` stages, beginning with 0. Default: stages of equally many layers."""
 
 
 class ParallelConfig(Section):
@@ -44,7 +47,8 @@ class ParallelConfig(Section):
     microbatches: int | None = Field(None, ge=1)
     """Microbatches of each replica of the language model in a step, at least. Default: as planned, else 4."""
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] | None = None
-    """In which order a rank works; see docs/schedules.md. Default: as planned, else `eager`."""
+    """In which order a rank works; see docs/schedules.md. Default: as planned, else `eager`, or
+    `interleaved` with `chunks`."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from dilatant.config.base import Section
+from dilatant.config.recompute import Recompute
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -51,6 +52,9 @@ class TrainConfig(Section):
     """Most language-model tokens of one packed microbatch. Default: `data.max_length`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: RateSchedule = RateSchedule()
+    zero: Literal["none", "node", "all"] | None = None
+    """Who shares the optimizer state of a weight (ZeRO stage 1): nobody, the ranks of a node that hold it, or all that
+    do. With `all` a lost rank takes state along, so that a run can only go on from a checkpoint. Default: `node`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are clipped to this norm over the whole model; `null`: not."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -59,9 +63,14 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: GPUs where there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto`: bf16 on a GPU that has it, fp32 on a CPU. Master weights and moments stay fp32."""
-    gradient_checkpointing: bool = False
-    """Keep only the input of each block, and compute the rest again in its backward."""
+    """`auto`: bf16 on a GPU that has it, fp32 on a CPU. In bf16 weights, activations and
+    what travels are bf16; gradients, the optimizer's master weights and its moments are fp32."""
+    recompute: Recompute | dict[str, Recompute] = "none"
+    """What the backward computes again, for all units or by unit (`{vision: block}`; others `none`). `block`: only the
+    input of each block is kept; `block_keep_attention`: that and what attention made, which is not computed twice."""
+    loss_chunk: int | None = Field(1024, gt=0)
+    """Targets whose logits exist at once: with more in a microbatch the head runs again for each chunk in the backward.
+    `null`: all logits are kept."""
     logging_steps: int = Field(1, gt=0)
     """Steps between lines of metrics.jsonl."""
     save_steps: int | None = Field(500, gt=0)

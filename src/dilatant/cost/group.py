@@ -17,7 +17,16 @@ from dilatant.cost.quadratic import Quadratic
 
 _WITH_COLLECTIVES = ("forward", "input_gradient", "first_trainable", "recompute")
 """The passes that wait for the group; weight gradients need nothing of other ranks."""
-_WITHOUT = ("weight_gradient", "activation_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
+_WITHOUT = (
+    "weight_gradient",
+    "attention",
+    "attention_bytes",
+    "working_bytes",
+    "activation_bytes",
+    "weight_bytes",
+    "checkpoint_bytes",
+    "output_bytes",
+)
 
 
 def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degree: Degree) -> LayerCost:

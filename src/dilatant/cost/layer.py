@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dilatant.config.recompute import Recompute
 from dilatant.cost.quadratic import Quadratic
 
 ZERO = Quadratic()
@@ -19,6 +20,10 @@ class LayerCost:
     forward again costs, and `checkpoint_bytes` what is kept when activations are recomputed. `weight_bytes` is the
     part of `activation_bytes` that stays from the input-gradient half to the weight-gradient half of a split
     backward. `output_bytes` is what goes to the next stage, `parameters` are those that one rank holds.
+    `attention` is the part of `recompute` that is saved where attention is kept, at `attention_bytes` more.
+    `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
+    `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
+    `activation_bytes` of no more than a chunk at once.
     `fit_error` is the largest relative error of the fits, None where nothing was measured.
     """
 
@@ -31,14 +36,19 @@ class LayerCost:
     weight_bytes: Quadratic = ZERO
     checkpoint_bytes: Quadratic = ZERO
     output_bytes: Quadratic = ZERO
+    attention: Quadratic = ZERO
+    attention_bytes: Quadratic = ZERO
+    working_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
+    splits: bool = True
+    in_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: all its
-    activations where they are not kept (no backward, or recomputed in it)."""
+    """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: what
+    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it)."""
 
     forward: Quadratic
     input_gradient: Quadratic
@@ -71,7 +81,7 @@ def trainable_before(trainable: Sequence[bool], upstream: bool = False) -> tuple
     return tuple(result)
 
 
-def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: bool = False) -> LayerWork:
+def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recompute = "none") -> LayerWork:
     """The work of a layer that trains or not, with something trainable before it or not.
 
     Weight gradient only if it trains, input gradient only if something before it does, and recomputation only where
@@ -87,15 +97,23 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: bool 
         # Only gradients inside the layer: the input-gradient half is what the leading variant takes beyond weights.
         input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
         weight_gradient = _positive(cost.first_trainable, input_gradient)
-    if recompute:
+    recomputed = recompute != "none" or cost.in_chunks
+    kept = cost.activation_bytes
+    if recomputed:
         input_gradient = input_gradient + cost.recompute
+        kept = cost.checkpoint_bytes
+    if recompute == "block_keep_attention":
+        input_gradient = _positive(input_gradient, cost.attention)
+        kept = kept + cost.attention_bytes
+    if not cost.splits:
+        input_gradient, weight_gradient = input_gradient + weight_gradient, ZERO
     return LayerWork(
         cost.forward,
         input_gradient,
         weight_gradient,
-        kept_bytes=cost.checkpoint_bytes if recompute else cost.activation_bytes,
-        weight_bytes=cost.weight_bytes if trainable else ZERO,
-        transient_bytes=cost.activation_bytes if recompute else ZERO,
+        kept_bytes=kept,
+        weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
+        transient_bytes=cost.working_bytes + cost.activation_bytes if recomputed else cost.working_bytes,
     )
 
 

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Zero = Literal["none", "node", "all"]
+"""Who shares the optimizer's state of a weight: nobody, its holders on one node, or all of its holders."""
+
+DEFAULT_ZERO: Zero = "node"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
     """Bytes per parameter. `optimizer` holds moments and, with low-precision weights, the master copy.
 
-    The defaults are AdamW in bf16 with fp32 gradients, master weights and moments.
+    The defaults are AdamW in bf16 with fp32 gradients, master weights and moments, shared with nobody. zero: who does
+    share them; ranks_per_node: None where all are on one.
     """
 
     weight: float = 2.0
     gradient: float = 4.0
     optimizer: float = 12.0
+    zero: Zero = "none"
+    ranks_per_node: int | None = None
 
     def of(self, parameters: int, trainable: bool) -> float:
-        """Bytes that `parameters` parameters take through the whole step; frozen ones keep their weights only."""
+        """Bytes that `parameters` parameters take through the whole step where nobody shares their state; frozen ones
+        keep their weights only."""
         return parameters * (self.weight + (self.gradient + self.optimizer if trainable else 0.0))
+
+    def shared(self, parameters: int, trainable: bool) -> float:
+        """The part of these bytes that is divided among those who share state."""
+        return parameters * self.optimizer if trainable else 0.0
 
 
 FP32 = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0)

@@ -29,6 +29,7 @@ class LayerProbe:
     `build()` makes the layer, on its device and in its dtype, with every parameter trainable; under tensor parallelism
     one rank's share of it. `inputs(tokens)` makes its positional and keyword arguments for one sample of `tokens`
     tokens (before cp splits them); the first floating-point tensor among the positional ones is its input.
+    `keep` is a `context_fn` of torch's `checkpoint` that keeps attention, whose first context knows its `nbytes`.
     `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
     tokens are more images that do not attend to each other.
     """
@@ -37,6 +38,7 @@ class LayerProbe:
     build: Callable[[], nn.Module]
     inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
     degree: Degree = (1, 1)
+    keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
     square: bool = True
 
@@ -55,6 +57,9 @@ class Measurement:
     weight_bytes: int
     checkpoint_bytes: int
     output_bytes: int
+    attention: float = 0.0
+    attention_bytes: int = 0
+    working_bytes: int = 0
 
 
 def profile_layers(
@@ -80,7 +85,9 @@ def profile_layers(
         measured = [measure(layer, probe, count, repeats) for count in probe.tokens or tokens]
         parameters = sum(parameter.numel() for parameter in layer.parameters())
         layers.setdefault(probe.kind, {})[probe.degree] = fit_layer(measured, parameters, probe.square)
-    return CostModel(hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}")
+    return CostModel(
+        hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}", max(tokens)
+    )
 
 
 def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:
@@ -107,9 +114,16 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         return found
 
     times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
-    sizes = ("activation_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
-    timed = {name: fitted(name, timed=True) for name in times}
-    untimed = {name: fitted(name, timed=False) for name in ("recompute", *sizes)}
+    sizes = (
+        "activation_bytes",
+        "attention_bytes",
+        "working_bytes",
+        "weight_bytes",
+        "checkpoint_bytes",
+        "output_bytes",
+    )
+    timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
+    untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
     return LayerCost(
         **timed, **untimed, parameters=parameters, fit_error=round(max(errors), 4) if errors else None
     )
@@ -122,7 +136,7 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     backward and the recomputing one are run as such.
     """
     import torch
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils.checkpoint import checkpoint, noop_context_fn
 
     args, kwargs = probe.inputs(tokens)
     source = next(
@@ -133,20 +147,24 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     clock = _Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
     taken: dict[str, list[float]] = {}
 
-    def forward(to_input: bool, recompute: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(
+        to_input: bool, recompute: Callable[[], tuple[Any, Any]] | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         values = list(args)
         wanted: list[torch.Tensor] = []
         if source is not None and to_input:
             values[source] = values[source].detach().requires_grad_()
             wanted.append(values[source])
         result = (
-            checkpoint(layer, *values, use_reentrant=False, **kwargs)
-            if recompute
+            checkpoint(layer, *values, use_reentrant=False, context_fn=recompute, **kwargs)
+            if recompute is not None
             else layer(*values, **kwargs)
         )
         return _first_tensor(result, probe.kind), wanted
 
-    def backward(name: str, to_input: bool, to_weights: bool, recompute: bool = False) -> None:
+    def backward(
+        name: str, to_input: bool, to_weights: bool, recompute: Callable[[], tuple[Any, Any]] | None
+    ) -> None:
         for parameter in parameters:
             parameter.requires_grad_(to_weights)
         with clock.into(taken.setdefault(f"{name} forward", [])):
@@ -159,12 +177,19 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         with clock.into(taken.setdefault(name, [])):
             torch.autograd.grad(output, wanted, gradient, allow_unused=True)
 
-    variants: dict[str, tuple[bool, bool, bool]] = {
-        "input": (True, False, False),
-        "both": (True, True, False),
-        "weights": (False, True, False),
-        "recomputed": (True, True, True),
+    variants: dict[str, tuple[bool, bool, Callable[[], tuple[Any, Any]] | None]] = {
+        "input": (True, False, None),
+        "both": (True, True, None),
+        "weights": (False, True, None),
+        "recomputed": (True, True, noop_context_fn),
     }
+    attention_bytes = 0
+    if probe.keep is not None:
+        contexts = probe.keep()
+        forward(True, lambda: contexts)
+        attention_bytes = contexts[0].nbytes
+        if attention_bytes:
+            variants["kept"] = (True, True, probe.keep)
     for run in range(repeats + 1):
         for name, (to_input, to_weights, recompute) in variants.items():
             backward(name, to_input, to_weights, recompute)
@@ -174,6 +199,9 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         parameter.requires_grad_(True)
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    working = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    for parameter in parameters:
+        parameter.grad = None
     return Measurement(
         tokens=tokens,
         forward=seconds["both forward"],
@@ -181,7 +209,10 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         weight_gradient=max(0.0, seconds["both"] - seconds["input"]),
         first_trainable=seconds["weights"],
         recompute=max(0.0, seconds["recomputed"] - seconds["both"]),
+        attention=max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
         activation_bytes=kept,
+        attention_bytes=attention_bytes,
+        working_bytes=working,
         weight_bytes=weight,
         checkpoint_bytes=args[source].numel() * args[source].element_size() if source is not None else 0,
         output_bytes=output,
@@ -192,17 +223,17 @@ class _Clock:
     """Wall-clock seconds of work on a device: waits for the device at both ends."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def into(self, record: list[float]) -> _Span:
         """A context that appends its seconds to `record`."""
         return _Span(self, record)
 
     def now(self) -> float:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
@@ -215,6 +246,29 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._record.append(self._clock.now() - self._began)
+
+
+def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) -> int:
+    """The most bytes that a backward holds beyond what there is when it begins, weight gradients left out."""
+    import torch
+
+    for _ in range(2):  # the first one makes room for weight gradients
+        output = forward()
+        if not output.requires_grad:
+            return 0
+        gradient = torch.ones_like(output)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            output.backward(gradient)
+            most = torch.cuda.max_memory_allocated(device) - before
+        else:
+            from dilatant.cost.allocations import Allocations
+
+            with Allocations() as made:
+                output.backward(gradient)
+            most = made.peak
+    return most
 
 
 def _first_tensor(result: Any, kind: str) -> torch.Tensor:
@@ -235,8 +289,8 @@ def _saved_bytes(
 ) -> tuple[int, int, int]:
     """Bytes that autograd keeps, those of them a split backward keeps for its weight half, and the output's.
 
-    Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the input of
-    every module that has parameters of its own, and the gradient of its output.
+    Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the inputs of
+    all linear layers, and the gradients of their outputs.
     """
     import torch
 
@@ -250,17 +304,19 @@ def _saved_bytes(
         return tensor
 
     weight = 0
+    counted: set[int] = set()
 
     def count(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal weight
         for value in (*inputs, output):
-            if torch.is_tensor(value) and value.is_floating_point():
+            if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in counted:
                 weight += value.numel() * value.element_size()
+                counted.add(value.untyped_storage().data_ptr())
 
     hooks = [
         module.register_forward_hook(count)
         for module in layer.modules()
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad
     ]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -9,11 +9,12 @@ import torch
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, EncoderConfig, LanguageModelConfig, ModelConfig
+from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config
+from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
 
 
 def build_model(
@@ -84,6 +85,20 @@ def build_model(
     )
     mllm.freeze(config.freeze)
     return mllm
+
+
+def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
+    """Unit → the dtype that its source, a pretrained id or a config, keeps weights in."""
+    where = "model.language_model"
+    language = config.language_model
+    sources = {LANGUAGE: (language.id, language.config, language.trust_remote_code, where)}
+    for name, entry in config.encoders.items():
+        sources[name] = (entry.id, entry.config, entry.trust_remote_code, f"model.encoders.{name}")
+    dtypes = {}
+    for name, (id_, settings, own_code, where) in sources.items():
+        source = load_pretrained_config(id_, where, own_code) if id_ else parse_config(settings or {}, where)
+        dtypes[name] = dtype_of_config(source)
+    return dtypes
 
 
 def _hollow(

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.encode import TOKENS
 from dilatant.data.sample import EncodedSample
-from dilatant.models.loss import positions_with_targets, shift_labels, summed_cross_entropy
+from dilatant.models.chunked_head import (
+    LOSS_CHUNK,
+    chunked_loss,
+    chunked_predictions,
+    head_of,
+    logits_of,
+)
+from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.random_draws import Spread
+from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
@@ -46,19 +52,22 @@ class PlansAttention(Protocol):
 @dataclass(frozen=True, slots=True)
 class MultimodalOutput:
     """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted.
-    hidden: [batch, tokens, hidden], what the head is given, where it is wanted."""
+    hidden: [batch, tokens, hidden], what the head is given, where it is wanted. predicted: int64 [positions], the
+    likeliest tokens after them, where they are wanted."""
 
     loss: Tensor | None
     logits: Tensor | None
     hidden: Tensor | None = None
+    predicted: Tensor | None = None
 
 
 class LanguageStage(Stage):
     """Layers of the language model.
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
-    container: path of the module that holds the blocks.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
+    path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -80,6 +89,8 @@ class LanguageStage(Stage):
         row_attention: PlansAttention | None = None,
         is_first: bool = True,
         is_last: bool = True,
+        loss_chunk: int | None = LOSS_CHUNK,
+        routers: str | None = None,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -90,6 +101,8 @@ class LanguageStage(Stage):
         self.row_attention = row_attention
         self.is_first = is_first
         self.is_last = is_last
+        self.loss_chunk = loss_chunk
+        self.routers = routers
 
     def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
@@ -111,8 +124,9 @@ class LanguageStage(Stage):
             # Labels, as placeholders, are looked through on the host, which would wait for the device to tell it.
             labels = torch.as_tensor(np.concatenate([sample.labels for sample in packed]))[None]
             if data.predicts:
-                wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths))
+                wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths)[0])
                 wanted, labels = to_device(wanted, data.device), None
+        router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
         output = self(
             row(ids) if self.is_first else None,
             {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]},
@@ -128,22 +142,34 @@ class LanguageStage(Stage):
             if self.is_first
             else None,
             **self.attention_of([sample.input_ids for sample in packed]),
-            logits_at=wanted,
+            predicted_at=wanted,
+            router_logits=router_logits,
         )
+        losses = {}
+        if router_logits:
+            assert self.routers is not None
+            total = router_loss(router_logits, lengths, self.model.config.num_experts_per_tok)
+            losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
-            return StageOutput(output[0])
+            return StageOutput(output[0], losses)
         if wanted is not None:
-            return StageOutput(predicted=output.logits[0].argmax(dim=-1))
+            return StageOutput(predicted=output.predicted)
         rows = None
         if output.hidden is not None:
             rows = {
                 unit: output.hidden[0, torch.as_tensor(_places(packed, unit, token_id)).to(data.device)]
                 for unit, token_id in self.outputs.items()
             }
-        return StageOutput(rows, {self.unit: output.loss})
+        return StageOutput(rows, {self.unit: output.loss, **losses})
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
+
+    @property
+    def undeferred(self) -> tuple[nn.Module, ...]:
+        """The head: what its weight gradient needs is as large as all logits."""
+        head = self.model.get_output_embeddings() if self.is_last else None
+        return () if head is None else (head,)
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         if not value.is_floating_point():
@@ -163,20 +189,22 @@ class LanguageStage(Stage):
         loss_denominator: float | Tensor | None = None,
         return_logits: bool = True,
         return_hidden: bool = False,
-        logits_at: Tensor | None = None,
+        predicted_at: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
         places: Mapping[str, Tensor] | None = None,
+        router_logits: list[Tensor] | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
         among these says what the mask says.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. logits_at:
-        int64 [positions], the only ones for which logits are wanted, without labels. places: see `merge_rows`. labels
-        may lie on the host, if `lengths` of a packed row are given: then nothing waits for the device to find the
-        targets. Raises UserError where rows do not fit.
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
+        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
+        nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
+        [tokens, experts]. labels may lie on the host, if `lengths` of a packed row are given: then nothing
+        waits for the device to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -196,61 +224,33 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
+        if router_logits is not None:
+            run["output_router_logits"] = True
+        output = self.model.base_model(**run)
+        if router_logits is not None:
+            router_logits += output.router_logits or ()
+        hidden = output.last_hidden_state
         if not self.is_last:
-            return self.model.base_model(**run).last_hidden_state
-        heard: list[Tensor] = []
-        listener = self._listen(heard) if return_hidden else None
-        try:
-            targets = None
-            if labels is not None:
-                packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
-                targets = shift_labels(labels, position_ids, attention_mask, packed)
-            output = self._predict(run, targets, loss_denominator, return_logits, logits_at)
-        finally:
-            if listener is not None:
-                listener.remove()
-        return replace(output, hidden=heard[-1]) if return_hidden else output
-
-    def _listen(self, heard: list[Tensor]) -> RemovableHandle:
-        """Note what the module that holds the blocks returns: it ends with the final norm in all families, and the
-        head's module with its scaling and capping, which we leave to the family, is outside of it."""
-        inner = self.model.get_submodule(self.container)
-        return inner.register_forward_hook(
-            lambda module, given, output: heard.append(output.last_hidden_state)
-        )
-
-    def _predict(
-        self,
-        run: dict[str, Any],
-        targets: Tensor | None,
-        loss_denominator: float | Tensor | None,
-        return_logits: bool,
-        logits_at: Tensor | None,
-    ) -> MultimodalOutput:
-        """targets: as `shift_labels` gives them, on any device."""
-        if targets is None:
-            return MultimodalOutput(None, self._logits(run, logits_at))
-        device = run["inputs_embeds"].device
-        if not return_logits:
-            logits_at = positions_with_targets(targets)
-            targets = targets[:, logits_at]
-            logits_at = to_device(logits_at, device)
-        targets = to_device(targets, device)
-        logits = self._logits(run, logits_at)
-        loss = summed_cross_entropy(logits, targets, loss_denominator)
-        return MultimodalOutput(loss, logits if return_logits else None)
-
-    def _logits(self, run: dict[str, Any], positions: Tensor | None) -> Tensor:
-        """Logits at `positions`, or everywhere: the vocabulary is large, so the head runs only where it must."""
-        if positions is None:
-            return self.model(**run).logits
-        if self._keeps_logits:
-            return self.model(**run, logits_to_keep=positions).logits
-        return self.model(**run).logits[:, positions]
-
-    @cached_property
-    def _keeps_logits(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+            return hidden
+        # The head runs where it must: the vocabulary is large.
+        head = head_of(self.model, self.container)
+        predicted = loss = logits = None
+        if predicted_at is not None:
+            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk)
+        elif labels is not None:
+            packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
+            targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
+            if return_logits:
+                logits = logits_of(head, hidden)
+                total = sum_cross_entropy(logits.flatten(0, 1), to_device(targets, hidden.device))
+            else:
+                at = positions_with_targets(targets)
+                chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
+                total = chunked_loss(head, chosen, to_device(targets[at], hidden.device), self.loss_chunk)
+            loss = divide_loss(total, targets, loss_denominator)
+        elif return_logits:
+            logits = logits_of(head, hidden)
+        return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted)
 
     def embed(
         self,
@@ -305,7 +305,11 @@ class LanguageUnit(Unit, LanguageStage):
         self.structure = structure
         self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         self.inputs = tuple(placeholder_ids)
-        self.loss = Loss(_target_tokens)
+        self.losses = {name: Loss(_target_tokens)}
+        self.routers = f"{name}.router" if has_router_loss(model) else None
+        if self.routers is not None:
+            in_all = partial(_tokens_of_routers, name, count_routers(model))
+            self.losses[self.routers] = Loss(in_all, router_weight(model))
         self.generating_attention = None
         self._freeze_at_start()
 
@@ -362,6 +366,8 @@ class LanguageUnit(Unit, LanguageStage):
             row_attention=self.row_attention,
             is_first=is_first,
             is_last=is_last,
+            loss_chunk=self.loss_chunk,
+            routers=self.routers,
         )
 
 
@@ -371,6 +377,10 @@ def _target_tokens(sample: EncodedSample) -> int:
 
 def _tokens(unit: str, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0)
+
+
+def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:
+    return routers * sample.sizes.get(unit, 0)
 
 
 def _places(packed: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:

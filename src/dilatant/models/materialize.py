@@ -34,8 +34,11 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
     inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
     fresh = [(layer, path, piece) for layer, path, piece in pieces if layer in held and _is_meta(piece)]
+    here = {
+        id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
+    }
     for _, _, piece in fresh:
-        piece.to_empty(device="cpu")
+        _give_memory(piece)
     if any(_is_of_family(unit, path) for _, path, _ in fresh):
         # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
         # in them begins (Whisper's encoder sets its positions), so they come last.
@@ -49,7 +52,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
     with _kept(skipped):
-        drawn: set[int] = set()
+        drawn = here  # a tied weight may have come with another layer, in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
                 if _is_of_family(unit, path):
@@ -80,6 +83,18 @@ def seeded(seed: int | None, name: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
+
+
+def _give_memory(piece: nn.Module) -> None:
+    """Memory for what is on the meta device; a tied weight of another layer that has some keeps it."""
+    for module in piece.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                memory = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
 
 def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: modules that keep only their inputs, and run again in the backward pass.
+"""Recomputation: modules that keep only their inputs, and perhaps their attention, and run again in the backward pass.
 
 The wrap is our own and not the flag of transformers, which works in training mode only and so would switch dropout on
 in frozen blocks, and which not every family has.
@@ -6,12 +6,19 @@ in frozen blocks, and which not every family has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from dilatant.attention.kept import keep_attention
+from dilatant.config.recompute import Recompute
+
+_CONTEXTS = {"block": noop_context_fn, "block_keep_attention": keep_attention}
 
 
 class Recomputed:
@@ -20,29 +27,45 @@ class Recomputed:
     An attribute `recompute_contexts` makes contexts for both computations, as torch's `context_fn`.
     """
 
+    how: ClassVar[Recompute]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = cast(Any, super()).forward
         if not (torch.is_grad_enabled() and _records(cast(nn.Module, self), args, kwargs)):
             return run(*args, **kwargs)
         # Random numbers are drawn alike the second time: by key within a step, elsewhere from torch's generators, which
         # it keeps the state of by default.
-        contexts = self.__dict__.get("recompute_contexts", noop_context_fn)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        own = self.__dict__.get("recompute_contexts", noop_context_fn)()
+        first, again = zip(own, _CONTEXTS[self.how]())
+        return _all_of(*first), _all_of(*again)
 
 
-def recompute(module: nn.Module, enabled: bool = True) -> None:
-    """Let `module` recompute its activations in the backward pass, or keep them again.
+@contextmanager
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """The contexts, entered in their order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def recompute(module: nn.Module, how: Recompute) -> None:
+    """Let `module` recompute its activations in the backward pass as `train.recompute` says, or with "none" keep them.
 
     The module becomes an instance of a class derived from its own, as in FSDP2: names, keys, hooks and `isinstance`
     stay as they are, and slices that share the module share this too.
     """
-    if enabled != isinstance(module, Recomputed):
-        module.__class__ = _recomputed(cast(Any, type(module))) if enabled else type(module).__mro__[2]
+    own = type(module).__mro__[2] if isinstance(module, Recomputed) else type(module)
+    module.__class__ = own if how == "none" else _recomputed(cast(Any, own), how)
 
 
 @cache
-def _recomputed(own: Any) -> type[nn.Module]:
-    return type(own.__name__, (Recomputed, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+def _recomputed(own: Any, how: Recompute) -> type[nn.Module]:
+    named = {"__module__": own.__module__, "__doc__": own.__doc__, "how": how}
+    return type(own.__name__, (Recomputed, own), named)
 
 
 def _records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.recompute import Recompute
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.recompute import recompute
 from dilatant.models.stage import Boundary, Loss, Stage
@@ -21,14 +23,15 @@ class Unit(Stage):
     """A stage that holds every layer of its unit.
 
     model: a transformers model, or any module where `structure` is None: that is one layer. parts: the attributes
-    that hold its modules. inputs: the units whose rows it takes, in any number. loss: None where it has none.
+    that hold its modules. inputs: the units whose rows it takes, in any number. losses: what it adds to
+    the loss of training, by name; its own name for the one that it is there for.
     """
 
     model: nn.Module
     structure: Structure | None
     parts: tuple[str, ...]
     inputs: tuple[str, ...] = ()
-    loss: Loss | None = None
+    losses: Mapping[str, Loss] = MappingProxyType({})
     geometry: EncoderGeometry | None = None
     """What one item is for an encoder."""
     width: int
@@ -103,10 +106,11 @@ class Unit(Stage):
         """
         raise NotImplementedError
 
-    def gradient_checkpointing(self, enabled: bool = True) -> None:
-        """Recompute the activations of every block in the backward pass, or keep them; also in stages cut before."""
+    def recompute(self, how: Recompute = "block") -> None:
+        """Recompute the activations of every block in the backward pass as `train.recompute` says, or keep them
+        ("none"); also in stages cut before."""
         for block in self.blocks:
-            recompute(block, enabled)
+            recompute(block, how)
 
     def freeze_names(self, names: frozenset[str]) -> None:
         """Stop the parameters with these logical names from training, besides those that were frozen before."""

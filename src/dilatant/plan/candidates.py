@@ -138,8 +138,10 @@ class Space:
         self, mode: Mode, devices: int, replicas: int, microbatch_size: int
     ) -> Iterator[Candidate]:
         """All candidates of `replicas` pipelines that use exactly `devices` devices."""
-        shape = _Shape(self, replicas, microbatch_size, self.global_batch // (replicas * microbatch_size))
         budget = devices // replicas
+        table = self.table.shared_by(replicas, budget)
+        microbatches = self.global_batch // (replicas * microbatch_size)
+        shape = _Shape(self, table, replicas, microbatch_size, microbatches)
         if mode is Mode.MEGATRON:
             yield from shape.megatron(budget)
         elif mode is Mode.ENTRAIN:
@@ -186,6 +188,7 @@ class _Shape:
     """The candidates with some number of pipelines and samples per microbatch."""
 
     space: Space
+    table: OptionTable
     replicas: int
     samples: int
     microbatches: int
@@ -207,11 +210,11 @@ class _Shape:
         """Encoders on the devices of the language model's first stage."""
         roles = self.space.roles
         for after in self._after(budget):
-            for tp, cp in self.space.table.degrees([*roles.encoders, roles.language]):
+            for tp, cp in self.table.degrees([*roles.encoders, roles.language]):
                 stages, rest = divmod(budget - after.gpus, tp * cp)
                 if rest or not 1 <= stages <= len(self.space.model.unit(roles.language).layers):
                     continue
-                option = self.space.table.chain(
+                option = self.table.chain(
                     roles.language,
                     tp,
                     cp,
@@ -231,18 +234,18 @@ class _Shape:
         """
         space, roles = self.space, self.space.roles
         ends = [units for units in (roles.encoders, roles.generators) if units]
-        for tp, cp in space.table.degrees(roles.units):
+        for tp, cp in self.table.degrees(roles.units):
             stages, rest = divmod(budget, tp * cp)
             stages -= len(ends)
             if rest or not 1 <= stages <= len(space.model.unit(roles.language).layers):
                 continue
             after = len(ends) - bool(roles.encoders)
             balance = space.unaware.layers(roles.language, tp, cp, self.samples).seconds
-            language = space.table.chain(
+            language = self.table.chain(
                 roles.language, tp, cp, stages, self.samples, self.microbatches, after, balance=balance
             )
             shape = tp, cp, 1, self.samples, self.microbatches
-            sides = [option for units in ends if (option := space.table.colocated(units, *shape))]
+            sides = [option for units in ends if (option := self.table.colocated(units, *shape))]
             as_trained = [option for units in ends if (option := space.unaware.colocated(units, *shape))]
             if language is None or len(sides) < len(ends):
                 continue
@@ -279,16 +282,16 @@ class _Shape:
 
     def _device_seconds(self, unit: str) -> float:
         """Device seconds of the mean sample in a unit, at the smallest degrees that it has costs for."""
-        degrees = self.space.table.degrees([unit])
+        degrees = self.table.degrees([unit])
         tp, cp = min(degrees, key=lambda degree: (degree[0] * degree[1], degree))
-        return float(self.space.table.layers(unit, tp, cp, 1).seconds.sum()) * tp * cp
+        return float(self.table.layers(unit, tp, cp, 1).seconds.sum()) * tp * cp
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """The options of a unit on at most `budget` devices that let `behind` stages follow."""
         most = len(self.space.model.unit(unit).layers)
         found = [
-            self.space.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
-            for tp, cp in self.space.table.degrees([unit])
+            self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
+            for tp, cp in self.table.degrees([unit])
             for stages in range(1, min(most, budget // (tp * cp)) + 1)
         ]
         return [option for option in found if option is not None]
@@ -301,8 +304,8 @@ class _Shape:
         if encoders_at is EncoderPosition.COLOCATED:
             most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
             options = [
-                self.space.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
-                for tp, cp in self.space.table.degrees(encoders)
+                self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
+                for tp, cp in self.table.degrees(encoders)
                 for stages in range(1, min(most, budget // (tp * cp)) + 1)
             ]
             return self.space.joined(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dilatant.config.recompute import Recompute
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -19,13 +21,13 @@ class LayerSpec:
 class UnitSpec:
     """One unit's layers in order, and the units that consume its output.
 
-    `recompute` says that its activations are recomputed in the backward.
+    `recompute` says what of its blocks is recomputed in the backward, as `train.recompute` does.
     """
 
     name: str
     layers: tuple[LayerSpec, ...]
     feeds: tuple[str, ...] = ()
-    recompute: bool = False
+    recompute: Recompute = "none"
 
     @property
     def trainable(self) -> tuple[bool, ...]:

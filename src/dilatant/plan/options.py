@@ -91,6 +91,23 @@ class OptionTable:
         self._tables: dict[tuple[str, int, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float], Layers] = {}
         self._options: dict[tuple[object, ...], Option] = {}
+        self._sharing = 1
+        self._shared_by: dict[int, OptionTable] = {}
+
+    def shared_by(self, replicas: int, devices: int) -> OptionTable:
+        """The options of each of `replicas` chains that share optimizer state as the rules say, if each takes so many
+        devices: on one node those that fit there whole beside each other. `stage_costs` counts what a plan
+        really shares."""
+        zero = self._rules.zero
+        count = 1 if zero == "none" else replicas if zero == "all" else min(replicas, self._node // devices)
+        if count <= 1:
+            return self
+        if count not in self._shared_by:
+            limits = self._capacity, self._node, self._rules
+            table = OptionTable(self._model, self._costs, self._workload, *limits)
+            table._tables, table._sharing = self._tables, count
+            self._shared_by[count] = table
+        return self._shared_by[count]
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
@@ -119,7 +136,7 @@ class OptionTable:
             self._layers[key] = Layers(
                 seconds=seconds,
                 work=(table.seconds[:, 0, :2] + table.seconds[:, 1, :2]) @ row[:2],
-                static=table.static_bytes,
+                static=table.static_shared_by(self._sharing),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array(

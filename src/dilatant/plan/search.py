@@ -215,7 +215,8 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             own = allocations[name]
             behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
             samples = size * (language.replicas // own.replicas)
-            options.append(table.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
+            held = table.shared_by(own.replicas, own.tp * own.pp)
+            options.append(held.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
         if None in options:
             continue
         chains = tuple(option for option in options if option is not None)

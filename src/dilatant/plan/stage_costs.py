@@ -14,6 +14,7 @@ from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan
+from dilatant.plan.state_sharing import sharing
 
 KIND_ORDER = ("F", "B", "I", "W")
 
@@ -25,7 +26,7 @@ class StageCosts:
     `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
     `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
     backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
-    `[stages]` bytes per rank, through the whole step.
+    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared.
     """
 
     seconds: NDArray[np.float64]
@@ -38,7 +39,9 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
-    """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]`."""
+    """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]` where nobody
+    shares optimizer state, of which `shared_bytes [layers]` can be; `backward [layers]`: does it or anything before it
+    train?"""
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
@@ -46,6 +49,14 @@ class LayerTable:
     transient_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
+    shared_bytes: NDArray[np.float64]
+    backward: NDArray[np.bool_]
+
+    def static_shared_by(
+        self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)
+    ) -> NDArray[np.float64]:
+        """`static_bytes` of `layers` where so many ranks divide the state."""
+        return self.static_bytes[layers] - self.shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
 
 def layer_table(
@@ -55,7 +66,7 @@ def layer_table(
 
     Raises UserError when the cost model lacks a layer type or degree.
     """
-    seconds, kept, weight, transient, output, static = [], [], [], [], [], []
+    seconds, kept, weight, transient, output, static, shared = [], [], [], [], [], [], []
     for layer, before in zip(unit.layers, trainable_before(unit.trainable, upstream), strict=True):
         cost = costs.layer(layer.kind, tp, cp)
         work = frozen_work(cost, layer.trainable, before, unit.recompute)
@@ -67,11 +78,19 @@ def layer_table(
         transient.append(_triple(work.transient_bytes))
         output.append(_triple(cost.output_bytes))
         static.append(rules.of(layer.parameters, layer.trainable) / tp)
+        shared.append(rules.shared(layer.parameters, layer.trainable) / tp)
+    trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
+    columns = {
+        "seconds": seconds,
+        "kept_bytes": kept,
+        "weight_bytes": weight,
+        "transient_bytes": transient,
+        "output_bytes": output,
+        "static_bytes": static,
+        "shared_bytes": shared,
+    }
     return LayerTable(
-        *(
-            np.asarray(values, dtype=np.float64)
-            for values in (seconds, kept, weight, transient, output, static)
-        )
+        backward=trains, **{name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
     )
 
 
@@ -82,6 +101,7 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
     static = np.empty(len(placed))
+    shared_by = sharing(plan, rules)
     for entry in placed:
         key = entry.unit, entry.stage.tp, entry.stage.cp
         if key not in tables:
@@ -90,10 +110,14 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
         seconds[entry.index] = table.seconds[layers].sum(axis=0)
         kept[entry.index] = table.kept_bytes[layers].sum(axis=0)
+        if table.backward[
+            entry.stage.end - 1
+        ]:  # what went to the next stage stays, as the root of the backward
+            kept[entry.index] += table.output_bytes[entry.stage.end - 1]
         weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
         transient[entry.index] = table.transient_bytes[layers].max(axis=0)
         output[entry.index] = table.output_bytes[entry.stage.end - 1]
-        static[entry.index] = table.static_bytes[layers].sum()
+        static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
     return StageCosts(seconds, kept, weight, transient, output, static)
 
 

@@ -5,10 +5,12 @@ The parts that need no weights come first, so that `data stats` and `data lint` 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
+from dilatant.config.recompute import Recompute
 from dilatant.data.blend import Blend, StreamBlend, open_blend
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
@@ -34,6 +36,11 @@ class Samples:
     train_sizes: SizesIndex | None = None
     held_out_sizes: SizesIndex | None = None
 
+    @property
+    def held_out_encoding(self) -> Encoding:
+        """By which held-out samples are measured: each must have a question."""
+        return replace(self.encoding, held_out=True)
+
 
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
@@ -55,18 +62,22 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
     Raises UserError that names samples which training would refuse, unless these are to be skipped.
     """
 
-    def sizes(blend: Blend | StreamBlend | None) -> SizesIndex | None:
+    def sizes(blend: Blend | StreamBlend | None, encoding: Encoding) -> SizesIndex | None:
         if not isinstance(blend, Blend):
             return None
         return blend_sizes(
             blend,
-            samples.encoding,
+            encoding,
             cache_dir=config.data.cache_dir,
             workers=config.data.workers,
             progress=progress,
         )
 
-    sized = replace(samples, train_sizes=sizes(samples.train), held_out_sizes=sizes(samples.held_out))
+    sized = replace(
+        samples,
+        train_sizes=sizes(samples.train, samples.encoding),
+        held_out_sizes=sizes(samples.held_out, samples.held_out_encoding),
+    )
     if config.data.on_error == "error":
         found = [
             f"{name}: {why}"
@@ -93,10 +104,23 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
-    if config.train.gradient_checkpointing:
-        for unit in model.units.values():
-            unit.gradient_checkpointing()
+    for name, how in recompute_by_unit(config, model.units).items():
+        model.units[name].recompute(how)
+    model.language.loss_chunk = config.train.loss_chunk
     return model
+
+
+def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute]:
+    """`train.recompute` for every unit. Raises UserError for units that there are not."""
+    wanted = config.train.recompute
+    if isinstance(wanted, str):
+        return dict.fromkeys(units, wanted)
+    unknown = [name for name in wanted if name not in units]
+    if unknown:
+        raise UserError(
+            f"train.recompute: no unit {' or '.join(map(repr, unknown))}; there are {', '.join(units)}"
+        )
+    return {name: wanted.get(name, "none") for name in units}
 
 
 def load_model_tokenizer(config: ModelConfig) -> Any:

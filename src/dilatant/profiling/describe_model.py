@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from dilatant.config import Config
+from dilatant.config.recompute import Recompute
 from dilatant.models.build import build_model
 from dilatant.models.freeze import audit
 from dilatant.models.geometry import EncoderGeometry
@@ -80,11 +81,14 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     return model
 
 
-def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDescription:
+def describe_model(
+    model: MultimodalModel, recompute: Mapping[str, Recompute] | None = None
+) -> ModelDescription:
     """What planners need to know of a model, on the meta device or not.
 
     Layers share a type if their weights have the same names and shapes, their family calls them alike and they are in
-    the same place of units of the same family and width. `recompute`: activations are recomputed in the backward.
+    the same place of units of the same family and width. `recompute`: by unit, what is
+    recomputed in the backward.
     """
     known: dict[str, list[Any]] = {}
     types: dict[str, LayerType] = {}
@@ -110,7 +114,9 @@ def describe_model(model: MultimodalModel, recompute: bool = False) -> ModelDesc
                     trainable=any(parameter.requires_grad for _, parameter in weights),
                 )
             )
-        units.append(UnitSpec(name, tuple(layers), model.graph.feeds[name], recompute))
+        units.append(
+            UnitSpec(name, tuple(layers), model.graph.feeds[name], (recompute or {}).get(name, "none"))
+        )
     return ModelDescription(
         spec=ModelSpec(tuple(units)),
         anchor=model.graph.anchor,

@@ -15,12 +15,13 @@ from dilatant.cost.group import group_cost
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
 from dilatant.cost.profile import LayerProbe, profile_layers
+from dilatant.cost.quadratic import Quadratic
 from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType, ModelDescription
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.layer_shards import check_tensor_degrees, is_divided, tensor_shard
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
-from dilatant.runtime.precision import Precision, pick_device
+from dilatant.runtime.precision import pick_device
 
 Say = Callable[[str], None]
 _ROWS = (1, 2, 4, 8)
@@ -89,12 +90,12 @@ def measure_layers(
     wanted = sorted(set(degrees))
     tensor = sorted({tp for tp, _ in wanted})
     check_tensor_degrees(model, tensor)
-    device, precision = pick_device(), Precision(getattr(torch, target.dtype))
+    device, dtype = pick_device(), getattr(torch, target.dtype)
     shards = {
         (unit, tp): tensor_shard(unit, tp) for unit in {entry.unit for entry in model.types} for tp in tensor
     }
     probes = [
-        replace(_probe(share, device, precision), degree=(tp, 1))
+        replace(_probe(share, device, dtype), degree=(tp, 1))
         for entry in model.types
         for tp, share in (
             [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor]
@@ -138,16 +139,27 @@ def measured_tokens(config: Config) -> tuple[int, ...]:
     return tuple(sorted({max(1, longest // part) for part in (1, 2, 4, 8)}))
 
 
-def costs_in_use(costs: CostModel, model: ModelDescription, targets: float) -> CostModel:
-    """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, and only
-    blocks are recomputed."""
+def costs_in_use(
+    costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None
+) -> CostModel:
+    """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by chunks
+    if a microbatch of up to `row` tokens has more than `chunk` of them, and never puts its weight gradient off; and
+    only blocks are recomputed."""
     heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
 
     def used(kind: str, cost: LayerCost) -> LayerCost:
         if kind in heads:
-            cost = _on_targets(cost, targets)
+            cost = replace(_on_targets(cost, targets), splits=False)
+            if chunk is not None and row * targets > chunk:
+                return _in_chunks(cost, chunk / targets)
         if kind not in blocks:
-            cost = replace(cost, recompute=ZERO, checkpoint_bytes=cost.activation_bytes)
+            cost = replace(
+                cost,
+                recompute=ZERO,
+                checkpoint_bytes=cost.activation_bytes,
+                attention=ZERO,
+                attention_bytes=ZERO,
+            )
         return cost
 
     return replace(
@@ -159,6 +171,21 @@ def costs_in_use(costs: CostModel, model: ModelDescription, targets: float) -> C
     )
 
 
+def _in_chunks(cost: LayerCost, tokens: float) -> LayerCost:
+    """A head that holds the activations of no more tokens than these at once, and else what goes in."""
+
+    def of_chunk(whole: Quadratic) -> Quadratic:
+        return Quadratic(c=whole.c + whole.b * tokens)
+
+    return replace(
+        cost,
+        recompute=cost.forward,
+        activation_bytes=of_chunk(cost.activation_bytes),
+        working_bytes=of_chunk(cost.working_bytes),
+        in_chunks=True,
+    )
+
+
 def _on_targets(cost: LayerCost, share: float) -> LayerCost:
     grows = (
         "forward",
@@ -166,7 +193,9 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         "weight_gradient",
         "first_trainable",
         "activation_bytes",
+        "working_bytes",
         "weight_bytes",
+        "checkpoint_bytes",
     )
     scaled = {}
     for name in grows:
@@ -175,8 +204,8 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
     return replace(cost, **scaled)
 
 
-def _probe(entry: LayerType, device: torch.device, precision: Precision) -> LayerProbe:
-    probe = layer_probe(entry, device, precision)
+def _probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> LayerProbe:
+    probe = layer_probe(entry, device, dtype)
     if entry.geometry is None:
         return probe
     tokens = tuple(rows * entry.geometry.encoder_tokens for rows in _ROWS)

@@ -13,14 +13,14 @@ import torch
 
 from dilatant.config import ClusterConfig, UserError
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.cost.memory import FP32, ParameterBytes
+from dilatant.cost.memory import BF16, DEFAULT_ZERO, FP32, ParameterBytes, Zero
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
 
-AUTOCAST = ParameterBytes(weight=6.0, gradient=4.0, optimizer=8.0)
-"""fp32 weights and the bf16 copies that autocast keeps, fp32 gradients and moments."""
-
+USABLE = 0.93
+"""The part of a GPU's memory that training may use: its context, NCCL's buffers and pieces that the allocator cannot
+join take the rest. The data sheets' decimal gigabytes, which stand for GPUs that are not here, leave as much."""
 _UNKNOWN_GPU = "A40"
 """Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
 
@@ -30,7 +30,7 @@ class Target:
     """The devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
 
     `is_local` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
-    process. `dtype` is that of matrix products, `rules` what a parameter takes.
+    process. `dtype` is that of weights and activations, `rules` what a parameter takes.
     """
 
     hardware: Hardware
@@ -47,8 +47,8 @@ def devices_per_node(config: ClusterConfig) -> int:
     return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
 
 
-def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
-    """The devices of `cluster:` in the config, and `train.precision` on them.
+def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | None = None) -> Target:
+    """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
 
     Raises UserError for hardware that the file does not have, and for bf16 on a GPU here without it.
     """
@@ -67,7 +67,7 @@ def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
         hardware = replace(hardware, memory=config.memory_gib * 2**30)
     if is_local:
         device = torch.device("cuda" if gpus else "cpu")
-        dtype = str(pick_precision(precision, device).compute).removeprefix("torch.")
+        dtype = str(pick_precision(precision, device)).removeprefix("torch.")
     else:
         on_gpu = not is_same_hardware("CPU", hardware.name)
         dtype = "bfloat16" if precision == "bf16" or (precision == "auto" and on_gpu) else "float32"
@@ -78,7 +78,9 @@ def plan_target(config: ClusterConfig, precision: str = "auto") -> Target:
         is_local=is_local,
         threads=threads,
         dtype=dtype,
-        rules=FP32 if dtype == "float32" else AUTOCAST,
+        rules=replace(
+            FP32 if dtype == "float32" else BF16, zero=zero or DEFAULT_ZERO, ranks_per_node=per_node
+        ),
     )
 
 
@@ -123,7 +125,7 @@ def _this_device(per_node: int, threads: int) -> Hardware:
     for word in sorted(_words(properties.name)):
         with suppress(UserError):
             listed = load_hardware(word)
-    return replace(listed, name=properties.name, memory=float(properties.total_memory))
+    return replace(listed, name=properties.name, memory=USABLE * properties.total_memory)
 
 
 def _processor() -> str:

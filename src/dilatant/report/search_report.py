@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.candidates import EncoderPosition, roles_of
@@ -17,6 +17,7 @@ from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.runnable import degrees_text, planned_only_text
 from dilatant.plan.search import RankedPlan, SearchResult
 from dilatant.plan.stable_batch import StableBatch
+from dilatant.plan.state_sharing import sharing
 from dilatant.plan.workload import Workload
 from dilatant.report.gantt_of_step import predicted_chart
 from dilatant.report.plan_report import (
@@ -180,8 +181,9 @@ def memory_use(
     for rank, peak in zip(timeline.ranks, timeline.peak_bytes.tolist(), strict=True):
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
     uses = []
+    shared_by = sharing(timeline.plan, rules)
     for (stages, peak), ranks in groups.items():
-        fixed = _parameter_bytes(held[ranks[0]], model, rules)
+        fixed = _parameter_bytes(held[ranks[0]], model, rules, shared_by)
         uses.append(
             MemoryUse(
                 ranks=tuple(ranks),
@@ -195,14 +197,20 @@ def memory_use(
     return tuple(uses)
 
 
-def _parameter_bytes(held: Sequence[PlacedStage], model: ModelSpec, rules: ParameterBytes) -> dict[str, int]:
+def _parameter_bytes(
+    held: Sequence[PlacedStage],
+    model: ModelSpec,
+    rules: ParameterBytes,
+    shared_by: Sequence[NDArray[np.float64]],
+) -> dict[str, int]:
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
         trained = sum(layer.parameters for layer in layers if layer.trainable) / placed.stage.tp
         weights += rules.weight * sum(layer.parameters for layer in layers) / placed.stage.tp
         gradients += rules.gradient * trained
-        optimizer += rules.optimizer * trained
+        state = [rules.shared(layer.parameters, layer.trainable) for layer in layers]
+        optimizer += float((np.array(state) / shared_by[placed.index]).sum()) / placed.stage.tp
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 

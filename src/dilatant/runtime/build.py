@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.config.errors import UserError, list_problems
+from dilatant.cost.memory import Zero
+from dilatant.models.dtype import hold_in
 from dilatant.models.freeze import check
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, stage_tensors
+from dilatant.plan.buckets import Format
 from dilatant.plan.plan import Plan
 from dilatant.plan.runnable import training_problems
-from dilatant.runtime.gradient_sync import GradientSync, make_buckets
-from dilatant.runtime.holders import Holders
+from dilatant.runtime.holders import holdings_of
+from dilatant.runtime.shared_weights import SharedWeights, share_weights
 
 
 def refuse_tensor_parallel(plan: Plan) -> None:
@@ -42,15 +45,26 @@ def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boun
 
 @torch.no_grad()
 def build_stages(
-    model: MultimodalModel, plan: Plan, comm: Comm, seed: int | None, weights: Mapping[str, Tensor]
+    model: MultimodalModel,
+    plan: Plan,
+    comm: Comm,
+    seed: int | None,
+    weights: Mapping[str, Tensor],
+    precision: torch.dtype | None = None,
 ) -> dict[int, Stage]:
     """The stages of `comm.rank` by number, on its device: drawn from `seed`, or with the `weights` of their names.
+
+    precision: what the weights of all units are held in from now on, by every rank, since it is what rows travel in;
+    what trains gets fp32 gradients then. None: as they are.
 
     Raises UserError for a weight of another shape.
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
     for placed in own:
         materialize(model.units[placed.unit], placed.stage.first, placed.stage.end, seed, weights.keys())
+    if precision is not None:  # drawn in the model's own format, so that draws do not depend on this
+        for unit in model.units.values():
+            hold_in(unit, precision)
     for name in dict.fromkeys(placed.unit for placed in own):
         model.units[name].set_frozen(model.units[name].frozen)
     stages = {}
@@ -67,34 +81,41 @@ def build_stages(
                         f"{list(tensor.shape)} in the model"
                     )
                 tensor.copy_(weights[name])
+        for _, parameter in stage.named_logical_parameters():
+            if precision is not None and parameter.requires_grad:
+                parameter.grad_dtype = torch.float32  # autograd casts what arrives, and adds in fp32
         stages[placed.index] = stage
     return stages
 
 
-def build_sync(
+def build_shared(
     model: MultimodalModel,
     plan: Plan,
     comm: Comm,
     stages: Mapping[int, Stage],
-    holders: Holders,
     bucket_bytes: int,
-) -> GradientSync:
-    """The gradient sync of the weights in `stages`, in buckets that all ranks cut alike."""
+    zero: Zero = "none",
+    node_of: Sequence[int] | None = None,
+    exact: Mapping[str, Tensor] | None = None,
+) -> SharedWeights:
+    """The weights in `stages` that train, in buckets that all ranks cut alike."""
     everything: dict[str, Tensor] = {}
     frozen: set[str] = set()
     for unit_plan in plan.units:
         unit = model.units[unit_plan.name]
         everything |= dict(unit.named_logical_parameters())
         frozen |= unit.frozen
-    trainable = [name for name in everything if name not in frozen]
-    held = {name: p for stage in stages.values() for name, p in stage.named_logical_parameters()}
+    formats = {
+        name: Format(str(weight.dtype), weight.element_size())
+        for name, weight in everything.items()
+        if name not in frozen
+    }
+    weights: dict[str, nn.Parameter] = {}
     stages_of: dict[str, set[int]] = {}
     for index, stage in stages.items():
-        for name, _ in stage.named_logical_parameters():
-            stages_of.setdefault(name, set()).add(index)
-    return GradientSync(
-        comm,
-        {name: parameter for name, parameter in held.items() if name not in frozen},
-        {name: frozenset(indices) for name, indices in stages_of.items()},
-        make_buckets(holders, everything, trainable, bucket_bytes),
-    )
+        for name, parameter in stage.named_logical_parameters():
+            if name in formats:
+                weights[name] = parameter
+                stages_of.setdefault(name, set()).add(index)
+    held = holdings_of(plan, model.units)
+    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact)

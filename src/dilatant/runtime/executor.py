@@ -21,7 +21,6 @@ from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
-from dilatant.runtime.precision import Precision
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.transport import Transport
@@ -40,7 +39,7 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: unit → how often its loss counts. dropout: goes around its forwards.
+    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards.
     """
 
     placed: PlacedStage
@@ -55,10 +54,10 @@ class LocalStage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward made for the step's result: of the unit's loss these samples' share (a scalar on the device), or
-    the tokens that it predicts for them."""
+    """What a forward made for the step's result: of the loss of this name these samples' share (a scalar on the
+    device), or the tokens that a unit of this name predicts for them."""
 
-    unit: str
+    name: str
     value: Tensor
     samples: tuple[int, ...]
 
@@ -88,7 +87,6 @@ class Executor:
         sync: GradientSync,
         recorder: Recorder,
         device: torch.device,
-        precision: Precision,
     ) -> None:
         self._rank = rank
         self._stages = stages
@@ -97,7 +95,6 @@ class Executor:
         self._sync = sync
         self._recorder = recorder
         self._device = device
-        self._precision = precision
         self._pieces: dict[PieceKey, _Piece] = {}
         self._handed_over: dict[Message, Tensor] = {}
         self._agreement: Agreement
@@ -172,8 +169,7 @@ class Executor:
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
-            drops = nullcontext() if stage.dropout is None else stage.dropout.running(data, samples)
-            with self._precision.autocast(self._device), drops:
+            with nullcontext() if stage.dropout is None else stage.dropout.running(data, samples):
                 output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes, data)
         self._recorder.done()
@@ -184,7 +180,7 @@ class Executor:
             self._send(messages, samples, made[unit].detach(), boundary, data)
         if output.predicted is not None:
             return [Outcome(stage.placed.unit, output.predicted, samples)]
-        return [Outcome(unit, loss.detach(), samples) for unit, loss in output.losses.items()]
+        return [Outcome(name, loss.detach(), samples) for name, loss in output.losses.items()]
 
     def _made(
         self,
@@ -231,10 +227,10 @@ class Executor:
             else:  # nothing trains in this microbatch, but what was sent must be taken
                 for message in received:
                     self._take(message)
-        for unit, loss in piece.losses.items():
+        for name, loss in piece.losses.items():
             if loss.requires_grad:
                 outputs.append(loss)
-                weight = stage.loss_weights[unit]
+                weight = stage.loss_weights[name]
                 gradients.append(None if weight == 1.0 else torch.full_like(loss, weight))
         self._recorder.computing()
         splits = action.kind == ActionKind.I

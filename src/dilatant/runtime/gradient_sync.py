@@ -1,14 +1,15 @@
-"""Gradient sync: every logical weight's gradient summed over the ranks that hold it, while others still compute.
+"""Gradient sync: every weight's gradient summed over the ranks that hold it, while others still compute.
 
 Losses are divided by the target tokens of the whole batch, so the sum over holders is the batch's gradient, however
-unequal their shares are. Weights that follow each other in the backward pass and have equal holders share a bucket;
-a bucket starts when its last weight has its last gradient of the step, and buckets start in one order everywhere
-(Oobleck, thesis 2.6.1, with buckets and overlap; a tied weight is one logical weight with the holders of both ends).
+unequal their shares are. What is summed are buckets of cells with equal holders; a bucket starts when its last weight
+has its last gradient of the step, and buckets start in one order everywhere (Oobleck, thesis 2.6.1, with buckets and
+overlap; a tied weight is one logical weight with the holders of both ends). Where holders share the optimizer's state,
+each receives the sum of its own boxes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -16,122 +17,70 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Pending
-from dilatant.config.errors import UserError
-from dilatant.runtime.holders import Holders
-
-_ROUNDING = 1e-9
-"""Between sums of up to 1e9 positive float64 that ranks add in different orders; unlike draws differ far more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Weights summed together: logical names in backward order, and the ranks that hold every one of them."""
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
+from dilatant.plan.boxes import Box
+from dilatant.plan.buckets import BucketShare
+from dilatant.runtime.owned_weights import OwnedWeights
+from dilatant.runtime.shared_groups import group_of
 
 
-def make_buckets(
-    holders: Holders, parameters: Mapping[str, Tensor], trainable: Iterable[str], bucket_bytes: int
-) -> tuple[Bucket, ...]:
-    """Buckets of one dtype and at most `bucket_bytes` (or one weight), in the order in which they are reduced.
+@dataclass(slots=True)
+class _Sum:
+    """A bucket on its way. numbers: what `pending` fills: those of this rank's share, or of all."""
 
-    holders: in layer order. parameters: all of them, also those on the meta device. Every rank knows all of this, so
-    all cut alike.
-    """
-    chosen = set(trainable)
-    buckets: list[Bucket] = []
-    names: list[str] = []
-    total = 0
-    for name in [name for name in reversed(holders) if name in chosen]:
-        parameter = parameters[name]
-        if names and (
-            holders[name] != holders[names[0]]
-            or parameter.dtype != parameters[names[0]].dtype
-            or total + parameter.nbytes > bucket_bytes
-        ):
-            buckets.append(Bucket(tuple(names), holders[names[0]]))
-            names, total = [], 0
-        names.append(name)
-        total += parameter.nbytes
-    if names:
-        buckets.append(Bucket(tuple(names), holders[names[0]]))
-    return tuple(buckets)
+    share: BucketShare
+    numbers: Tensor
+    pending: Pending
 
 
 class GradientSync:
     """The buckets of one rank.
 
-    parameters: the trainable weights held here, by logical name. stages_of: logical name → own stages that use it.
+    owned: the weights held here, and what this rank updates of them. stages_of: logical name → own stages that use it.
+    shares: of all buckets that this rank is in. silent: weights whose gradient another rank of this stage contributes.
     Each step: `begin`, `last_backward` around the last backward of a stage, `finish`.
     """
 
     def __init__(
         self,
         comm: Comm,
-        parameters: Mapping[str, nn.Parameter],
+        owned: OwnedWeights,
         stages_of: Mapping[str, frozenset[int]],
-        buckets: Iterable[Bucket],
+        shares: Sequence[BucketShare],
+        silent: Set[str] = frozenset(),
     ) -> None:
         self._comm = comm
-        self._parameters = dict(parameters)
+        self._owned = owned
         self._stages_of = dict(stages_of)
-        self._buckets = [b for b in buckets if comm.rank in b.ranks and len(b.ranks) > 1]
-        # Opened in one order everywhere, so that no two ranks wait for each other in different groups.
-        for ranks in sorted({bucket.ranks for bucket in self._buckets}):
-            comm.group(_group_name(ranks), ranks)
-        self._bucket_of = {name: i for i, b in enumerate(self._buckets) for name in b.names}
+        self._silent = silent
+        self._shares = [share for share in shares if self._is_summed(share)]
+        self._shares_of: dict[str, list[int]] = {}
+        for number, share in enumerate(self._shares):
+            for name in share.bucket.names:
+                self._shares_of.setdefault(name, []).append(number)
         self._hooks = [
-            self._parameters[name].register_post_accumulate_grad_hook(self._hook(name))
-            for name in self._bucket_of
+            owned.weights[name].register_post_accumulate_grad_hook(self._hook(name))
+            for name in self._shares_of
         ]
         self._unfinished: dict[str, set[int]] = {}
         self._missing: list[int] = []
-        self._started: list[tuple[Bucket, Tensor, Pending]] = []
+        self._unpacked: dict[str, int] = {}
+        self._started: list[_Sum] = []
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def require_equal(self, tensors: Mapping[str, Tensor] | None = None, what: str = "weights") -> None:
-        """Prove that all holders of a weight have the same; called by all ranks. Raises UserError naming what differs:
-        gradients would be summed all the same, and mean nothing.
-
-        tensors: of the trainable weights, by logical name (default: the weights themselves); a weight may have none,
-        then on all ranks. Compares two sums for each, which unlike draws and unlike files do not share.
-        """
-        held: Mapping[str, Tensor] = self._parameters if tensors is None else tensors
-        compared = []
-        for bucket in self._buckets:
-            device = self._parameters[bucket.names[0]].device
-            own = torch.cat([_magnitudes(held.get(name), device) for name in bucket.names])
-            widest = torch.cat([own, -own])
-            group = self._comm.group(_group_name(bucket.ranks), bucket.ranks)
-            compared.append((bucket, widest, group.max_(widest, f"comparing {bucket.names[0]} and others")))
-        problems = []
-        for bucket, widest, pending in compared:
-            pending.wait()
-            largest, smallest = widest[: len(widest) // 2], -widest[len(widest) // 2 :]
-            # Written so that what is not a number differs.
-            same = (largest - smallest <= _ROUNDING * largest.abs()).view(-1, 2).all(1).tolist()
-            names = [name for name, equal in zip(bucket.names, same) if not equal]
-            problems += [f"{name!r} on ranks {list(bucket.ranks)}" for name in names]
-        if problems:
-            raise UserError(
-                f"{what} that replicas share differ between ranks: {', '.join(problems[:4])}"
-                + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
-                + "; every rank must build the model with the same seed and read the same files"
-            )
 
     def begin(self, stages: Iterable[int]) -> None:
         """Start a step in which `stages` run a backward. Gradients that are there are kept and added to at the end."""
         running = set(stages)
         self._earlier = {}
-        for name, parameter in self._parameters.items():
+        for key, parameter in self._owned.parameters.items():
             if parameter.grad is not None:
-                self._earlier[name] = parameter.grad
+                self._earlier[key] = parameter.grad
                 parameter.grad = None
-        self._unfinished = {name: set(self._stages_of[name] & running) for name in self._bucket_of}
-        self._missing = [sum(bool(self._unfinished[n]) for n in b.names) for b in self._buckets]
+        self._unfinished = {name: set(self._stages_of[name] & running) for name in self._shares_of}
+        self._missing = [
+            sum(bool(self._unfinished[name]) for name in share.bucket.names) for share in self._shares
+        ]
+        self._unpacked = {name: len(numbers) for name, numbers in self._shares_of.items()}
         self._started = []
         self._start_ready()
 
@@ -147,32 +96,49 @@ class GradientSync:
                 self._complete(name, stage)
         self._start_ready()
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all sums and leave them in `grad`; a weight that no holder used keeps no gradient."""
-        flags, pieces = [], []
-        for bucket, flat, pending in self._started:
-            pending.wait()
-            count = len(bucket.names)
-            flags.append(flat[-count:])
-            pieces.append((bucket, flat[:-count]))
-        used = iter(torch.cat(flags).tolist() if flags else ())
-        for bucket, flat in pieces:
+        """Wait for all sums and leave them in `grad` of the owned weights; one that no holder used keeps none."""
+        arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
+        waiting: list[_Sum | None] = list(self._started)
+        self._started = []
+        across: list[_Sum] = []
+        for number, under_way in enumerate(waiting):
+            assert under_way is not None
+            waiting[number] = None  # so that a bucket is freed as soon as this rank's part of it is taken
+            under_way.pending.wait()
+            share, own = under_way.share, _own_part(under_way)
+            if _is_scattered(share) and len(share.alike) > 1:
+                pending = group_of(self._comm, share.alike).sum_(own, _named(share))
+                across.append(_Sum(share, own, pending))
+            else:
+                arrived.append(_numbers_and_flags(share, own))
+        for under_way in across:
+            under_way.pending.wait()
+            arrived.append(_numbers_and_flags(under_way.share, under_way.numbers))
+        flags = iter(torch.cat([flags for _, _, flags in arrived]).tolist() if arrived else ())
+        for share, numbers, _ in arrived:
+            used = [next(flags) for _ in share.bucket.boxes]
             start = 0
-            for name in bucket.names:
-                parameter = self._parameters[name]
-                end = start + parameter.numel()
-                parameter.grad = flat[start:end].view_as(parameter) if next(used) else None
-                start = end
-        for name, gradient in self._earlier.items():
-            parameter = self._parameters[name]
+            for box, cell in zip(share.own, share.cells):
+                if used[cell]:
+                    self._deliver(box, numbers[start : start + box.size].view(box.shape))
+                start += box.size
+        for key, gradient in self._earlier.items():
+            parameter = self._owned.parameters[key]
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-        self._started, self._earlier = [], {}
+        self._earlier = {}
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _is_summed(self, share: BucketShare) -> bool:
+        """Whether a bucket has other holders, or a cell of a weight that has others elsewhere."""
+        held = self._owned.held
+        return len(share.bucket.ranks) > 1 or any(box != held[box.name] for box in share.bucket.boxes)
 
     def _hook(self, name: str):
         def accumulated(parameter: nn.Parameter) -> None:
@@ -186,55 +152,81 @@ class GradientSync:
     def _complete(self, name: str, stage: int) -> None:
         self._unfinished[name].discard(stage)
         if not self._unfinished[name]:
-            self._missing[self._bucket_of[name]] -= 1
+            for number in self._shares_of[name]:
+                self._missing[number] -= 1
 
     def _start_ready(self) -> None:
-        while len(self._started) < len(self._buckets) and self._missing[len(self._started)] == 0:
-            bucket = self._buckets[len(self._started)]
-            self._started.append(self._start(bucket))
+        while len(self._started) < len(self._shares) and self._missing[len(self._started)] == 0:
+            self._started.append(self._start(self._shares[len(self._started)]))
 
     @torch.no_grad()
-    def _start(self, bucket: Bucket) -> tuple[Bucket, Tensor, Pending]:
-        parameters = [self._parameters[name] for name in bucket.names]
-        gradients = [p.grad for p in parameters]
-        # One number a weight tells how many holders used it: unused everywhere is not the same as zero to AdamW.
-        used = parameters[0].new_tensor([float(g is not None) for g in gradients])
-        flat = torch.cat(
-            [p.new_zeros(p.numel()) if g is None else g.flatten() for p, g in zip(parameters, gradients)]
-            + [used]
-        )
-        for parameter in parameters:
-            parameter.grad = None
-        group = self._comm.group(_group_name(bucket.ranks), bucket.ranks)
-        pending = group.sum_(
-            flat, f"gradients of {bucket.names[0]} to {bucket.names[-1]} on ranks {bucket.ranks}"
-        )
-        return bucket, flat, pending
+    def _start(self, share: BucketShare) -> _Sum:
+        numbers = self._pack(share)
+        for name in share.bucket.names:
+            self._unpacked[name] -= 1
+            if not self._unpacked[name]:
+                self._owned.weights[name].grad = None
+        what = _named(share)
+        if _is_scattered(share):
+            flat, group = numbers, group_of(self._comm, share.sharing)
+            numbers = flat.view(len(share.sharing), -1)[share.sharing.index(self._comm.rank)]
+            return _Sum(share, numbers, group.reduce_scatter(numbers, flat, what))
+        # Where other nodes cut elsewhere, everybody receives all of it.
+        group = group_of(self._comm, share.alike if share.even else share.bucket.ranks)
+        return _Sum(share, numbers, group.sum_(numbers, what))
+
+    def _pack(self, share: BucketShare) -> Tensor:
+        """The gradients of a bucket's cells, then a number for each cell that tells how many holders used it: unused
+        everywhere is not the same as zero to AdamW. To be scattered: the same of every share, padded to equal lengths,
+        each with the numbers of all cells."""
+        weight = self._owned.weights[share.bucket.names[0]]
+        like = weight.new_empty(0, dtype=weight.grad_dtype or weight.dtype)
+        pieces, used = [], []
+        for box in share.bucket.boxes:
+            gradient = None if box.name in self._silent else self._owned.weights[box.name].grad
+            used.append(float(gradient is not None))
+            if gradient is None:
+                pieces.append(like.new_zeros(box.size))
+            else:
+                pieces.append(gradient[self._owned.held[box.name].place(box)].flatten())
+        flags = like.new_tensor(used)
+        if not _is_scattered(share):
+            return torch.cat([*pieces, flags])
+        padding = like.new_zeros(share.width - min(share.sizes))
+        rows = torch.cat(pieces).split(share.sizes)
+        return torch.cat([piece for row in rows for piece in (row, padding[: share.width - len(row)], flags)])
+
+    def _deliver(self, box: Box, gradient: Tensor) -> None:
+        owned = self._owned.parameters.get(box.key)
+        if owned is not None:
+            owned.grad = gradient
+            return
+        weight = self._owned.weights[box.name]  # of which this is one of several cells
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=gradient.dtype)
+        weight.grad[self._owned.held[box.name].place(box)] = gradient
 
 
-def _magnitudes(weight: Tensor | None, device: torch.device) -> Tensor:
-    """Sums of absolute values and of squares: float64 [2], in little memory beside the weight's own; -1 for none."""
-    total = torch.full((2,), -1.0 if weight is None else 0.0, dtype=torch.float64, device=device)
-    if weight is None:
-        return total
-    for piece in weight.flatten().split(1 << 24):
-        wide = piece.double()
-        total += torch.stack([wide.abs().sum(), wide.square().sum()])
-    return total
+def _is_scattered(share: BucketShare) -> bool:
+    return share.is_divided and share.even
 
 
-def squared_norm(parameters: Mapping[str, nn.Parameter], holders: Holders, rank: int) -> float:
-    """The share of `rank` in the squared norm of all gradients: every logical weight counts at its first holder."""
-    own = [
-        parameter.grad
-        for name, parameter in parameters.items()
-        if parameter.grad is not None and holders[name][0] == rank
-    ]
-    if not own:
-        return 0.0
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
-    return float(norms.square().sum())
+def _own_part(under_way: _Sum) -> Tensor:
+    """Numbers of this rank's share, perhaps padded, and of the use of all cells; in memory of its own."""
+    share, numbers = under_way.share, under_way.numbers
+    if not share.is_divided:
+        return numbers
+    if share.even:
+        return numbers.clone()
+    end = share.begins + sum(box.size for box in share.own)
+    return torch.cat([numbers[share.begins : end], numbers[sum(share.sizes) :]])
 
 
-def _group_name(ranks: tuple[int, ...]) -> str:
-    return "layers/" + "-".join(map(str, ranks))
+def _numbers_and_flags(share: BucketShare, own: Tensor) -> tuple[BucketShare, Tensor, Tensor]:
+    count = len(share.bucket.boxes)
+    return share, own[:-count], own[-count:]
+
+
+def _named(share: BucketShare) -> str:
+    names, ranks = share.bucket.names, share.bucket.ranks
+    return f"gradients of {names[0]} to {names[-1]} on ranks {ranks}"

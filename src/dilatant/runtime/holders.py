@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dilatant.models.unit import Unit
+from dilatant.plan.holdings import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan
 
-Holders = dict[str, tuple[int, ...]]
-"""Logical name → ranks that hold it, ascending."""
 
-
-def holders_of(plan: Plan, units: Mapping[str, Unit]) -> Holders:
-    """The ranks that hold each parameter, in layer order of the units in plan order.
+def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
+    """Who holds each parameter, in layer order of the units in plan order.
 
     A tied weight is one logical parameter, held where either of its layers is.
     """
-    ranks: dict[str, set[int]] = {}
-    layer_ranks: dict[str, set[int]] = {}
-    for placed in plan.stages():
-        for layer in units[placed.unit].layers[placed.stage.first : placed.stage.end]:
-            layer_ranks.setdefault(layer, set()).update(placed.stage.ranks)
+    weights = []
     for unit_plan in plan.units:
         unit = units[unit_plan.name]
-        parameters = {name for name, _ in unit.named_logical_parameters()}
+        parameters = dict(unit.named_logical_parameters())
+        layers: dict[str, set[str]] = {}
         for weight in unit.weights:
             if weight.canonical in parameters:
-                ranks.setdefault(weight.canonical, set()).update(layer_ranks.get(weight.layer, ()))
-    return {name: tuple(sorted(held)) for name, held in ranks.items()}
+                layers.setdefault(weight.canonical, set()).add(weight.layer)
+        weights += [
+            HeldWeight(name, frozenset(using), tuple(parameters[name].shape))
+            for name, using in layers.items()
+        ]
+    return holdings(plan, {name: unit.layers for name, unit in units.items()}, weights)
 
 
 def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, local_worker
@@ -12,7 +12,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import prefer_row_attention
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
-from dilatant.runtime.precision import Precision, pick_precision
+from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.pipeline_shape import Family
@@ -29,16 +29,17 @@ def parallelize(
     family: Family = one_f_one_b,
     seed: int = 0,
     row_tokens: int | None = None,
-    precision: Precision | None = None,
+    precision: Literal["auto", "fp32", "bf16"] | None = None,
     **options: Any,
 ) -> Runtime:
     """`model` spread over all workers as `specs` say.
 
     model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. worker: from
     `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`. num_microbatches,
-    row_tokens: see `Microbatching`. seed: of random weights and of dropout, which is keyed by each sample's `draw` or,
-    where no sample has one, by its place and the number of the step: give `execute` its `step` when a run goes on
-    later. options: of Runtime. Raises UserError that lists what is wrong, before anything is built.
+    row_tokens: see `Microbatching`. precision: as `train.precision` (default: weights stay as the model has them).
+    seed: of random weights and of dropout, which is keyed by each sample's `draw` or, where no sample has one, by its
+    place and the number of the step: give `execute` its `step_number` when a run goes on later. options: of Runtime.
+    Raises UserError that lists what is wrong, before anything is built.
     """
     worker = worker or local_worker()
     plan = plan_from_specs(
@@ -62,7 +63,7 @@ def parallelize(
         Comm(worker.store, worker.rank, worker.size, device=worker.device),
         microbatching=Microbatching(num_microbatches, family, seed=seed, row_tokens=row_tokens),
         seed=seed,
-        precision=precision or pick_precision("fp32", worker.device),
+        precision=None if precision is None else pick_precision(precision, worker.device),
         owns_comm=True,
         **options,
     )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import AsyncAllGather, all_gather_object
+from dilatant.comm.nodes import nodes_of
+from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
 from dilatant.models.dropout import KeyedDropout, refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
@@ -22,12 +24,11 @@ from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
-from dilatant.runtime.build import build_stages, build_sync, derive_boundaries, refuse_tensor_parallel
+from dilatant.runtime.build import build_shared, build_stages, derive_boundaries, refuse_tensor_parallel
 from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
-from dilatant.runtime.gradient_sync import squared_norm
-from dilatant.runtime.holders import Holders, holders_of, trainable_layers
-from dilatant.runtime.precision import Precision
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import boundary_of, stages_before
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
@@ -47,7 +48,7 @@ BUCKET_BYTES = 25 << 20
 class StepResult:
     """The same on every rank. Reduced gradients are in the parameters of every holder.
 
-    loss: of the global batch, the weighted sum of `losses`, which are by unit. target_tokens: of the language model.
+    loss: of the global batch, the weighted sum of `losses`, which go by name. target_tokens: of the language model.
     grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
     `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
     whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
@@ -76,6 +77,8 @@ class Runtime:
     the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
     builds the same model and plan. Nothing is global: a process may close one runtime and build another under
     another plan. Raises UserError where replicas would begin with unlike weights.
+    precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
+    gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
     those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
@@ -83,6 +86,10 @@ class Runtime:
 
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
+
+    zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: as they
+    are). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
+    `owned.gather` follows every update.
     """
 
     def __init__(
@@ -96,34 +103,38 @@ class Runtime:
         correct_costs: bool = True,
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
-        precision: Precision | None = None,
+        precision: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        zero: Zero = "none",
+        node_of: Sequence[int] | None = None,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
     ) -> None:
         refuse_tensor_parallel(plan)
         refuse_random_depth(model.units.values())
+        if zero == "node" and node_of is None:
+            node_of = nodes_of(comm)
         self.model = model
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
         self._seed = seed or 0
-        self._plan_digest = digest(plan.to_json())
+        self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
-        self._boundaries = derive_boundaries(model, plan)
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = build_stages(model, plan, comm, seed, weights or {})
+        modules = build_stages(model, plan, comm, seed, weights or {}, precision)
+        self._boundaries = derive_boundaries(model, plan)
         self._stages = self._wire(modules)
         self.parameters = {
             name: parameter
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        self.holders: Holders = holders_of(plan, model.units)
-        self._sync = build_sync(model, plan, comm, modules, self.holders, bucket_bytes)
-        self._sync.require_equal()
+        self._shared = build_shared(model, plan, comm, modules, bucket_bytes, zero, node_of, weights)
+        self._sync = self._shared.sync
+        self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(
@@ -137,7 +148,6 @@ class Runtime:
             self._sync,
             self._recorder,
             comm.device,
-            precision or Precision(torch.float32),
         )
         costs = _first_ranks(comm, costs, plan)
         self.costs = CostCorrection(
@@ -156,6 +166,11 @@ class Runtime:
     def modules(self) -> dict[int, Stage]:
         """The stages held here, by stage number."""
         return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def owned(self) -> OwnedWeights:
+        """What an optimizer updates on this rank."""
+        return self._shared.owned
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -239,7 +254,7 @@ class Runtime:
 
     def grad_norm(self) -> float:
         """The norm of all gradients as they are now; the same on every rank, and called by all of them."""
-        total = torch.tensor(squared_norm(self.parameters, self.holders, self.comm.rank), dtype=torch.float64)
+        total = torch.tensor(self.owned.squared_norm(), dtype=torch.float64)
         self.comm.world.sum_(total, "the gradient norm").wait()
         return float(total.sqrt())
 
@@ -249,7 +264,7 @@ class Runtime:
         norm: `StepResult.grad_norm`, where gradients are still what that step left; otherwise all ranks must call.
         """
         norm = self.grad_norm() if norm is None else norm
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = [p.grad for p in self.owned.parameters.values() if p.grad is not None]
         if norm > max_norm and gradients:
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         return norm
@@ -284,13 +299,18 @@ class Runtime:
             held |= stage_tensors(module)
         return held
 
-    def require_equal(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Prove that all holders of a weight have the same weights and moments, after they were loaded; called by all
-        ranks. moments: logical name → kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
-        self._sync.require_equal()
+    def require_equal(
+        self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Prove that all holders of a weight have the same, and all who own the same box the same state, after they
+        were loaded; called by all ranks. masters: what is updated of the owned weights, by their keys. moments: key →
+        kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
+        self._shared.require_equal()
+        copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
+        self._shared.require_equal_state(copies, "master weights")
         for kind in ("exp_avg", "exp_avg_sq"):
-            own = {name: tensors[kind] for name, tensors in moments.items() if kind in tensors}
-            self._sync.require_equal(own, f"moments ({kind})")
+            own = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
+            self._shared.require_equal_state(own, f"moments ({kind})")
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""
@@ -331,13 +351,13 @@ class Runtime:
     ) -> StepResult:
         own_losses, nonfinite = _sum_losses(self._run(data, step, number), data)
         self._sync.finish()
-        weights = {unit: loss.weight for unit, loss in self.model.graph.losses.items()}
+        weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
         actions = self._recorder.rows()
         shares = self._shares.own(actions, self._recorder.seconds())
         own_found = list(found())
         own = (
-            *(own_losses.get(unit, 0.0) for unit in weights),
-            squared_norm(self.parameters, self.holders, self.comm.rank),
+            *(own_losses.get(name, 0.0) for name in weights),
+            self.owned.squared_norm(),
             float(should_stop()),
             float(len(own_found)),
             *self.costs.own(step.work, [action.seconds for action in actions]),
@@ -350,7 +370,7 @@ class Runtime:
         losses = dict(zip(weights, sums))
         squares, stops, num_found, *rest = sums[len(losses) :]
         warning = self.costs.finish(number, rest[: self.costs.num_sums])
-        loss = sum(weights[unit] * value for unit, value in losses.items())
+        loss = sum(weights[name] * value for name, value in losses.items())
         samples: tuple[str, ...] = ()
         if not math.isfinite(loss):
             samples = tuple(name for names in all_gather_object(self.comm, nonfinite) for name in names)
@@ -408,7 +428,7 @@ class Runtime:
         for index, module in modules.items():
             placed = self._placed[index]
             gradients = WeightGradients()
-            self._replaced += replace_linears(module, gradients)
+            self._replaced += replace_linears(module, gradients, module.undeferred)
             inbound: dict[str, tuple[Boundary, bool]] = {}
             for source in before[index]:
                 # The frozen rule looks at layers, so all replicas of a unit say the same at its end.
@@ -424,7 +444,7 @@ class Runtime:
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
                 dropout=KeyedDropout(module, self.model.units[placed.unit]),
-                loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
+                loss_weights={name: loss.weight for name, loss in self.model.graph.losses.items()},
             )
         return stages
 
@@ -440,12 +460,12 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
 
 
 def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
-    """Unit → the sum of its losses computed here; and the samples of those that are not finite."""
+    """Loss → the sum of what was computed of it here; and the samples of those that are not finite."""
     values = torch.stack([outcome.value.float() for outcome in outcomes]).tolist() if outcomes else []
     sums: dict[str, float] = {}
     nonfinite: list[str] = []
     for value, outcome in zip(values, outcomes, strict=True):
         if not math.isfinite(value):
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
-        sums[outcome.unit] = sums.get(outcome.unit, 0.0) + value
+        sums[outcome.name] = sums.get(outcome.name, 0.0) + value
     return sums, nonfinite

@@ -2,7 +2,11 @@
 
 `I` is an ordinary backward pass while `WeightGradients.deferring` is set: a linear layer passes on the gradient of its
 input and only notes what its weight gradient needs. `W` computes what was noted. All other weights (norms,
-embeddings, convolutions) get their gradients in `I`, as they cost little.
+embeddings, convolutions) get their gradients in `I`, as they cost little; so does what a stage names (see
+`Stage.undeferred`).
+
+Weights below fp32 have their gradients added up in fp32 here, product by product: autograd would round every product
+to the weight's format first.
 
 torch.distributed.pipelining walks the graph twice instead; that recomputes a checkpointed block many times over and
 loses gradients behind frozen stages.
@@ -10,13 +14,16 @@ loses gradients behind frozen stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+_PIECE = 1 << 24
+"""Numbers of a weight whose gradients are made at once, where they are not made in the format they are added in."""
 
 Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]
 """A weight gradient that is put off: weight and bias, None for what does not train; the inputs [rows, in_features], and
@@ -26,8 +33,8 @@ the gradient of the outputs [rows, out_features]."""
 class WeightGradients:
     """Weight gradients of one stage that are still to be computed. Set `deferring` around a backward to put them off.
 
-    splits: whether the backward of a forward that runs now may be split. Without it linear layers are plain ones,
-    which cost less.
+    splits: whether the backward of a forward that runs now may be split. Without it most linear layers in fp32 are
+    plain ones, which cost less.
     """
 
     def __init__(self) -> None:
@@ -65,15 +72,15 @@ def accumulate(deferred: list[Deferred]) -> None:
     while deferred:
         weight, bias, inputs, gradient = deferred.pop()
         if weight is not None:
-            _accumulate(weight, gradient.t() @ inputs)
+            _add_product(weight, gradient, inputs)
         if bias is not None:
-            _accumulate(bias, gradient.sum(dim=0))
+            _add(bias, gradient.sum(dim=0, dtype=_gradient_dtype(bias)))
 
 
 class DeferredLinear(nn.Linear):
     """A linear layer that shares the weights of `linear` and can put off their gradients."""
 
-    def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
+    def __init__(self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True) -> None:
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -81,17 +88,23 @@ class DeferredLinear(nn.Linear):
         self.bias = linear.bias
         self.training = linear.training
         self.gradients = gradients
+        self.defers = defers
 
     def forward(self, input: Tensor) -> Tensor:
         weight_trains = self.weight.requires_grad
         bias_trains = self.bias is not None and self.bias.requires_grad
-        if not (self.gradients.splits and torch.is_grad_enabled() and (weight_trains or bias_trains)):
-            return functional.linear(input, self.weight, self.bias)
-        return _Linear.apply(input, self.weight, self.bias, self.gradients)
+        trains = torch.is_grad_enabled() and (weight_trains or bias_trains)
+        if trains and (self.gradients.splits or not self.defers or _adds_itself(self.weight)):
+            return _Linear.apply(input, self.weight, self.bias, self.gradients, self.defers)
+        return functional.linear(input, self.weight, self.bias)
 
 
-def replace_linears(stage: nn.Module, gradients: WeightGradients) -> list[tuple[nn.Module, str, nn.Linear]]:
+def replace_linears(
+    stage: nn.Module, gradients: WeightGradients, undeferred: Collection[nn.Module] = ()
+) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Put a DeferredLinear in the place of every plain linear layer; returns what `restore_linears` takes.
+
+    undeferred: those of them whose gradients are not put off.
 
     A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear` without hooks
     is replaced; what derives from it may compute something else, and gets its gradients in `I`.
@@ -105,7 +118,9 @@ def replace_linears(stage: nn.Module, gradients: WeightGradients) -> list[tuple[
     # `named_children` skips a second name of one module in one parent; those are rare and keep working undeferred.
     made: dict[int, DeferredLinear] = {}
     for parent, name, child in places:
-        parent._modules[name] = made.setdefault(id(child), DeferredLinear(child, gradients))
+        parent._modules[name] = made.setdefault(
+            id(child), DeferredLinear(child, gradients, defers=child not in undeferred)
+        )
     return places
 
 
@@ -122,42 +137,81 @@ def restore_linears(replaced: list[tuple[nn.Module, str, nn.Linear]]) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients
+        ctx: Any,
+        input: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        gradients: WeightGradients,
+        defers: bool,
     ) -> Tensor:
         output = functional.linear(input, weight, bias)
-        # Under autocast the product was taken in the output's dtype; keep the input in that dtype, as autograd does.
-        ctx.save_for_backward(input.to(output.dtype))
-        ctx.input_dtype = input.dtype
+        ctx.save_for_backward(input)
         # The Parameter itself: a saved one comes back from a checkpoint's recomputation as a copy, and its gradient
         # would be lost.
-        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        ctx.weight, ctx.bias, ctx.gradients, ctx.defers = weight, bias, gradients, defers
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype)
+            grad_input = gradient @ weight
         rows, flat = inputs.flatten(0, -2), gradient.flatten(0, -2)
         trains = (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        if ctx.gradients.is_deferring:
+        puts_off = ctx.gradients.is_deferring and ctx.defers
+        if puts_off:
             ctx.gradients.defer(
                 (weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach())
             )
+        elif trains[0] and (not ctx.defers or _adds_itself(weight)):
+            # In place, as chunks of a row and microbatches add up; hooks that wait for the gradient run all the same.
+            _add_product(weight, flat, rows)
+        elif trains[0]:
+            grad_weight = flat.t() @ rows
+        if trains[1] and not puts_off:
+            grad_bias = flat.sum(dim=0, dtype=_gradient_dtype(bias))
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+@torch.no_grad()
+def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
+    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's own format and in little memory."""
+    dtype = _gradient_dtype(weight)
+    if dtype == inputs.dtype:
+        if weight.grad is None:
+            weight.grad = gradient.t() @ inputs
         else:
-            grad_weight = (flat.t() @ rows).to(weight.dtype) if trains[0] else None
-            grad_bias = flat.sum(dim=0).to(bias.dtype) if trains[1] else None
-        return grad_input, grad_weight, grad_bias, None
+            weight.grad.addmm_(gradient.t(), inputs)
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight, dtype=dtype)
+    rows = max(1, _PIECE // weight.shape[1])
+    wide = inputs if inputs.device.type == "cuda" else inputs.to(dtype)
+    for total, part in zip(weight.grad.split(rows), gradient.t().split(rows), strict=True):
+        if inputs.device.type == "cuda":  # halves are multiplied, and their products summed in fp32
+            total += torch.mm(part, inputs, out_dtype=dtype)
+        else:
+            total.addmm_(part.to(dtype), wide)
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _adds_itself(weight: Tensor) -> bool:
+    """Whether gradients of `weight` are wider than what autograd would hand it."""
+    return _gradient_dtype(weight) != weight.dtype
 
 
 def _has_hooks(module: nn.Module) -> bool:

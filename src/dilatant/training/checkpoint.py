@@ -16,6 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dilatant.config import UserError
+from dilatant.plan.boxes import Box
+from dilatant.training.checkpoint_boxes import (
+    Piece,
+    Shapes,
+    StoredPiece,
+    Tensors,
+    overlap,
+    pieces_of,
+    sources,
+    stored_box,
+)
 from dilatant.training.checkpoint_files import (
     DamagedError,
     check_file,
@@ -23,9 +34,6 @@ from dilatant.training.checkpoint_files import (
     read_parts,
     step_of,
 )
-
-Tensors = dict[str, Any]
-"""Tensors under nested names: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor}}}."""
 
 CONTINUED = "continues.txt"
 """Names the checkpoint elsewhere that a run goes on from, until it has one of its own."""
@@ -128,91 +136,90 @@ def identity(checkpoint: Path) -> str:
     return f"{manifest.step} {manifest.session} {parts}"
 
 
-def load(checkpoint: Path, tensors: Tensors, known: Collection[str] | None = None) -> dict[str, Any]:
+def load(
+    checkpoint: Path, tensors: Tensors, known: Collection[str] | None = None, shapes: Shapes | None = None
+) -> dict[str, Any]:
     """Fill `tensors` in place from `checkpoint`, on whatever device they are; returns the plain values saved with them.
 
-    known: all weights of the model, where `tensors` is only a part of it. Raises UserError when the checkpoint is
-    damaged; when a tensor is absent there or has another shape or dtype; or when the checkpoint holds weights that the
-    model has not: it is of another model. Nothing is filled then.
+    Boxes are put together from whatever boxes are stored. known: all weights of the model, where `tensors` is only a
+    part of it. shapes: of the weights of which `tensors` has boxes. Raises UserError when the checkpoint is damaged;
+    when a tensor is absent there or has another shape or dtype; or when the checkpoint holds weights that the model has
+    not: it is of another model. Nothing is filled then.
     """
-    wanted = flatten(tensors)
-    names = {*wanted, *(f"model.{name}" for name in known or ())}
+    wanted = list(pieces_of(tensors, shapes or {}))
+    names = {*(piece.box.name for piece in wanted), *(f"model.{name}" for name in known or ())}
     stored = _stored(checkpoint)
-    problems = []
-    for name, tensor in wanted.items():
-        found = stored.get(name)
-        if found is None:
-            problems.append(f"{name} is not in the checkpoint")
-        elif found.shape != tuple(tensor.shape):
-            problems.append(f"{name} is {list(tensor.shape)} here and {list(found.shape)} there")
-        elif found.dtype != tensor.dtype:
-            problems.append(f"{name} is {_short(tensor.dtype)} here and {_short(found.dtype)} there")
-    weights = {name for name in stored if name.startswith("model.")}
-    problems += [f"{name} is in the checkpoint only" for name in sorted(weights - names)]
+    problems: dict[str, None] = {}  # each once: a weight may be wanted in several boxes
+    reads: dict[Path, list[tuple[Piece, StoredPiece, Box]]] = {}
+    for piece in wanted:
+        name, whole = piece.box.name, piece.box.whole
+        held = stored.get(name)
+        if held is None:
+            problems[f"{name} is not in the checkpoint"] = None
+        elif held[0].box.whole != whole:
+            problems[f"{name} is {list(whole)} here and {list(held[0].box.whole)} there"] = None
+        elif (dtype := held[0].dtype) != piece.tensor.dtype and not _may_round(dtype, piece.tensor.dtype):
+            problems[f"{name} is {_short(piece.tensor.dtype)} here and {_short(dtype)} there"] = None
+        else:
+            cells = sources(piece.box, held)
+            if sum(cell.size for _, cell in cells) != piece.box.size:
+                problems[f"{name} is not all in the checkpoint"] = None
+            for source, cell in cells:
+                reads.setdefault(source.file, []).append((piece, source, cell))
+    problems |= {f"{name} is in the checkpoint only": None for name in sorted(stored)
+                 if name.startswith("model.") and name not in names}  # fmt: skip
     if problems:
-        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+        first = list(problems)[:3]
+        shown = "; ".join(first) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
         raise UserError(
             f"checkpoint {str(checkpoint)!r} belongs to another model: {shown}. "
             "Use the config saved in its run folder, or another output_dir"
         )
-    by_file: dict[Path, list[str]] = {}
-    for name in wanted:
-        by_file.setdefault(stored[name].file, []).append(name)
     with torch.no_grad():
-        for file, held in by_file.items():
+        for file, of_file in reads.items():
             with _reading(file), safe_open(file, framework="pt") as reader:
-                for name in held:
-                    wanted[name].copy_(reader.get_tensor(stored[name].key))
+                for piece, source, cell in of_file:
+                    if cell == source.box:
+                        part = reader.get_tensor(source.key)
+                    else:
+                        part = reader.get_slice(source.key)[source.box.place(cell)]
+                    piece.tensor[piece.box.place(cell)].copy_(part)
     return read_manifest(checkpoint).values
 
 
 def stored_shapes(checkpoint: Path, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor under `prefix.` in `checkpoint`, by its name without the prefix. Raises UserError."""
+    """Whole shape of every tensor under `prefix.` in `checkpoint`, by its name without the prefix. Raises UserError."""
     return {
-        name.removeprefix(prefix + "."): stored.shape
-        for name, stored in _stored(checkpoint).items()
+        name.removeprefix(prefix + "."): pieces[0].box.whole
+        for name, pieces in _stored(checkpoint).items()
         if name.startswith(prefix + ".")
     }
 
 
-def flatten(tensors: Tensors, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Full name → tensor."""
-    flat: dict[str, torch.Tensor] = {}
-    for name, value in tensors.items():
-        if isinstance(value, torch.Tensor):
-            flat[prefix + name] = value
-        else:
-            flat |= flatten(value, f"{prefix}{name}.")
-    return flat
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor lies, and its form. dtype: text where torch has no such type."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | str
-
-
-def _stored(checkpoint: Path) -> dict[str, _Stored]:
-    """Full name → where it lies, over all parts. Raises UserError if a part is damaged or two hold the same name."""
-    found: dict[str, _Stored] = {}
+def _stored(checkpoint: Path) -> dict[str, list[StoredPiece]]:
+    """Full name → its pieces, over all parts. Raises UserError if a part is damaged or two hold the same numbers."""
+    found: dict[str, list[StoredPiece]] = {}
     try:
         parts = read_parts(checkpoint, read_manifest(checkpoint))
         for folder, part in parts.items():
             for file, stamp in part.paths(folder).items():
-                check_file(file, stamp, f"{folder.name}/{file.name}", contents=False)
+                place = f"{folder.name}/{file.name}"
+                check_file(file, stamp, place, contents=False)
                 kind = "model" if file.name in part.frozen else file.stem
                 with _reading(file), safe_open(file, framework="pt") as reader:
                     for key in reader.keys():  # noqa: SIM118  # it is no dict
                         view = reader.get_slice(key)
                         dtype = _DTYPES.get(view.get_dtype(), view.get_dtype())
-                        name = f"{kind}.{key}"
-                        if name in found:
-                            raise DamagedError(f"{name} is stored twice")
-                        found[name] = _Stored(file, key, tuple(view.get_shape()), dtype)
+                        try:
+                            box = stored_box(f"{kind}.{key}", view.get_shape(), part.shapes)
+                        except ValueError as error:
+                            raise DamagedError(f"{place}: {error}") from None
+                        found.setdefault(box.name, []).append(StoredPiece(box, file, key, dtype))
+        for name, pieces in found.items():
+            if len({(piece.box.whole, piece.dtype) for piece in pieces}) > 1:
+                raise DamagedError(f"{name} is stored in unlike forms")
+            if overlap(pieces):
+                raise DamagedError(f"{name} is stored twice")
     except DamagedError as problem:
         raise UserError(f"checkpoint {str(checkpoint)!r} is damaged: {problem}") from None
     return found
@@ -225,6 +232,12 @@ def _reading(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{str(path)!r} cannot be read: {reason}") from None
+
+
+def _may_round(stored: torch.dtype | str, wanted: torch.dtype) -> bool:
+    """Whether a run in one precision may read what one in another wrote."""
+    formats = (torch.float32, torch.bfloat16)
+    return stored in formats and wanted in formats
 
 
 def _short(dtype: torch.dtype | str) -> str:

@@ -4,9 +4,10 @@
       step-00000100/
         manifest.json               step, session, branch, plain values; size and checksum of every part.json; its own
         part-00000/                 what rank 0 wrote
-          part.json                 the same step and session; size and checksum of every file, also of frozen ones
-          model.safetensors         one tensor a logical name
-          optimizer.safetensors     one tensor a logical name and moment
+          part.json                 the same step and session; size and checksum of every file, also of frozen ones;
+                                    whole shapes of the weights of which it has boxes
+          model.safetensors         one tensor a logical name, or `name@0:4,0:8` for a box of it
+          optimizer.safetensors     the same for a logical name and moment
       frozen/<checksum>.safetensors weights that do not change, stored once for all checkpoints that name them
 
 A session is one start of the command: a part that a process of an earlier start left cannot be taken for one of this. A
@@ -19,11 +20,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 knew whole weights only."""
+
 MANIFEST = "manifest.json"
 PART_MANIFEST = "part.json"
 FROZEN = "frozen"
@@ -53,12 +57,14 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote. frozen: names of files in `frozen/` beside the checkpoint."""
+    """What one rank wrote. frozen: names of files in `frozen/` beside the checkpoint. shapes: full name → whole shape
+    of every tensor of which there are boxes."""
 
     step: int
     session: str
     files: dict[str, Stamp]
     frozen: dict[str, Stamp]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def paths(self, folder: Path) -> dict[Path, Stamp]:
         """Every tensor file with its stamp. folder: the part's own."""
@@ -144,6 +150,7 @@ def read_part(path: Path, place: str) -> Part:
         *_step_and_session(content, place),
         _stamps(content.get("files"), _FILE, place, "files"),
         _stamps(content.get("frozen"), _FROZEN_FILE, place, "frozen"),
+        _shapes(content.get("shapes", {}), place),
     )
 
 
@@ -180,9 +187,11 @@ def _read_json(path: Path, place: str) -> dict[str, Any]:
             raise
         raise DamagedError(f"{place} is not JSON") from None
     _expect(isinstance(content, dict), place, "is not a JSON object")
-    found = content.pop("format", None)
-    _expect(found == FORMAT, place, f"is of format {found!r}, and this version reads {FORMAT}")
-    return {"format": FORMAT, **content}
+    found = content.get("format")
+    known = _is_count(found) and found in READABLE
+    listed = " and ".join(map(str, READABLE))
+    _expect(known, place, f"is of format {found!r}, and this version reads {listed}")
+    return content
 
 
 def _step_and_session(content: Mapping[str, Any], place: str) -> tuple[int, str]:
@@ -199,6 +208,14 @@ def _stamps(content: Any, names: re.Pattern[str], place: str, key: str) -> dict[
         fits = fits and _is_count(entry["bytes"]) and isinstance(entry["checksum"], str)
         _expect(fits and names.fullmatch(name) is not None, place, f"has an unusable entry in {key!r}")
     return {name: Stamp(entry["bytes"], entry["checksum"]) for name, entry in content.items()}
+
+
+def _shapes(content: Any, place: str) -> dict[str, tuple[int, ...]]:
+    _expect(isinstance(content, dict), place, "has no usable 'shapes'")
+    for shape in content.values():
+        fits = isinstance(shape, list) and all(map(_is_count, shape))
+        _expect(fits, place, "has an unusable entry in 'shapes'")
+    return {name: tuple(shape) for name, shape in content.items()}
 
 
 def _branch(content: Any) -> Branch:

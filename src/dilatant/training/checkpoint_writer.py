@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from dilatant.config import UserError
 from dilatant.report.durable import sync_file, sync_folder, write_durably
-from dilatant.training.checkpoint import CONTINUED, Checkpoint, Tensors, damage, flatten, list_checkpoints
+from dilatant.training.checkpoint import CONTINUED, Checkpoint, damage, list_checkpoints
+from dilatant.training.checkpoint_boxes import Piece, Shapes, Tensors, pieces_of
 from dilatant.training.checkpoint_files import (
     FROZEN,
     MANIFEST,
@@ -94,23 +95,36 @@ class CheckpointWriter:
             raise UserError(_explain_failure(self._folder, error)) from error
 
     def save(
-        self, step: int, tensors: Tensors, values: dict[str, Any], frozen: Collection[str] = frozenset()
+        self,
+        step: int,
+        tensors: Tensors,
+        values: dict[str, Any],
+        frozen: Collection[str] = frozenset(),
+        shapes: Shapes | None = None,
     ) -> None:
         """Copy `tensors` to host memory, and write them in the background as this rank's part of step `step`.
 
         values: JSON, the same on all ranks. frozen: those of `tensors["model"]` that do not train; they are copied and
-        stored once, and again only if somebody wrote to them (torch counts that). A save that was never published is
-        given up. Waits for the one before, whose failure is raised here as UserError.
+        stored once, and again only if somebody wrote to them (torch counts that). shapes: of the weights of which
+        `tensors` has boxes. A save that was never published is given up. Waits for the one before, whose failure is
+        raised here as UserError.
         """
         self.wait()
         self._drop_unpublished()
         weights = tensors.get("model", {})
         fixed = {name: weights[name] for name in sorted(frozen) if name in weights}
         moving = {**tensors, "model": {name: t for name, t in weights.items() if name not in fixed}}
-        copies = {kind: _to_host(flatten(held)) for kind, held in moving.items()}
+        pieces = {kind: list(pieces_of(held, shapes or {})) for kind, held in moving.items()}
+        parts = {
+            f"{kind}.{piece.box.name}": piece.box.whole
+            for kind, held in {**pieces, "model": [*pieces["model"], *pieces_of(fixed, shapes or {})]}.items()
+            for piece in held
+            if not piece.box.is_whole
+        }
+        copies = {kind: _to_host(held) for kind, held in pieces.items()}
         store = self._frozen.prepare(fixed)
         self._unpublished = step, values
-        self._part = self._pool.submit(self._write, step, copies, store)
+        self._part = self._pool.submit(self._write, step, copies, store, parts)
         self._pending.append(self._part)
 
     def ready(self) -> bool:
@@ -141,8 +155,7 @@ class CheckpointWriter:
             try:
                 self._pending.pop(0).result()
             except (OSError, SafetensorError, RuntimeError, DamagedError) as error:
-                for rest in self._pending:
-                    rest.cancel()
+                self._pending = [rest for rest in self._pending if not rest.cancel()]
                 raise UserError(_explain_failure(self._folder, error)) from error
 
     def close(self) -> None:
@@ -162,7 +175,13 @@ class CheckpointWriter:
             shutil.rmtree(self._writing(self._unpublished[0]), ignore_errors=True)
         self._unpublished = None
 
-    def _write(self, step: int, copies: dict[str, dict[str, torch.Tensor]], frozen: _Fixed) -> None:
+    def _write(
+        self,
+        step: int,
+        copies: dict[str, dict[str, torch.Tensor]],
+        frozen: _Fixed,
+        shapes: dict[str, tuple[int, ...]],
+    ) -> None:
         writing = self._writing(step)
         part = writing / part_name(self._rank)
         try:
@@ -176,7 +195,7 @@ class CheckpointWriter:
                     sync_file(file)
                     files[file.name] = stamp_of(file)
             stored = self._frozen.store(frozen)
-            write_durably(part / PART_MANIFEST, write_part(Part(step, self._session, files, stored)))
+            write_durably(part / PART_MANIFEST, write_part(Part(step, self._session, files, stored, shapes)))
             for folder in (writing, self._folder, self._folder.parent):
                 sync_folder(folder)
         except BaseException:
@@ -258,7 +277,7 @@ class _Frozen:
         same = last is not None and last.writes == writes and last.weights.keys() == weights.keys()
         if last is not None and same and all(map(_is_same, last.weights.values(), weights.values())):
             return _Fixed(weights, writes, None)
-        return _Fixed(weights, writes, _to_host(weights))
+        return _Fixed(weights, writes, _to_host(pieces_of(weights, {})))
 
     def store(self, fixed: _Fixed) -> dict[str, Stamp]:
         """Name in the folder → stamp. Called in the background. Raises OSError."""
@@ -294,8 +313,8 @@ def _writes(tensor: torch.Tensor) -> Any:
     return object() if tensor.is_inference() else tensor._version
 
 
-def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+def _to_host(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
+    return {piece.box.key: piece.tensor.detach().to("cpu", copy=True).contiguous() for piece in pieces}
 
 
 def _explain_failure(folder: Path, error: BaseException) -> str:

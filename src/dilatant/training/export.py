@@ -16,15 +16,19 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from dilatant.config import UserError
+from dilatant.config import Config, UserError
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.processor_settings import processor_settings
+from dilatant.models.build import source_dtypes
+from dilatant.models.dtype import hold_in
+from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.profiling.media_units import media_unit
+from dilatant.training.checkpoint import load
 from dilatant.training.export_folder import check_target, replacing
 
 CONVERSATION = "conversation.json"
@@ -38,6 +42,17 @@ class Exported:
     model: MultimodalModel
     tokenizer: Any
     encoding: Encoding
+
+
+def export_checkpoint(
+    checkpoint: Path, model: MultimodalModel, config: Config, encoding: Encoding, folder: Path, run: Path
+) -> None:
+    """Export the weights of `checkpoint`, which `model` takes, in its sources' dtypes. See `export_model`."""
+    dtypes = source_dtypes(config.model)
+    for name, unit in model.units.items():
+        hold_in(unit, dtypes[name])
+    load(checkpoint, {"model": allocate(model.units)})
+    export_model(model, encoding, folder, run)
 
 
 def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: Path | None = None) -> None:

@@ -11,6 +11,7 @@ import torch
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
 from dilatant.config.parallel import ParallelConfig
+from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
@@ -18,7 +19,7 @@ from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import plan_problems
-from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.holders import holdings_of, trainable_layers
 from dilatant.schedule import FAMILIES, trainability_of, validate
 from dilatant.schedule.assign import POLICIES, Policy
 from dilatant.schedule.distribute import assign
@@ -28,6 +29,7 @@ from dilatant.schedule.step_assignment import Microbatching
 
 MICROBATCHES = 4
 SCHEDULE = "eager"
+INTERLEAVED = "interleaved"
 ASSIGNMENT: Policy = "balanced"
 """Of a run over several ranks whose config and plan file say nothing else."""
 
@@ -99,7 +101,7 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
     replicas."""
     specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
     guests = {
-        name: replace(specs[host], pp=1, cuts=None)
+        name: replace(specs[host], pp=1, chunks=1, cuts=None)
         for name, host in parallel.colocated.items()
         if name not in specs and host in specs
     }
@@ -119,16 +121,22 @@ def plan_from_config(
     if made is None and not parallel.is_laid_out:
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
+        problems = _nothing_to_share(config, plan, model)
+        if problems:
+            raise list_problems("this plan cannot train:", problems)
         return TrainingPlan(plan, 1, "serial", ASSIGNMENT)
     if made is not None:
         planned = made
     elif parallel.plan is None:
         plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
-        planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
+        goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
+        planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
     problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
     problems += _too_few_devices(planned.plan)
+    if not problems and made is None:  # a search may find that nothing is best shared
+        problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
     planned = replace(
@@ -140,6 +148,35 @@ def plan_from_config(
     if len(planned.plan.ranks) == 1:
         return replace(planned, num_microbatches=1, schedule="serial")
     return planned
+
+
+def zero_text(config: Config, plan: Plan, model: MultimodalModel) -> str:
+    """Who keeps optimizer state, in one line."""
+    zero = config.train.zero or DEFAULT_ZERO
+    if zero == "none" or not shares_state(plan, model):
+        return "every rank keeps the optimizer state of all that it trains"
+    if zero == "node":
+        return "the ranks of a node that train the same weight share its optimizer state"
+    return (
+        "all ranks that train the same weight share its optimizer state (train.zero: all): a rank that is lost takes "
+        "its part along, so the run goes on from its last checkpoint"
+    )
+
+
+def shares_state(plan: Plan, model: MultimodalModel) -> bool:
+    """Whether any weight that trains is held more than once."""
+    frozen = {name for unit in model.units.values() for name in unit.frozen}
+    held = holdings_of(plan, model.units)
+    return any(len(holding.boxes) > 1 for name, holding in held.items() if name not in frozen)
+
+
+def _nothing_to_share(config: Config, plan: Plan, model: MultimodalModel) -> list[str]:
+    if config.train.zero in (None, "none") or shares_state(plan, model):
+        return []
+    return [
+        f"train.zero is {config.train.zero!r}, but every weight that trains is held by one rank, so there is no "
+        "optimizer state to share; leave it out, or give a unit `replicas` in 'parallel'"
+    ]
 
 
 def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:

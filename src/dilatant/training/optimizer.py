@@ -5,31 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dilatant.config import OptimizerConfig
+from dilatant.plan.boxes import parse_key
+from dilatant.training.master_weights import MasterAdamW, make_masters
 
 Matcher = Callable[[str], Set[str]]
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps in the form of a parameter; beside them the number of its steps."""
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, matching: Matcher
-) -> torch.optim.AdamW:
-    """AdamW over the trainable ones of `parameters` (logical name → parameter, tied weights once).
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    matching: Matcher,
+    exact: Mapping[str, Tensor] | None = None,
+) -> MasterAdamW:
+    """AdamW over the masters of the trainable ones of `parameters` (logical name or box key →
+    parameter, tied weights once).
+
+    exact: see `make_masters`.
 
     `matching(pattern)` gives the names that a key of `config.groups` stands for. Norms and biases (fewer than two
     dimensions) take no weight decay. Without a trainable parameter, as on a rank of frozen layers, it does nothing.
     """
-    rates = _rates(parameters, config, matching)
+    name_of = {key: parse_key(key)[0] for key in parameters}
+    rates = _rates(name_of.values(), config, matching)
     groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            label, rate, decay = rates[name]
-            groups.setdefault((label, rate, decay if parameter.ndim >= 2 else 0.0), {})[name] = parameter
+    masters = make_masters(parameters, exact)
+    for key, master in masters.items():
+        label, rate, decay = rates[name_of[key]]
+        groups.setdefault((label, rate, decay if master.ndim >= 2 else 0.0), {})[key] = master
     if not groups:
         groups["none", config.learning_rate, 0.0] = {}
-    return torch.optim.AdamW(
+    return MasterAdamW(
         [
             {
                 "params": list(members.values()),
@@ -40,6 +50,8 @@ def build_optimizer(
             }
             for (_, rate, decay), members in groups.items()
         ],
+        parameters,
+        masters,
         betas=config.betas,
         eps=config.eps,
         fused=True,  # one pass over memory instead of one an operation, on the CPU as well
@@ -76,9 +88,9 @@ def set_rate_factor(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """The moments by logical name; a parameter that never had a gradient has none."""
+    """The moments and the number of steps by name or key; a parameter that never had a gradient has none."""
     return {
-        name: {moment: optimizer.state[parameter][moment] for moment in _MOMENTS}
+        name: {moment: optimizer.state[parameter][moment] for moment in ("step", *MOMENTS)}
         for name, parameter in _members(optimizer)
         if optimizer.state.get(parameter)
     }

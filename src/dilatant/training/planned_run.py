@@ -48,7 +48,7 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     report = search_report(
         title,
         f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
-        origin_text(problem.measured.origin),
+        _cost_source(problem),
         planned.result,
         planned.typical,
         problem.model.spec,
@@ -93,6 +93,12 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
     return folder.path
 
 
+def _cost_source(problem: PlanningProblem) -> str:
+    """Where the costs are from, for a reader."""
+    origin = origin_text(problem.measured.origin)
+    return f"{origin} before (`dilatant profile` measures again)" if problem.from_before else origin
+
+
 def _searched(problem: PlanningProblem) -> str:
     """Among what the winner is the best."""
     degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
@@ -130,7 +136,7 @@ def _advice(planned: PlannedRun) -> list[str]:
     kept = without_recomputation(problem, winner)
     if kept is not None and kept.seconds < saves and max(kept.peak_bytes, default=0.0) <= capacity:
         advice.append(
-            f"Memory is idle: without recomputation (train.gradient_checkpointing: false) a step would take "
+            f"Memory is idle: without recomputation (train.recompute: none) a step would take "
             f"{seconds_text(kept.seconds)} instead of {seconds_text(seconds)}, with "
             f"{bytes_text(max(kept.peak_bytes, default=0.0))} of {bytes_text(capacity)} on the fullest device."
         )

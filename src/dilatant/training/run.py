@@ -19,15 +19,14 @@ from dilatant.config import Config, UserError
 from dilatant.config.environment import Place, hide_gpus, place_from
 from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
-from dilatant.models.materialize import allocate
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted
 from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
-from dilatant.training.checkpoint import load, newest_valid
-from dilatant.training.export import export_model
+from dilatant.training.checkpoint import newest_valid
+from dilatant.training.export import export_checkpoint
 from dilatant.training.export_folder import check_target
-from dilatant.training.layout import TrainingPlan, prove_schedule
+from dilatant.training.layout import TrainingPlan, prove_schedule, zero_text
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.starting_point import Start, find_start
@@ -86,7 +85,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             here = (prepared,) if ranks == 1 else ()
             result = _launch(train_rank, ranks, config, planned.to_json(), start, show, *here)
         if result.finished and result.is_first:
-            _export(prepared, result, folder)
+            _export(config, prepared, result, folder)
         return result
     finally:
         folder.close()
@@ -138,7 +137,7 @@ def _prepare(config: Config, made: TrainingPlan | None, place: Place | None, con
         )
     with console.status("proving the schedule"):
         prove_schedule(prepared.planned, prepared.model)
-    _describe(console, prepared)
+    _describe(console, config, prepared)
     return prepared
 
 
@@ -187,11 +186,11 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _export(prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
-    model = prepared.model
-    if len(prepared.planned.plan.ranks) > 1:  # in one process it is the trained one
-        load(result.checkpoint or _newest(folder), {"model": allocate(model.units)})
-    export_model(model, prepared.samples.encoding, folder.export, folder.path)
+def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
+    checkpoint = result.checkpoint or _newest(folder)
+    export_checkpoint(
+        checkpoint, prepared.model, config, prepared.samples.encoding, folder.export, folder.path
+    )
 
 
 def _newest(folder: RunFolder) -> Path:
@@ -202,7 +201,7 @@ def _newest(folder: RunFolder) -> Path:
     return checkpoint.path
 
 
-def _describe(console: Console, prepared: Prepared) -> None:
+def _describe(console: Console, config: Config, prepared: Prepared) -> None:
     """What trains on what, before the first step."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("part")
@@ -230,6 +229,7 @@ def _describe(console: Console, prepared: Prepared) -> None:
             f"schedule {planned.schedule}, samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )
+        console.print(zero_text(config, planned.plan, prepared.model), highlight=False)
     if planned.costs is not None:
         console.print(f"costs: {planned.costs.origin}", highlight=False)
     console.print()

@@ -19,6 +19,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
+from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
@@ -28,7 +29,7 @@ from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import lowest_holders, weights_held_on
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
-from dilatant.training.checkpoint import Tensors, load, stored_shapes
+from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
 from dilatant.training.feed import agree_on_bad, merge_found
@@ -42,6 +43,7 @@ from dilatant.training.optimizer import (
     peak_rates,
     set_rate_factor,
 )
+from dilatant.training.run_state import held_state, written_state
 from dilatant.training.stored_weights import read_pretrained
 
 LAST_PATIENCE_SECONDS = 20.0
@@ -87,6 +89,9 @@ class Trainer:
             device=worker.device,
             timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
         )
+        weights = read_pretrained(
+            model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
+        )
         self.runtime = Runtime(
             model,
             plan,
@@ -95,10 +100,9 @@ class Trainer:
             costs=planned.costs,
             correct_costs=config.plan.correct_costs,
             seed=config.seed,
-            weights=read_pretrained(
-                model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
-            ),
+            weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
+            zero=config.train.zero or DEFAULT_ZERO,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
         )
@@ -113,7 +117,8 @@ class Trainer:
             if parameter.requires_grad
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
-        self._optimizer = build_optimizer(self.runtime.parameters, config.train.optimizer, matching)
+        owned = self.runtime.owned
+        self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, weights)
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
@@ -131,20 +136,26 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from `checkpoint`, of any layout: weights, moments and data position. Raises UserError."""
-        held = {name for name, p in self.runtime.parameters.items() if p.requires_grad}
+        owned = self.runtime.owned
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
-        allocate_moments(self._optimizer, held & moments)
-        values = load(checkpoint, self._tensors(), known=self._known)
+        allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
+        state = held_state(self.runtime, self._optimizer.masters, self._optimizer)
+        values = load(checkpoint, state, known=self._known, shapes=owned.shapes)
+        self._optimizer.write_weights()
+        owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
             )
-        self.runtime.require_equal(optimizer_tensors(self._optimizer))
+        self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         if "costs" in values:
-            self.runtime.costs.from_json(values["costs"])
+            try:
+                self.runtime.costs.from_json(values["costs"])
+            except ValueError as error:
+                raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
             self._writer.continue_from(checkpoint)
@@ -216,7 +227,7 @@ class Trainer:
 
     def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), steps.waited_seconds
         inputs = next(steps, None)
         if inputs is None:
             raise UserError(
@@ -232,7 +243,9 @@ class Trainer:
         self._apply(result, batch)
         steps.leave_out(merge_found([result.found]))
         self._left_out = steps.left_out
-        return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
+        # Samples that turn out bad are skipped before their step: it is the step before that waits for them.
+        waited = steps.waited_seconds - waited
+        return self._metrics(batch, result, rate, time.perf_counter() - began, waited), result.should_stop
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
@@ -246,6 +259,7 @@ class Trainer:
             if limit is not None:
                 self.runtime.clip_grad_norm_(limit, result.grad_norm)
             self._optimizer.step()
+            self.runtime.owned.gather()
         else:
             self._skipped_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
@@ -253,7 +267,9 @@ class Trainer:
         self._position = batch.position
         self._half_updated = False
 
-    def _metrics(self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float) -> StepMetrics:
+    def _metrics(
+        self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
+    ) -> StepMetrics:
         tokens = batch.tokens
         return StepMetrics(
             step=self.step,
@@ -262,7 +278,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             learning_rates={label: rate * peak for label, peak in self._peak_rates.items()},
             step_seconds=seconds,
-            data_wait_seconds=batch.wait_seconds,
+            data_wait_seconds=waited,
             samples=batch.num_samples,
             skipped_samples=batch.skipped,
             skipped_updates=self._skipped_updates,
@@ -283,9 +299,6 @@ class Trainer:
         self.comm.world.max_(value, what).wait()
         return bool(value.item())
 
-    def _tensors(self) -> Tensors:
-        return {"model": self.runtime.tensors(), "optimizer": optimizer_tensors(self._optimizer)}
-
     def _save(self) -> None:
         """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
         self._complete()
@@ -293,11 +306,8 @@ class Trainer:
 
     def _write(self) -> None:
         """Raises UserError for weights that are not finite: nobody could go on from them."""
-        tensors = {
-            kind: {name: tensor for name, tensor in held.items() if self._saved_by[name] == self.rank}
-            for kind, held in self._tensors().items()
-        }
-        own = {name: p for name, p in self.runtime.parameters.items() if p.requires_grad}
+        own = self._optimizer.masters
+        tensors = written_state(self.runtime, own, self._optimizer, self._saved_by)
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
             name = next(name for name, ok in zip(own, finite) if not bool(ok))
@@ -312,7 +322,7 @@ class Trainer:
             "left_out": dict(self._left_out),
             "costs": self.runtime.costs.to_json(),
         }
-        self._writer.save(self.step, tensors, values, frozen)
+        self._writer.save(self.step, tensors, values, frozen, self.runtime.owned.shapes)
         self._unpublished = True
         self._saved_step = self.step
 

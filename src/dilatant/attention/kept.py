@@ -1,0 +1,158 @@
+"""Attention that is not computed again where its block is recomputed.
+
+A recomputed block runs its forward twice. In the first run every attention notes its output and what its backward needs
+besides queries, keys and values; in the second, attention takes what was noted instead of computing it. The rest of a
+block keeps much and costs little, attention the reverse (Korthikanti et al. 2022, section 5, draw the line elsewhere).
+
+It knows no kernel: attention is differentiated by itself, and autograd's places for its inputs stay empty until the
+block has recomputed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+Inputs = tuple[Tensor | None, ...]
+
+
+def keep_attention() -> tuple[KeepsAttention, KeepsAttention]:
+    """The contexts of the first forward and of the one that recomputes: a `context_fn` of torch's `checkpoint`."""
+    calls: list[_Call] = []
+    return KeepsAttention(calls, again=False), KeepsAttention(calls, again=True)
+
+
+def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """`attend(*inputs)`, or inside `KeepsAttention` what was noted of it.
+
+    attend: computes one tensor of these and of values that do not differ between the runs; draws nothing at random.
+    """
+    if has_torch_function(inputs):
+        return handle_torch_function(attend_kept, inputs, attend, *inputs)
+    return attend(*inputs)
+
+
+class KeepsAttention(TorchFunctionMode):
+    """Notes attention, ours by `attend_kept` and torch's, in `calls`, or `again` takes it from there."""
+
+    def __init__(self, calls: list[_Call], again: bool) -> None:
+        super().__init__()
+        self._calls, self._again, self._next = calls, again, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes noted by now."""
+        return sum(call.nbytes for call in self._calls)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is attend_kept:
+            return self._keep(*args)
+        if function is functional.scaled_dot_product_attention:
+            return self._keep_sdpa(function, *args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _keep_sdpa(
+        self,
+        sdpa: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return sdpa(query, key, value, mask, dropout_p, is_causal, **options)
+
+        if dropout_p:  # computed again, with the numbers that were drawn
+            return attend(query, key, value, attn_mask)
+        return self._keep(attend, query, key, value, attn_mask)
+
+    def _keep(self, attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+            return attend(*inputs)
+        if not self._again:
+            self._calls.append(_Call(attend, inputs))
+        self._next += 1
+        return _Attend.apply(self._calls[self._next - 1], *inputs)
+
+
+class _Call:
+    """One attention, differentiated by itself; it holds none of its inputs."""
+
+    def __init__(self, attend: Callable[..., Tensor], inputs: Inputs) -> None:
+        self.nbytes = 0
+        self._counted: set[int] = set()
+        self._given: Inputs = ()
+        self._storages = [None if t is None else t.untyped_storage().data_ptr() for t in inputs]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            root = torch.empty(0, requires_grad=True)
+            copies = [t if t is None or not t.requires_grad else _Cut.apply(t.detach(), root) for t in inputs]
+            self._edges = [
+                None if t is None or not t.requires_grad else torch.autograd.graph.get_gradient_edge(t)
+                for t in copies
+            ]
+            self.output = attend(*copies)
+        self._count(self.output)
+
+    def backward(self, gradient: Tensor, inputs: Inputs) -> list[Tensor | None]:
+        """Gradients of the inputs, which are given again."""
+        self._given = inputs
+        wanted = [edge for edge in self._edges if edge is not None]
+        found = iter(torch.autograd.grad(self.output, wanted, gradient, allow_unused=True))
+        self._given = ()
+        return [None if edge is None else next(found) for edge in self._edges]
+
+    def _pack(self, tensor: Tensor) -> Any:
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and pointer in self._storages:
+            return self._storages.index(pointer), tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._count(tensor)
+        return tensor.detach()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        place, *layout = packed
+        source = self._given[place]
+        assert source is not None
+        return source.detach().as_strided(*layout)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._counted:
+            self._counted.add(storage.data_ptr())
+            self.nbytes += storage.nbytes()
+
+
+class _Cut(torch.autograd.Function):
+    """Where the graph of an attention begins: unlike a leaf it holds no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Attend(torch.autograd.Function):
+    """Saves the inputs alone, which the block recomputes."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: Tensor | None) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(*inputs)
+        return call.output.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.call.backward(gradient, ctx.saved_tensors)

@@ -1,0 +1,184 @@
+"""Boxes: the part of a weight that a rank holds, as intervals in the coordinates of the whole weight.
+
+Gradient sync, sharded optimizer state, checkpoints and resharding ask only where boxes meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+Interval = tuple[int, int]
+"""First index, and the one after the last."""
+
+Intervals = tuple[tuple[Interval, ...], ...]
+"""For each dimension intervals in ascending order; fused weights have several."""
+
+_KEY = re.compile(r"(?P<name>.+)@(?P<intervals>\d+:\d+(?:[+,]\d+:\d+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of the weight `name`, whose whole shape is `whole`.
+
+    Its tensor is what the intervals of each dimension select, one after the other. Intervals neither overlap nor touch.
+    Raises ValueError when they do, or leave the weight.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    intervals: Intervals
+
+    def __post_init__(self) -> None:
+        if len(self.intervals) != len(self.whole):
+            raise ValueError(
+                f"{self.key}: {len(self.intervals)} dimensions of a weight with {len(self.whole)}"
+            )
+        for length, spans in zip(self.whole, self.intervals):
+            borders = [border for span in spans for border in span]
+            ascending = all(first < second for first, second in itertools.pairwise(borders))
+            if not ascending or (borders and not 0 <= borders[0] <= borders[-1] <= length):
+                raise ValueError(f"{self.key} is no part of a weight of shape {list(self.whole)}")
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> Box:
+        """All of a weight."""
+        return cls(name, tuple(shape), tuple(((0, length),) if length else () for length in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box's tensor."""
+        return tuple(sum(end - start for start, end in spans) for spans in self.intervals)
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole
+
+    @property
+    def has_origin(self) -> bool:
+        """Whether the weight's first number is in it: true of one of the boxes that a weight is divided into."""
+        return all(spans and spans[0][0] == 0 for spans in self.intervals)
+
+    @property
+    def key(self) -> str:
+        """The logical name, with `@0:4,8:16` for a part; intervals of one dimension are joined by `+`."""
+        if self.is_whole:
+            return self.name
+        return f"{self.name}@{intervals_text(self.intervals)}"
+
+    def meet(self, other: Box) -> Box | None:
+        """What both hold; None for nothing. ValueError for boxes of unlike weights."""
+        if (self.name, self.whole) != (other.name, other.whole):
+            raise ValueError(f"{self.key} and {other.key} are of unlike weights")
+        if self.intervals == other.intervals:
+            return self
+        both = tuple(_meet(own, others) for own, others in zip(self.intervals, other.intervals))
+        return Box(self.name, self.whole, both) if all(both) else None
+
+    def cells(self) -> Iterator[Box]:
+        """The boxes of one interval a dimension that it consists of."""
+        if all(len(spans) == 1 for spans in self.intervals):
+            yield self
+            return
+        for chosen in itertools.product(*self.intervals):
+            yield Box(self.name, self.whole, tuple((span,) for span in chosen))
+
+    def place(self, cell: Box) -> tuple[slice, ...]:
+        """Where in this box's tensor a cell of it lies. Raises ValueError if it does not."""
+        places = []
+        for spans, (inner,) in zip(self.intervals, cell.intervals):
+            before = 0
+            for start, end in spans:
+                if start <= inner[0] and inner[1] <= end:
+                    places.append(slice(before + inner[0] - start, before + inner[1] - start))
+                    break
+                before += end - start
+            else:
+                raise ValueError(f"{cell.key} is no part of {self.key}")
+        return tuple(places)
+
+    def rows(self, first: int, end: int) -> Box:
+        """Rows `first <= row < end` of a cell, counted within it; a number by itself is one row."""
+        if not self.whole:
+            return self
+        ((start, _),), *rest = self.intervals
+        return Box(self.name, self.whole, (((start + first, start + end),), *rest))
+
+
+def parse_key(key: str) -> tuple[str, Intervals | None]:
+    """The name in a box's key and its intervals; None for a whole weight."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return key, None
+    dimensions = []
+    for text in match["intervals"].split(","):
+        spans = [span.split(":") for span in text.split("+")]
+        dimensions.append(tuple((int(start), int(end)) for start, end in spans))
+    return match["name"], tuple(dimensions)
+
+
+def intervals_text(intervals: Intervals) -> str:
+    return ",".join("+".join(f"{start}:{end}" for start, end in spans) for spans in intervals)
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A cell of a weight that the same ranks hold throughout; ranks ascending."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+def atoms(boxes: Mapping[int, Box]) -> tuple[Atom, ...]:
+    """The cells between all borders of a weight's holders, in row order, with the ranks that hold each.
+
+    boxes: rank → what it holds of this weight. Every number that anybody holds is in one atom.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank in sorted(boxes):
+        holders.setdefault(boxes[rank], []).append(rank)
+    if not holders:
+        return ()
+    (first, ranks), *others = holders.items()
+    if not others:
+        return tuple(Atom(cell, tuple(ranks)) for cell in first.cells())
+    borders = [
+        sorted({border for box in holders for span in box.intervals[dim] for border in span})
+        for dim in range(len(first.whole))
+    ]
+    found = []
+    for cell in itertools.product(*(itertools.pairwise(cuts) for cuts in borders)):
+        held = [rank for box, own in holders.items() if _covers(box, cell) for rank in own]
+        if held:
+            box = Box(first.name, first.whole, tuple((span,) for span in cell))
+            found.append(Atom(box, tuple(sorted(held))))
+    return tuple(found)
+
+
+def _covers(box: Box, cell: tuple[Interval, ...]) -> bool:
+    return all(
+        any(start <= first and end <= last for start, last in spans)
+        for spans, (first, end) in zip(box.intervals, cell)
+    )
+
+
+def _meet(own: tuple[Interval, ...], others: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    found = []
+    i = j = 0
+    while i < len(own) and j < len(others):
+        start, end = max(own[i][0], others[j][0]), min(own[i][1], others[j][1])
+        if start < end:
+            found.append((start, end))
+        if own[i][1] <= others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)

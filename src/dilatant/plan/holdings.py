@@ -1,0 +1,91 @@
+"""Holdings: which rank holds which box of every weight, and whose gradients of it count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dilatant.plan.boxes import Box, Intervals
+from dilatant.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeight:
+    """One weight as a plan needs to know it. name: logical, a tied weight's only one. layers: those that use it."""
+
+    name: str
+    layers: frozenset[str]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """Who holds a weight.
+
+    boxes: rank → its part. silent: ranks whose gradient another rank of their stage has in full as well, so that it
+    counts once: they send zeros and receive the sum. Everybody else's gradient is a summand.
+    """
+
+    boxes: Mapping[int, Box]
+    silent: frozenset[int] = frozenset()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(self.boxes))
+
+
+Holdings = dict[str, Holding]
+"""Logical name → who holds it, in layer order of the units in plan order."""
+
+Split = Callable[[HeldWeight, int, int], tuple[Intervals | None, bool]]
+"""(weight, tp, tensor-parallel index) → the intervals held there, None for the whole weight; and whether gradients are
+partial. A gradient that is whole, on ranks that compute the same, counts at index 0 only."""
+
+
+def unsplit(weight: HeldWeight, tp: int, index: int) -> tuple[Intervals | None, bool]:
+    """Every rank holds all of the weight and computes all of its gradient."""
+    return None, False
+
+
+def holdings(
+    plan: Plan,
+    layers: Mapping[str, Sequence[str]],
+    weights: Iterable[HeldWeight],
+    split: Split = unsplit,
+) -> Holdings:
+    """Who holds what under `plan`. layers: unit → its layers' logical names, in order.
+
+    Raises ValueError where a rank would hold unlike boxes of a weight, as of one that is tied between stages.
+    """
+    places: dict[str, dict[int, tuple[int, int]]] = {}
+    for placed in plan.stages():
+        stage = placed.stage
+        for layer in layers[placed.unit][stage.first : stage.end]:
+            here = places.setdefault(layer, {})
+            # tp varies fastest
+            here |= {rank: (stage.tp, place % stage.tp) for place, rank in enumerate(stage.ranks)}
+    found = {}
+    for weight in weights:
+        boxes: dict[int, Box] = {}
+        made: dict[Intervals | None, Box] = {}  # one object for all ranks that hold the same
+        silent: dict[int, bool] = {}
+        for layer in sorted(weight.layers):
+            for rank, (tp, index) in places.get(layer, {}).items():
+                intervals, partial = split(weight, tp, index)
+                if intervals not in made:
+                    made[intervals] = _box(weight, intervals)
+                box = made[intervals]
+                if boxes.setdefault(rank, box) != box:
+                    raise ValueError(f"rank {rank} holds {boxes[rank].key} and {box.key}")
+                silent[rank] = silent.get(rank, True) and not partial and index > 0
+        found[weight.name] = Holding(
+            boxes, frozenset(rank for rank, is_silent in silent.items() if is_silent)
+        )
+    return found
+
+
+def _box(weight: HeldWeight, intervals: Intervals | None) -> Box:
+    if intervals is None:
+        return Box.of(weight.name, weight.shape)
+    return Box(weight.name, weight.shape, intervals)

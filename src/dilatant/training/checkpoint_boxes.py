@@ -1,0 +1,106 @@
+"""Boxes in checkpoints: what is written of a tensor, and how a wanted box is put together from stored ones.
+
+A tensor's full name is `<kind>.<weight>`, and for a moment of the optimizer `<kind>.<weight>.<moment>`. A part of it is
+stored as `<name>@<intervals>`, and the part's manifest tells the shape of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilatant.plan.boxes import Box, Intervals, parse_key
+
+Tensors = dict[str, Any]
+"""Tensors under nested names: {"model": {key: tensor}, "optimizer": {key: {"exp_avg": tensor}}}, keys as of `Box`."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Weight → its whole shape, of those of which a part is held."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A tensor to store or to fill; the box's name is the full one."""
+
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """Where a piece lies, and its form. dtype: text where torch has no such type."""
+
+    box: Box
+    file: Path
+    key: str
+    dtype: torch.dtype | str
+
+
+def pieces_of(tensors: Tensors, shapes: Shapes, prefix: str = "") -> Iterator[Piece]:
+    """Every tensor with the box that it is. A number beside the boxes of a weight, as of steps, is one of the whole."""
+    for key, value in tensors.items():
+        if isinstance(value, Tensor):
+            yield _piece(key, value, shapes, prefix)
+        else:
+            name, intervals = parse_key(key)
+            if intervals is None or name not in shapes:
+                yield from pieces_of(value, shapes, f"{prefix}{key}.")
+                continue
+            for kind, tensor in value.items():
+                box = _box(f"{prefix}{name}.{kind}", tensor, shapes[name], intervals)
+                yield Piece(box, tensor)
+
+
+def stored_box(name: str, shape: Sequence[int], shapes: Shapes) -> Box:
+    """The box that is stored as `name`. shapes: by full name. Raises ValueError for what is no part of a tensor."""
+    whole, intervals = parse_key(name)
+    if intervals is None or whole not in shapes:
+        return Box.of(name, shape)
+    box = Box(whole, shapes[whole], intervals)
+    if box.shape != tuple(shape):
+        raise ValueError(f"{name} has shape {list(shape)}")
+    return box
+
+
+def overlap(stored: Sequence[StoredPiece]) -> bool:
+    """Whether any two pieces of one tensor hold the same number of it."""
+    if len(stored) == 1:
+        return False
+    ordered = sorted((p.box for p in stored), key=lambda box: box.intervals[:1])
+    for number, box in enumerate(ordered):
+        if not box.whole or not box.size:
+            return True
+        for other in ordered[number + 1 :]:
+            if other.intervals[0] and other.intervals[0][0][0] >= box.intervals[0][-1][1]:
+                break
+            if box.meet(other) is not None:
+                return True
+    return False
+
+
+def sources(wanted: Box, stored: Sequence[StoredPiece]) -> list[tuple[StoredPiece, Box]]:
+    """The cells of `wanted` and which piece holds each; fewer numbers than wanted where some are stored nowhere."""
+    found = []
+    for piece in stored:
+        both = wanted.meet(piece.box)
+        if both is not None:
+            found += [(piece, cell) for cell in both.cells()]
+    return found
+
+
+def _piece(key: str, tensor: Tensor, shapes: Shapes, prefix: str) -> Piece:
+    name, intervals = parse_key(key)
+    if intervals is None or name not in shapes:
+        return Piece(Box.of(prefix + key, tensor.shape), tensor)
+    return Piece(_box(prefix + name, tensor, shapes[name], intervals), tensor)
+
+
+def _box(name: str, tensor: Tensor, shape: tuple[int, ...], intervals: Intervals) -> Box:
+    if tensor.ndim == 0 and shape:
+        return Box.of(name, ())
+    return Box(name, shape, intervals)

@@ -1,0 +1,55 @@
+"""What a rank holds of a run's state: all of it to be filled, and what of it this rank writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dilatant.runtime.runtime import Runtime
+from dilatant.training.checkpoint_boxes import Tensors
+from dilatant.training.optimizer import MOMENTS, optimizer_tensors
+
+
+def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensors:
+    """By key: `masters` with their moments, frozen weights and buffers; not copies.
+
+    masters: what this rank updates of every weight that it owns, with the keys of `runtime.owned.parameters`. What
+    others own comes from them, with `OwnedWeights.gather`.
+    """
+    owned = runtime.owned
+    fixed = {name: tensor for name, tensor in runtime.tensors().items() if name not in owned.weights}
+    own = {key: master.detach() for key, master in masters.items()}
+    return {"model": {**fixed, **own}, "optimizer": optimizer_tensors(optimizer)}
+
+
+def written_state(
+    runtime: Runtime,
+    masters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    writers: Mapping[str, int],
+) -> Tensors:
+    """The part of it that this rank writes; over all ranks every number is written once.
+
+    writers: the rank that writes a frozen weight or buffer, by logical name.
+    """
+    owned, rank = runtime.owned, runtime.comm.rank
+    model = {
+        name: tensor
+        for name, tensor in runtime.tensors().items()
+        if name not in owned.weights and writers[name] == rank
+    }
+    weights = {key: master.detach() for key, master in masters.items()}
+    model |= {box.key: part for box, part in owned.spoken_parts(weights)}
+    state = optimizer_tensors(optimizer)
+    moments: Tensors = {}
+    for kind in MOMENTS:
+        of_kind = {key: tensors[kind] for key, tensors in state.items()}
+        for box, part in owned.spoken_parts(of_kind):
+            moments.setdefault(box.key, {})[kind] = part
+    for key, cells in owned.spoken.items():
+        for cell in cells:
+            if key in state and cell.has_origin:  # one number for all of a weight
+                moments[cell.key]["step"] = state[key]["step"]
+    return {"model": model, "optimizer": moments}

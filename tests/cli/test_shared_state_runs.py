@@ -1,0 +1,86 @@
+"""A run whose ranks share the optimizer's state is the run of one process, and goes on under any other layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from tiny_project import Dilatant, tiny_config
+
+
+def layout(replicas: int) -> tuple[str, str]:
+    units = {"units": {"vision": {}, "language": {"replicas": replicas}}, "colocated": {"vision": "language"}}
+    return "--set", f"parallel={json.dumps(units)}"
+
+
+@pytest.fixture
+def project(project: Path) -> Path:
+    tree = tiny_config(save_steps=2, keep_checkpoints=3)
+    (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return project
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def stored(checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Tensors by key; a key with `@` is a box."""
+    tensors = {}
+    for file in checkpoint.glob(f"part-*/{kind}.safetensors"):
+        with safe_open(file, framework="pt") as reader:
+            tensors |= {f"{file.parent.name}/{key}": reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118
+    return tensors
+
+
+def step(run: Path, number: int) -> Path:
+    return run / "checkpoints" / f"step-{number:08d}"
+
+
+def go_back(run: Path, number: int) -> None:
+    """To the checkpoint of step `number`."""
+    for later in range(number + 2, 7, 2):
+        shutil.rmtree(step(run, later))
+
+
+def test_state_of_three_ranks_goes_on_in_one_process_and_then_in_two_ranks(
+    project: Path, dilatant: Dilatant
+) -> None:
+    config, one, run = project / "config.yaml", project / "one", project / "run"
+    dilatant("train", config, "--set", "output_dir=one")
+    # The vision unit has one replica, the language model three.
+    shared = {"units": {"vision": {}, "language": {"replicas": 3}}, "microbatches": 2}
+    code, _, err = dilatant(
+        "train", config, "--set", f"parallel={json.dumps(shared)}", "--set", "train.zero=all"
+    )
+    assert code == 0, err
+    whole, boxes = stored(step(one, 6), "optimizer"), stored(step(run, 6), "optimizer")
+    assert any("@" in key for key in boxes)
+    assert not any("@" in key for key in whole)
+    moments = [sum(t.numel() for k, t in held.items() if "exp_avg" in k) for held in (whole, boxes)]
+    assert moments[0] == moments[1]  # every number once
+    by_rank = [sum(t.numel() for k, t in boxes.items() if f"part-0000{rank}/" in k) for rank in (1, 2, 3)]
+    assert max(by_rank) <= 1.1 * min(by_rank)
+    go_back(run, 2)
+    code, _, err = dilatant("resume", run, "--set", "parallel=null", "--set", "train.zero=null")
+    assert code == 0, err
+    go_back(run, 4)  # which one process wrote
+    code, _, err = dilatant("resume", run, *layout(2), "--set", "train.zero=node")
+    assert code == 0, err
+    # fp32 sums in another order, which six optimizer steps amplify.
+    assert losses(run) == pytest.approx(losses(one), rel=1e-4)
+    weights = stored(step(run, 6), "model")
+    assert any("@" in key for key in weights)
+
+
+def test_sharing_that_nobody_can_do_is_refused_if_it_was_asked_for(project: Path, dilatant: Dilatant) -> None:
+    code, _, err = dilatant("train", project / "config.yaml", "--set", "train.zero=node")
+    assert code == 2
+    assert "held by one rank" in err
+    assert "replicas" in err
+    assert not (project / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,165 @@
+"""Boxes, atoms, buckets and shares, by brute force over the numbers of small weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilatant.plan.boxes import Box, Intervals, atoms, parse_key
+from dilatant.plan.buckets import Bucket, Format, make_buckets, share_of, shares
+from dilatant.plan.holdings import HeldWeight, Holding, holdings
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from made_up_holdings import SHAPES, WEIGHTS, plan_of, split
+
+FP32 = Format("float32", 4)
+
+
+def points(box: Box) -> set[tuple[int, ...]]:
+    """The numbers of a box, by their place in the whole weight."""
+    return set(itertools.product(*([i for span in spans for i in range(*span)] for spans in box.intervals)))
+
+
+@st.composite
+def intervals(draw: st.DrawFn, length: int) -> tuple[tuple[int, int], ...]:
+    borders = draw(st.lists(st.integers(0, length), min_size=2, max_size=4, unique=True))
+    borders = sorted(borders)[: len(borders) // 2 * 2]
+    return tuple(zip(borders[::2], borders[1::2]))
+
+
+@st.composite
+def boxes_of_one_weight(draw: st.DrawFn) -> list[Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    some = st.builds(lambda spans: Box("w", shape, spans), st.tuples(*map(intervals, shape)))
+    return draw(st.lists(st.one_of(some, st.just(Box.of("w", shape))), min_size=1, max_size=4))
+
+
+@given(boxes_of_one_weight())
+def test_atoms_are_every_number_once_with_exactly_the_ranks_that_hold_it(held: list[Box]) -> None:
+    boxes = dict(enumerate(held))
+    seen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for atom in atoms(boxes):
+        for point in points(atom.box):
+            assert point not in seen
+            seen[point] = atom.ranks
+    everything = set().union(*map(points, held))
+    assert seen == {
+        point: tuple(rank for rank, box in boxes.items() if point in points(box)) for point in everything
+    }
+
+
+@given(boxes_of_one_weight())
+def test_what_two_boxes_share_is_what_both_have(held: list[Box]) -> None:
+    for one, other in itertools.product(held, held):
+        meeting = one.meet(other)
+        assert (points(meeting) if meeting else set()) == points(one) & points(other)
+        if meeting is not None:
+            assert meeting.size == len(points(meeting)) == math.prod(meeting.shape)
+
+
+@given(boxes_of_one_weight())
+def test_a_cell_lies_in_the_tensor_where_its_numbers_are(held: list[Box]) -> None:
+    for box in held:
+        local = [[i for span in spans for i in range(*span)] for spans in box.intervals]
+        cells = list(box.cells())
+        assert set().union(*map(points, cells)) == points(box)
+        for cell in cells:
+            place = box.place(cell)
+            chosen = itertools.product(*(indices[cut] for indices, cut in zip(local, place)))
+            assert set(chosen) == points(cell)
+
+
+@given(boxes_of_one_weight())
+def test_a_key_says_which_part_it_is(held: list[Box]) -> None:
+    for box in held:
+        name, found = parse_key(box.key)
+        assert name == "w"
+        assert Box.of("w", box.whole) == box if found is None else found == box.intervals
+
+
+@pytest.mark.parametrize(
+    "intervals", [(((0, 2),), ((0, 5),)), (((0, 2), (2, 3)), ((0, 4),)), (((2, 1),), ((0, 4),)), (((0, 3),),)]
+)
+def test_intervals_that_are_no_part_of_the_weight_are_refused(intervals: Intervals) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        Box("w", (3, 4), intervals)
+
+
+@pytest.mark.parametrize("degrees", [(1,), (2,), (1, 1), (2, 1), (1, 2, 4), (4, 4), (2, 2, 1, 1)])
+@pytest.mark.parametrize("zero", ["none", "node", "all"])
+def test_every_number_is_owned_once_by_those_who_speak_and_divided_where_it_is_shared(
+    degrees: tuple[int, ...], zero: str
+) -> None:
+    held = holdings(plan_of(*degrees), {"u": ["u.0"]}, WEIGHTS, split)
+    ranks = sum(degrees)
+    node_of = [rank // 3 for rank in range(ranks)]  # unlike numbers of holders on a node
+    buckets = make_buckets(held, {weight.name: FP32 for weight in WEIGHTS}, held, bucket_bytes=100)
+    summed = [point for b in buckets for box in b.boxes for point in zip([box.name] * box.size, points(box))]
+    assert len(summed) == len(set(summed)) == sum(math.prod(shape) for shape in SHAPES.values())
+    spoken: list[tuple[str, tuple[int, ...]]] = []
+    for bucket in buckets:
+        for rank in bucket.ranks:
+            own = share_of(bucket, rank, zero, node_of)  # type: ignore[arg-type]
+            assert rank in own.sharing
+            assert rank in own.alike
+            for other in own.alike:
+                assert share_of(bucket, other, zero, node_of).own == own.own  # type: ignore[arg-type]
+            together = [share_of(bucket, other, zero, node_of).own for other in own.sharing]  # type: ignore[arg-type]
+            assert tuple(sum(box.size for box in share) for share in together) == own.sizes
+            assert [bucket.boxes[cell].meet(box) for cell, box in zip(own.cells, own.own)] == list(own.own)
+            divided = [(box.name, point) for share in together for box in share for point in points(box)]
+            whole = {(box.name, point) for box in bucket.boxes for point in points(box)}
+            assert len(divided) == len(set(divided))
+            assert set(divided) == whole
+            if own.speaks:
+                spoken += [(box.name, point) for box in own.own for point in points(box)]
+    assert sorted(spoken) == sorted(summed)
+
+
+def test_a_gradient_that_ranks_of_a_stage_have_alike_counts_at_the_first_of_them() -> None:
+    held = holdings(plan_of(2, 1, 4), {"u": ["u.0"]}, WEIGHTS, split)
+    assert held["u.0.whole"].silent == {1, 4, 5, 6}
+    assert held["u.0.partial"].silent == frozenset()
+    assert held["u.0.kv"].silent == frozenset()
+    assert [len({box.key for box in held[f"u.0.{n}"].boxes.values()}) for n in ("kv", "rows")] == [3, 7]
+
+
+def test_a_weight_that_is_tied_between_unlike_boxes_of_a_rank_is_refused() -> None:
+    stages = (Stage(0, 1, (0, 1), tp=2), Stage(1, 2, (0, 1), tp=1, cp=2))
+    tied = HeldWeight("u.0.rows", frozenset({"u.0", "u.1"}), (4, 2))
+    with pytest.raises(ValueError, match=r"rank 0 holds u.0.rows"):
+        holdings(Plan((UnitPlan("u", (Replica(stages),)),)), {"u": ["u.0", "u.1"]}, [tied], split)
+
+
+@given(st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=5), st.integers(1, 7))
+def test_shares_are_consecutive_and_off_by_less_than_a_row(shapes: list[list[int]], count: int) -> None:
+    boxes = [Box.of(f"w{i}", shape) for i, shape in enumerate(shapes)]
+    order = {
+        (box.name, point): (i, n)
+        for i, box in enumerate(boxes)
+        for n, point in enumerate(sorted(points(box)))
+    }
+    flat = [
+        (box.name, point) for share in shares(boxes, count) for box in share for point in sorted(points(box))
+    ]
+    assert flat == sorted(order, key=lambda entry: order[entry])
+    total, longest_row = len(flat), max(box.size // (box.shape[0] if box.whole else 1) for box in boxes)
+    for share in shares(boxes, count):
+        assert abs(sum(box.size for box in share) - total / count) <= longest_row + 1
+
+
+def test_buckets_hold_one_rank_set_and_format_up_to_a_size_in_the_order_of_the_backward() -> None:
+    ranks = {"a": (0, 1), "b": (0, 1), "c": (0, 2), "d": (0, 2), "e": (0, 2), "f": (0, 2)}
+    held = {name: Holding({rank: Box.of(name, (10,)) for rank in holders}) for name, holders in ranks.items()}
+    formats = {name: Format("bfloat16", 2) if name == "e" else FP32 for name in ranks}
+    buckets = make_buckets(held, formats, ["a", "b", "c", "d", "e"], bucket_bytes=80)
+    assert [(bucket.names, bucket.ranks) for bucket in buckets] == [
+        (("e",), (0, 2)),
+        (("d", "c"), (0, 2)),
+        (("b", "a"), (0, 1)),
+    ]
+    assert len(make_buckets(held, formats, list(ranks), bucket_bytes=1)) == 6
+    assert isinstance(buckets[0], Bucket)

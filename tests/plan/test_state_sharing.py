@@ -1,0 +1,54 @@
+"""The planner counts optimizer state once among those who share it, as they will."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilatant.cost.memory import ParameterBytes, Zero
+from dilatant.plan.boxes import Box
+from dilatant.plan.buckets import Format, make_buckets, share_of
+from dilatant.plan.holdings import Holding
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.state_sharing import sharing
+
+LAYERS = 4
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Unlike replicas of one unit, each rank a stage of its own."""
+    ranks = itertools.count()
+    replicas = []
+    for _ in range(draw(st.integers(1, 5))):
+        inner = draw(st.lists(st.integers(1, LAYERS - 1), max_size=3, unique=True).map(sorted))
+        cuts = [0, *inner, LAYERS]
+        replicas.append(Replica(tuple(Stage(a, b, (next(ranks),)) for a, b in itertools.pairwise(cuts))))
+    return Plan((UnitPlan("u", tuple(replicas)),))
+
+
+@given(plans(), st.sampled_from(["none", "node", "all"]), st.integers(1, 6))
+def test_sharing_is_what_buckets_of_such_layers_do(plan: Plan, zero: Zero, per_node: int) -> None:
+    rules = ParameterBytes(zero=zero, ranks_per_node=per_node)
+    node_of = [rank // per_node for rank in plan.ranks]
+    shared = sharing(plan, rules)
+    for entry in plan.stages():
+        (rank,) = entry.stage.ranks
+        for layer in range(entry.stage.first, entry.stage.end):
+            holders = [p.stage.ranks[0] for p in plan.stages() if p.stage.first <= layer < p.stage.end]
+            held = {"w": Holding({holder: Box.of("w", (1000,)) for holder in holders})}
+            (bucket,) = make_buckets(held, {"w": Format("float32", 4)}, ["w"], 1 << 30)
+            own = sum(box.size for box in share_of(bucket, rank, zero, node_of).own)
+            assert own == pytest.approx(1000 / shared[entry.index][layer - entry.stage.first], abs=1)
+
+
+def test_tensor_parallel_ranks_count_by_the_part_that_they_hold() -> None:
+    replicas = (Replica((Stage(0, 2, (0, 1), tp=2),)), Replica((Stage(0, 2, (2,)),)))
+    plan = Plan((UnitPlan("u", replicas),))
+    (split, whole) = sharing(plan, ParameterBytes(zero="all"))
+    np.testing.assert_array_equal(split, [2.0, 2.0])
+    np.testing.assert_array_equal(whole, [2.0, 2.0])

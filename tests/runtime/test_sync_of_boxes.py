@@ -1,0 +1,238 @@
+"""Replicas of unlike tensor parallelism: gradients, norms, shared updates and their state against one process."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dilatant.comm.comm import Comm
+from dilatant.plan.boxes import Box
+from dilatant.plan.buckets import Format
+from dilatant.plan.holdings import Holdings, holdings
+from dilatant.runtime.shared_weights import share_weights
+from made_up_holdings import SHAPES, WEIGHTS, plan_of, split
+from worker_pool import Worker, WorkerPool
+
+STEPS = 3
+NAMES = [f"u.0.{name}" for name in SHAPES]
+
+
+def drawn(*key: int) -> dict[str, torch.Tensor]:
+    """Every weight or gradient, whole; of one step and replica."""
+    generator = np.random.default_rng(key)
+    return {
+        name: torch.from_numpy(generator.standard_normal(shape).astype(np.float32))
+        for name, shape in zip(NAMES, SHAPES.values())
+    }
+
+
+def indices(box: Box) -> list[list[int]]:
+    return [[i for span in spans for i in range(*span)] for spans in box.intervals]
+
+
+def taken(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return torch.from_numpy(whole.numpy()[np.ix_(*indices(box))].copy())
+
+
+def is_used(name: str, step: int) -> bool:
+    """In the first step nobody uses one of the weights."""
+    return not (step == 0 and name == "u.0.columns")
+
+
+def contribution(
+    name: str, held: Holdings, degrees: tuple[int, ...], rank: int, step: int
+) -> torch.Tensor | None:
+    """The gradient that `rank` has before any sum: its replica's, in parts where several ranks have a part of it."""
+    if not is_used(name, step):
+        return None
+    replica = next(i for i, end in enumerate(itertools.accumulate(degrees)) if rank < end)
+    members = range(sum(degrees[:replica]), sum(degrees[: replica + 1]))
+    gradient = drawn(1, step, replica)[name]
+    if name == "u.0.whole":  # the same on all ranks of the stage
+        return taken(gradient, held[name].boxes[rank])
+    # Each rank that holds a number has another part of its gradient: of two ranks one third and two thirds.
+    parts = np.zeros((len(members), *gradient.shape), dtype=np.float32)
+    for i, member in enumerate(members):
+        parts[(i, *np.ix_(*indices(held[name].boxes[member])))] = i + 1
+    share = parts[members.index(rank)] / parts.sum(0)
+    return taken(gradient * torch.from_numpy(share), held[name].boxes[rank])
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.01, eps=1e-3)
+
+
+def _train(worker: Worker, degrees: tuple[int, ...], zero: Any, node_of: list[int]) -> dict[str, Any]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    held = holdings(plan_of(*degrees), {"u": ["u.0"]}, WEIGHTS, split)
+    start = drawn(0)
+    weights = {name: nn.Parameter(taken(start[name], held[name].boxes[comm.rank])) for name in NAMES}
+    formats = dict.fromkeys(NAMES, Format("float32", 4))
+    shared = share_weights(comm, weights, dict.fromkeys(NAMES, (0,)), held, formats, 100, zero, node_of)
+    shared.require_equal()
+    owned, sync = shared.owned, shared.sync
+    optimizer = adamw(owned.parameters.values())
+    norms = []
+    for step in range(STEPS):
+        for _ in range(2):  # the second batch is added to the first
+            sync.begin([0])
+            sync.entering_last_backward(0)
+            for name, weight in weights.items():
+                gradient = contribution(name, held, degrees, comm.rank, step)
+                if gradient is not None:
+                    (weight * gradient).sum().backward()
+            sync.left_last_backward(0)
+            sync.finish()
+        norms.append(owned.squared_norm())
+        optimizer.step()
+        owned.gather()
+        optimizer.zero_grad()
+    state = {
+        key: optimizer.state[parameter]["exp_avg"]
+        for key, parameter in owned.parameters.items()
+        if parameter in optimizer.state
+    }
+    shared.require_equal()
+    shared.require_equal_state(state, "moments")
+    written = [(box.key, part.clone()) for box, part in owned.spoken_parts(state)]
+    numbers = sum(moment.numel() for moment in state.values())
+    sync.close()
+    comm.close()
+    return {
+        "weights": {name: weight.detach() for name, weight in weights.items()},
+        "norms": norms,
+        "written": written,
+        "numbers": numbers,
+        "held": sum(weight.numel() for weight in weights.values()),
+    }
+
+
+def one_process(replicas: int) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], list[float]]:
+    weights = {name: nn.Parameter(tensor) for name, tensor in drawn(0).items()}
+    optimizer = adamw(weights.values())
+    norms = []
+    for step in range(STEPS):
+        gradients = [drawn(1, step, replica) for replica in range(replicas)]
+        for name, weight in weights.items():
+            if is_used(name, step):
+                weight.grad = 2 * torch.stack([gradient[name] for gradient in gradients]).sum(0)
+        norms.append(
+            sum(float(w.grad.double().square().sum()) for w in weights.values() if w.grad is not None)
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights, {name: optimizer.state[weight]["exp_avg"] for name, weight in weights.items()}, norms
+
+
+def assembled(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """What all ranks wrote, each number once."""
+    written: dict[str, torch.Tensor] = {
+        name: torch.full(shape, torch.nan) for name, shape in zip(NAMES, SHAPES.values())
+    }
+    for found in ranks:
+        for key, part in found["written"]:
+            name, _, spans = key.partition("@")
+            place = tuple(slice(*map(int, span.split(":"))) for span in spans.split(",")) if spans else ...
+            assert written[name][place].isnan().all()
+            written[name][place] = part
+    assert not any(bool(tensor.isnan().any()) for tensor in written.values())
+    return written
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero", "node_of"),
+    [
+        ((2, 1), "none", [0, 0, 0]),
+        ((2, 1), "all", [0, 0, 0]),
+        ((2, 1), "node", [0, 0, 1]),
+        ((1, 2, 4), "none", [0] * 7),
+        ((1, 2, 4), "all", [0] * 7),
+        ((1, 2, 4), "node", [0, 0, 0, 1, 1, 1, 1]),
+        ((1, 1, 1, 1), "node", [0, 0, 1, 1]),
+        ((1, 1, 1), "node", [0, 0, 1]),
+        ((1, 1, 1, 1), "all", [0, 0, 1, 1]),
+    ],
+)
+def test_any_mix_of_replicas_updates_as_one_process_does(
+    workers: WorkerPool, degrees: tuple[int, ...], zero: str, node_of: list[int]
+) -> None:
+    ranks = workers.run(_train, sum(degrees), degrees, zero, node_of)
+    weights, moments, norms = one_process(len(degrees))
+    held = holdings(plan_of(*degrees), {"u": ["u.0"]}, WEIGHTS, split)
+    # Up to 7 summands in another order, each of 2^-24 relative; AdamW keeps relative errors about as they are.
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    for rank, found in enumerate(ranks):
+        for name, weight in found["weights"].items():
+            expected = taken(weights[name].detach(), held[name].boxes[rank])
+            torch.testing.assert_close(weight, expected, **close)
+    for step, norm in enumerate(norms):
+        assert sum(found["norms"][step] for found in ranks) == pytest.approx(norm, rel=1e-6)
+    written = assembled(ranks)
+    for name, moment in moments.items():
+        torch.testing.assert_close(written[name], moment, **close)
+
+
+def test_what_holders_of_one_node_share_they_hold_once_between_them(workers: WorkerPool) -> None:
+    for zero, copies in (("none", 4), ("node", 2), ("all", 1)):
+        ranks = workers.run(_train, 4, (1, 1, 1, 1), zero, [0, 0, 1, 1])
+        assert sum(found["numbers"] for found in ranks) == copies * ranks[0]["held"]
+        assert (
+            max(found["numbers"] for found in ranks) <= ranks[0]["held"] * copies / 4 + 18
+        )  # a row of each bucket
+
+
+@pytest.mark.parametrize("node_of", [[0, 0, 0], [0, 1, 2], [0, 0, 1]])
+def test_sharing_changes_no_bit_where_sums_have_the_same_order(
+    workers: WorkerPool, node_of: list[int]
+) -> None:
+    """Two ranks have one order of summation; three share nothing on three nodes."""
+    size = len(set(node_of)) if len(set(node_of)) == 3 else 2
+    plain = workers.run(_train, size, (1,) * size, "none", node_of)
+    shared = workers.run(_train, size, (1,) * size, "node", node_of)
+    for one, other in zip(plain, shared):
+        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in NAMES)
+
+
+def _train_bf16(worker: Worker) -> dict[str, Any]:
+    """Three replicas that share all state of bf16 weights with fp32 gradients."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    held = holdings(plan_of(1, 1, 1), {"u": ["u.0"]}, WEIGHTS, split)
+    start = drawn(0)
+    weights = {name: nn.Parameter(start[name].bfloat16()) for name in NAMES}
+    for weight in weights.values():
+        weight.grad_dtype = torch.float32
+    formats = dict.fromkeys(NAMES, Format("bfloat16", 2))
+    shared = share_weights(comm, weights, dict.fromkeys(NAMES, (0,)), held, formats, 50, "all", exact=start)
+    owned, sync = shared.owned, shared.sync
+    optimizer = adamw(owned.parameters.values())
+    for step in range(STEPS):
+        for _ in range(2):
+            sync.begin([0])
+            for name, weight in weights.items():
+                weight.grad = contribution(name, held, (1, 1, 1), comm.rank, step)
+            sync.left_last_backward(0)
+            sync.finish()
+        optimizer.step()
+        owned.gather()
+        optimizer.zero_grad()
+    masters = {key: master.detach() for key, master in owned.parameters.items()}
+    written = [(box.key, part) for box, part in owned.spoken_parts(masters)]
+    sync.close()
+    comm.close()
+    return {"weights": {name: weight.detach() for name, weight in weights.items()}, "written": written}
+
+
+def test_bf16_weights_are_rounded_from_masters_that_are_updated_in_fp32(workers: WorkerPool) -> None:
+    ranks = workers.run(_train_bf16, 3)
+    expected, *_ = one_process(3)
+    masters = assembled(ranks)
+    for name, weight in expected.items():
+        # As above: other orders of summation.
+        torch.testing.assert_close(masters[name], weight.detach(), rtol=1e-6, atol=1e-6)
+        for found in ranks:
+            assert torch.equal(found["weights"][name], masters[name].bfloat16())
