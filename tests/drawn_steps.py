@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,18 @@ LANGUAGE = {
     "gemma": {"head_dim": 8},
     "olmo2": {},
 }
+MORE_LANGUAGES = {
+    "qwen2": {},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 8},
+    "phi3": {},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
+    "cohere": {},
+}
+"""Families that are not drawn."""
+UNDIVIDED = ("olmo2",)
+"""Families that no two ranks can share: their queries are normalised over all heads."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {
     "siglip_vision_model": {**SMALL, "image_size": 8, "patch_size": 4, "vision_use_head": False},
@@ -110,6 +122,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     """What weights and activations are held in."""
     loss_chunk: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the language model, besides its family's."""
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -118,7 +132,8 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         {
             "model_type": case.language,
             **TEXT,
-            **LANGUAGE[case.language],
+            **(LANGUAGE | MORE_LANGUAGES)[case.language],
+            **case.settings,
             "num_hidden_layers": case.language_layers,
             "tie_word_embeddings": case.tied,
         },
@@ -266,7 +281,8 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks)
+    widths = [1] if case.language in UNDIVIDED else [1, 1, 2]
+    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, widths)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
@@ -275,7 +291,7 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     family = draw(st.sampled_from(families))
     schedule = family(plan, assignment, trainability)
     if draw(st.integers(0, 2)) == 0:
-        schedule = _draw_split(draw, schedule)
+        schedule = _draw_split(draw, plan, schedule)
     return replace(
         case,
         plan=plan,
@@ -304,9 +320,18 @@ def _draw_frozen(draw: Any, encoders: tuple, generators: tuple) -> tuple[str, ..
     return tuple(chosen)
 
 
-def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ...]], most_ranks: int) -> Plan:
-    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones."""
+def _draw_plan(
+    draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ...]], most_ranks: int, widths: list[int]
+) -> Plan:
+    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones.
+
+    Stages are on groups of ranks, as wide as tensor parallelism; all that is drawn here is drawn of groups.
+    """
     budget = draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks]))
+    tp: list[int] = []
+    while sum(tp) < budget:
+        tp.append(min(draw(st.sampled_from(widths)), budget - sum(tp)))
+    budget = len(tp)
     taken: list[int] = []
     units: dict[str, UnitPlan] = {}
     # The language model chooses first, so that others can be put on its ranks.
@@ -340,8 +365,11 @@ def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ..
             used_by_unit.update(ranks)
         taken += [rank for rank in sorted(used_by_unit) if rank not in taken]
         units[name] = UnitPlan(name, tuple(replicas), feeds[name])
-    # Ranks that nobody took are closed up: a plan uses ranks 0 to n - 1.
-    number = {rank: index for index, rank in enumerate(sorted(taken))}
+    # Groups that nobody took are closed up: a plan uses ranks 0 to n - 1.
+    ranks_of: dict[int, tuple[int, ...]] = {}
+    for group in sorted(taken):
+        first = sum(map(len, ranks_of.values()))
+        ranks_of[group] = tuple(range(first, first + tp[group]))
     return Plan(
         tuple(
             UnitPlan(
@@ -349,8 +377,9 @@ def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ..
                 tuple(
                     Replica(
                         tuple(
-                            replace(stage, ranks=tuple(number[rank] for rank in stage.ranks))
+                            replace(stage, ranks=ranks_of[group], tp=tp[group])
                             for stage in replica.stages
+                            for (group,) in [stage.ranks]
                         )
                     )
                     for replica in units[name].replicas
@@ -388,10 +417,14 @@ def _repeats(replica: Replica) -> bool:
     return ranks == (ranks[: len(set(ranks))] * len(ranks))[: len(ranks)]
 
 
-def _draw_split(draw: Any, schedule: Schedule) -> Schedule:
+def _draw_split(draw: Any, plan: Plan, schedule: Schedule) -> Schedule:
     """Some more backwards in two halves, the second one anywhere later on the same rank."""
-    ranks = {}
-    for rank, actions in schedule.actions.items():
+    ranks: dict[int, tuple[Action, ...]] = {}
+    lead = {rank: placed.stage.ranks[0] for placed in plan.stages() for rank in placed.stage.ranks}
+    for rank, actions in sorted(schedule.actions.items()):
+        if lead[rank] != rank:
+            ranks[rank] = ranks[lead[rank]]
+            continue
         halves: list[Action] = []
         owed: list[Action] = []
         for action in actions:

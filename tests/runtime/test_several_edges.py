@@ -127,7 +127,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         )
         for stage in own
     }
-    transport = Transport(comm, [stage.stage.ranks[0] for stage in placed], look_ahead=1, check=True)
+    transport = Transport(comm, [stage.stage.ranks for stage in placed], look_ahead=1, check=True)
     sync = GradientSync(comm, {}, {}, [])
     executor = Executor(
         worker.rank,

@@ -28,6 +28,7 @@ from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
+from dilatant.models.tensor_parallel import VocabularyShard
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight, name_weights
 
@@ -71,6 +72,8 @@ class LanguageStage(Stage):
     row_attention: PlansAttention | None
     """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
     positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
+    vocabulary: VocabularyShard | None = None
+    """Where ranks share the head: what is asked of its logits, of which this rank has some."""
 
     def __init__(
         self,
@@ -213,7 +216,8 @@ class LanguageStage(Stage):
         head = head_of(self.model, self.container)
         predicted = loss = logits = None
         if predicted_at is not None:
-            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk)
+            argmax = {} if self.vocabulary is None else {"argmax": self.vocabulary.argmax}
+            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk, **argmax)
         elif labels is not None:
             packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
             targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
@@ -223,7 +227,11 @@ class LanguageStage(Stage):
             else:
                 at = positions_with_targets(targets)
                 chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
-                total = chunked_loss(head, chosen, to_device(targets[at], hidden.device), self.loss_chunk)
+                wanted = to_device(targets[at], hidden.device)
+                cross_entropy = (
+                    sum_cross_entropy if self.vocabulary is None else self.vocabulary.sum_cross_entropy
+                )
+                total = chunked_loss(head, chosen, wanted, self.loss_chunk, cross_entropy)
             loss = divide_loss(total, targets, loss_denominator)
         elif return_logits:
             logits = logits_of(head, hidden)

@@ -37,7 +37,8 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: unit → how often its loss counts.
+    put off. loss_weights: unit → how often its loss counts. speaks: of the ranks of the stage, which all make the same,
+    this one tells losses and predictions. together: the stage has others.
     """
 
     placed: PlacedStage
@@ -47,6 +48,8 @@ class LocalStage:
     needs_backward: bool
     gradients: WeightGradients
     loss_weights: Mapping[str, float]
+    speaks: bool = True
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,8 @@ class Executor:
             # Detached: a tensor handed over within the rank may have other takers.
             rows = self._assemble(messages, samples, boundary, data).detach()
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
+        if stage.together:  # its ranks meet within the forward
+            self._agreement.require()
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
             output = stage.module.run(data, samples, inputs)
@@ -174,6 +179,8 @@ class Executor:
         for unit, boundary in stage.outbound.items():
             messages = self._to(unit, routes.sent.get(action, ()))
             self._send(messages, samples, made[unit].detach(), boundary, data)
+        if not stage.speaks:
+            return []
         if output.predicted is not None:
             return [Outcome(stage.placed.unit, output.predicted, samples)]
         return [Outcome(unit, loss.detach(), samples) for unit, loss in output.losses.items()]
@@ -307,8 +314,7 @@ class Executor:
             return self._handed_over.pop(message)
         began = time.perf_counter()
         self._agreement.require()
-        rows = self._transport.receive(message)
-        source = self._transport.rank_of(message.producer.stage)
+        rows, source = self._transport.receive(message)
         self._recorder.waited(source, time.perf_counter() - began)
         return rows
 

@@ -14,26 +14,32 @@ from typing import TypeVar
 import numpy as np
 
 from dilatant.plan.plan import Plan
-from dilatant.schedule.dependencies import Edge, Message, shared_samples
+from dilatant.schedule.dependencies import Message, shared_samples
 from dilatant.schedule.graph import ScheduleError, ScheduleGraph, message_order
 from dilatant.schedule.schedule import Action, ActionKind
 
-K = TypeVar("K", Action, Edge)
+Link = tuple[int, int, int, int]
+"""A directed edge between two ranks: stages, then ranks, of its two ends."""
+
+K = TypeVar("K", Action, Link)
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """The messages of one rank in one step.
 
-    received, sent: by own action, in edge order. incoming, outgoing: by directed edge (stage, stage) to or from
-    another rank, in the order of the edge. samples: of each own action. turn: for each action in a message, a number
-    that grows along the actions of its rank.
+    received, sent: by own action, in edge order. incoming, outgoing: by directed edge from or to another rank, in the
+    order of the edge. samples: of each own action. turn: for each action in a message, a number that grows along the
+    actions of its rank.
+
+    Every rank of a stage needs all rows that the stage takes, and every rank of a stage has all rows that it makes. So
+    each row travels once to each rank that needs it, from the rank in the same place, where both stages have as many.
     """
 
     received: Mapping[Action, tuple[Message, ...]]
     sent: Mapping[Action, tuple[Message, ...]]
-    incoming: Mapping[Edge, tuple[Message, ...]]
-    outgoing: Mapping[Edge, tuple[Message, ...]]
+    incoming: Mapping[Link, tuple[Message, ...]]
+    outgoing: Mapping[Link, tuple[Message, ...]]
     samples: Mapping[Action, tuple[int, ...]]
     turn: Mapping[Action, int]
 
@@ -66,20 +72,20 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     such a stage of this rank has a forward without a backward.
     """
     placed = graph.plan.stages()
-    rank_of = np.asarray([stage.stage.ranks[0] for stage in placed])
-    rank_of_op = rank_of[graph.stage]
-    own_ops = np.flatnonzero(rank_of_op == rank).tolist()
+    ranks_of = [stage.stage.ranks for stage in placed]
+    is_own = np.asarray([rank in ranks for ranks in ranks_of])[graph.stage]
+    own_ops = np.flatnonzero(is_own).tolist()
     actions = {op: graph.action(op) for op in own_ops}
     samples = {action: graph.packed.pieces.samples_of(int(graph.piece[op])) for op, action in actions.items()}
     _check_backwards(graph, actions, with_backward)
 
     order = message_order(graph)
     source, target = graph.edge_source[order], graph.edge_target[order]
-    mine = (rank_of_op[source] == rank) | (rank_of_op[target] == rank)
+    mine = is_own[source] | is_own[target]
     received: dict[Action, list[Message]] = defaultdict(list)
     sent: dict[Action, list[Message]] = defaultdict(list)
-    incoming: dict[Edge, list[Message]] = defaultdict(list)
-    outgoing: dict[Edge, list[Message]] = defaultdict(list)
+    incoming: dict[Link, list[Message]] = defaultdict(list)
+    outgoing: dict[Link, list[Message]] = defaultdict(list)
     turn: dict[Action, int] = {}
     for made, used in zip(source[mine].tolist(), target[mine].tolist(), strict=True):
         producer = actions.get(made) or graph.action(made)
@@ -87,16 +93,18 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
         message = Message(producer, consumer, shared_samples(graph, made, used))
         if producer.kind != ActionKind.F and boundary_of(message) not in with_backward:
             continue
-        edge = producer.stage, consumer.stage
+        givers, takers = ranks_of[producer.stage], ranks_of[consumer.stage]
         turn[producer], turn[consumer] = made, used
         if made in actions:
             sent[producer].append(message)
             if used not in actions:
-                outgoing[edge].append(message)
+                for taker in takers[givers.index(rank) :: len(givers)]:
+                    outgoing[producer.stage, consumer.stage, rank, taker].append(message)
         if used in actions:
             received[consumer].append(message)
             if made not in actions:
-                incoming[edge].append(message)
+                giver = givers[takers.index(rank) % len(givers)]
+                incoming[producer.stage, consumer.stage, giver, rank].append(message)
     return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
 
 

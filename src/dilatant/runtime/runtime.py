@@ -19,9 +19,10 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.runtime.agreement import Agreement, Diverged, digest
-from dilatant.runtime.build import build_shared, build_stages, derive_boundaries, refuse_tensor_parallel
+from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
-from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
+from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
@@ -71,14 +72,16 @@ class Runtime:
     """The stages of `comm.rank` under `plan`, ready to execute steps until `close()`.
 
     model: its units may be on the meta device; the layers held here are then given memory and weights fixed by `seed`,
-    the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
-    builds the same model and plan. Nothing is global: a process may close one runtime and build another under
-    another plan. Raises UserError where replicas would begin with unlike weights.
+    the others stay without. weights: logical name → tensor for weights held here, instead of the seed's: whole, or what
+    `boxes` says. Every rank builds the same model and plan. Nothing is global: a process may close one runtime and
+    build another under another plan. Raises UserError where replicas would begin with unlike weights, and for a plan
+    that cannot be trained.
     precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
     gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
     of every message mean the same. owns_comm: `close` ends communication, too.
 
+    holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
 
@@ -104,7 +107,7 @@ class Runtime:
         check_transport: bool = False,
         owns_comm: bool = False,
     ) -> None:
-        refuse_tensor_parallel(plan)
+        require_trainable(plan, model.units)
         if zero == "node" and node_of is None:
             node_of = nodes_of(comm)
         self.model = model
@@ -118,7 +121,14 @@ class Runtime:
         }
         self._placed = plan.stages()
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = build_stages(model, plan, comm, seed, weights or {}, precision)
+        self.holdings = holdings_of(plan, model.units)
+        self.boxes = boxes_held_on(self.holdings, comm.rank)
+        weights = {
+            name: part(tensor, self.boxes[name]) if tensor.shape == self.boxes[name].whole else tensor
+            for name, tensor in (weights or {}).items()
+            if name in self.boxes
+        }
+        modules = build_stages(model, plan, comm, seed, weights, self.boxes, precision)
         self._boundaries = derive_boundaries(model, plan)
         self._stages = self._wire(modules)
         self.parameters = {
@@ -126,14 +136,14 @@ class Runtime:
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        self._shared = build_shared(model, plan, comm, modules, bucket_bytes, zero, node_of, weights)
+        self._shared = build_shared(
+            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights
+        )
         self._sync = self._shared.sync
         self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
-        self._transport = Transport(
-            comm, [p.stage.ranks[0] for p in self._placed], look_ahead, check_transport
-        )
+        self._transport = Transport(comm, [p.stage.ranks for p in self._placed], look_ahead, check_transport)
         self._executor = Executor(
             comm.rank,
             self._stages,
@@ -249,7 +259,8 @@ class Runtime:
         return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight and persistent buffer held here by logical name, tied ones once; not copies."""
+        """Every weight and persistent buffer held here by logical name, tied ones once; not copies. What `boxes` says
+        of each."""
         held: dict[str, Tensor] = {}
         for module in self.modules.values():
             held |= stage_tensors(module)
@@ -387,6 +398,8 @@ class Runtime:
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
                 loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
+                speaks=placed.stage.ranks[0] == self.comm.rank,
+                together=len(placed.stage.ranks) > 1,
             )
         return stages
 

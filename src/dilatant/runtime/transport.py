@@ -1,4 +1,4 @@
-"""Transport: rows of samples along directed edges between stages on different ranks.
+"""Transport: rows of samples along directed edges between ranks of different stages.
 
 Every directed edge has its own communicator, on a GPU with its own stream. Both ends know every message, its order and
 its shape, so nothing but rows travels. Sends return at once. Receives are posted in the sender's order, at most
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group, Pending
-from dilatant.runtime.routes import Routes
-from dilatant.schedule.dependencies import Edge, Message
+from dilatant.runtime.routes import Link, Routes
+from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
 
 _TAGS = 1 << 18
@@ -37,21 +37,23 @@ class TransportError(RuntimeError):
 class Transport:
     """The edges of one rank. `begin`, then `receive` and `send`, then `finish`, each step.
 
-    rank_of_stage: by stage number. check: a header before every message proves that both ends mean the same one
+    ranks_of_stage: by stage number. check: a header before every message proves that both ends mean the same one
     (slower; for debugging).
     """
 
     def __init__(
-        self, comm: Comm, rank_of_stage: Sequence[int], look_ahead: int = 2, check: bool = False
+        self, comm: Comm, ranks_of_stage: Sequence[tuple[int, ...]], look_ahead: int = 2, check: bool = False
     ) -> None:
         self._comm = comm
-        self._rank_of_stage = rank_of_stage
+        self._ranks_of_stage = ranks_of_stage
         self._look_ahead = look_ahead
         self._check = check
-        self._edges: dict[Edge, Group] = {}
-        self._inboxes: dict[Edge, _Inbox] = {}
+        self._edges: dict[Link, Group] = {}
+        self._inboxes: dict[Link, _Inbox] = {}
         self._place: dict[Message, int] = {}
-        self._sending: dict[int, list[tuple[int, Pending]]] = defaultdict(list)
+        self._source: dict[Message, Link] = {}
+        self._targets: dict[Message, list[Link]] = {}
+        self._sending: dict[tuple[int, ...], list[tuple[int, Pending]]] = defaultdict(list)
         self._turn: Mapping[Action, int] = {}
         self._shape: Shape | None = None
 
@@ -64,26 +66,35 @@ class Transport:
         self._shape = shape
         self._turn = routes.turn
         # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
-        for edge in sorted({*routes.incoming, *routes.outgoing} - self._edges.keys()):
-            self._edges[edge] = self._open(edge)
+        for link in sorted({*routes.incoming, *routes.outgoing} - self._edges.keys()):
+            made, taken, source, target = link
+            self._edges[link] = self._comm.edge(f"edge/{made}-{taken}/{source}-{target}", source, target)
         self._place = {
             message: index
             for messages in (*routes.incoming.values(), *routes.outgoing.values())
             for index, message in enumerate(messages)
         }
+        self._source = {message: link for link, messages in routes.incoming.items() for message in messages}
+        self._targets = defaultdict(list)
+        for link, messages in routes.outgoing.items():
+            for message in messages:
+                self._targets[message].append(link)
         self._inboxes = {
-            edge: _Inbox(self, self._edges[edge], messages, self._look_ahead)
-            for edge, messages in routes.incoming.items()
+            link: _Inbox(self, self._edges[link], link[2], messages, self._look_ahead)
+            for link, messages in routes.incoming.items()
         }
 
-    def receive(self, message: Message) -> Tensor:
-        """The rows of `message`, [rows, width], when they are here. Each message is received once."""
-        rows = self._inboxes[edge_of(message)].take(self._place[message])
-        self._let_go(self.rank_of(message.producer.stage), self._turn[message.producer])
-        return rows
+    def receive(self, message: Message) -> tuple[Tensor, int]:
+        """The rows of `message`, [rows, width], when they are here, and the rank that they come from. Each message is
+        received once."""
+        link = self._source[message]
+        rows = self._inboxes[link].take(self._place[message])
+        self._let_go(self._ranks_of_stage[message.producer.stage], self._turn[message.producer])
+        return rows, link[2]
 
     def send(self, message: Message, rows: Tensor) -> None:
-        """Send [rows, width] to the message's target and return at once; `rows` must not change any more."""
+        """Send [rows, width] to the ranks that take the message from this one, and return at once; `rows` must not
+        change any more."""
         assert self._shape is not None
         count, width, dtype = self._shape(message)
         if tuple(rows.shape) != (count, width) or rows.dtype != dtype:
@@ -91,15 +102,18 @@ class Transport:
                 f"{describe(message)}: {list(rows.shape)} of {rows.dtype} were made, but the sizes of the samples "
                 f"say {[count, width]} of {dtype}; the sizes index does not fit the model"
             )
-        if not count:
+        links = self._targets.get(message, ())
+        if not count or not links:
             return
-        place, turn = self._place[message], self._turn[message.consumer]
-        edge, target = self._edges[edge_of(message)], self.rank_of(message.consumer.stage)
-        sending = self._sending[target]
-        if self._check:
-            header = self.header(message, place).to(self._comm.device)
-            sending.append((turn, edge.send(header, target, _HEADER_TAG + place % _TAGS, describe(message))))
-        sending.append((turn, edge.send(rows.contiguous(), target, place % _TAGS, describe(message))))
+        place, turn, what = self._place[message], self._turn[message.consumer], describe(message)
+        sending = self._sending[self._ranks_of_stage[message.consumer.stage]]
+        rows = rows.contiguous()
+        for link in links:
+            edge, target = self._edges[link], link[3]
+            if self._check:
+                header = self.header(message, place).to(self._comm.device)
+                sending.append((turn, edge.send(header, target, _HEADER_TAG + place % _TAGS, what)))
+            sending.append((turn, edge.send(rows, target, place % _TAGS, what)))
 
     def finish(self) -> None:
         """Return when everything is sent. Raises TransportError if a message was never received."""
@@ -121,23 +135,13 @@ class Transport:
             [self._comm.generation, place, rows, width, int.from_bytes(samples[:7], "little")]
         )
 
-    def rank_of(self, stage: int) -> int:
-        """The rank that runs a stage."""
-        return self._rank_of_stage[stage]
-
-    def _let_go(self, rank: int, turn: int) -> None:
-        """Forget what was sent to actions of `rank` up to `turn`: they are done."""
-        sending = self._sending[rank]
+    def _let_go(self, ranks: tuple[int, ...], turn: int) -> None:
+        """Forget what was sent to actions of `ranks`, which run the same ones, up to `turn`: they are done."""
+        sending = self._sending[ranks]
         for wanted, pending in sending:
             if wanted <= turn:
                 pending.wait()
-        self._sending[rank] = [entry for entry in sending if entry[0] > turn]
-
-    def _open(self, edge: Edge) -> Group:
-        source, target = edge
-        return self._comm.edge(
-            f"edge/{source}-{target}", self._rank_of_stage[source], self._rank_of_stage[target]
-        )
+        self._sending[ranks] = [entry for entry in sending if entry[0] > turn]
 
 
 @dataclass(slots=True)
@@ -151,10 +155,11 @@ class _Inbox:
     """Receives of one directed edge, in the sender's order."""
 
     def __init__(
-        self, transport: Transport, edge: Group, messages: tuple[Message, ...], look_ahead: int
+        self, transport: Transport, edge: Group, source: int, messages: tuple[Message, ...], look_ahead: int
     ) -> None:
         self._transport = transport
         self._edge = edge
+        self._source = source
         self._messages = messages
         self._look_ahead = look_ahead
         self._posted: dict[int, _Posted] = {}
@@ -208,13 +213,7 @@ class _Inbox:
 
     def _receive(self, tensor: Tensor, place: int, tag: int) -> Pending:
         message = self._messages[place]
-        source = self._transport.rank_of(message.producer.stage)
-        return self._edge.receive(tensor, source, tag + place % _TAGS, describe(message))
-
-
-def edge_of(message: Message) -> Edge:
-    """The directed edge between stages that a message travels on."""
-    return message.producer.stage, message.consumer.stage
+        return self._edge.receive(tensor, self._source, tag + place % _TAGS, describe(message))
 
 
 def describe(message: Message) -> str:
