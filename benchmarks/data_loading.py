@@ -3,12 +3,16 @@
     python benchmarks/data_loading.py [--samples N] [--out FILE.json]
 
 Data: JPEG photos of 640 x 480 (noise smoothed to about 60 kB) with a question and an answer of some 40 tokens, in one
-tar, for an encoder of 224 x 224. Three measurements, samples per second, the best of three rounds.
+tar, for an encoder of 224 x 224. Four measurements, samples per second, the best of three rounds.
 
 1. Bound: Pillow and numpy alone decode and resize the same JPEGs, one after another in one process.
 2. The loader with 0, 1 and 2 workers, against the bound times the processes at work, and against torch's DataLoader
    with as many workers on the same reading and encoding (its batches are not packed).
-3. A trainer that computes for as long as a batch takes to make: the share of its time that it waits for data.
+3. The pool that all ranks of a machine share, for one rank that asks two batches ahead, against the DataLoader of 2:
+   also the consumer's CPU seconds a sample, and the bytes of a sample as they travel and as an encoder sees them.
+4. A trainer that computes for as long as a batch takes to make: the share of its time that it waits for data.
+5. Four encoder replicas and a language model of two stages, in global batches: what the six ranks ask their source for
+   against what the batches hold. No image is decoded twice or in vain (1.00).
 
 Everything is measured; nothing is modelled.
 """
@@ -29,16 +33,36 @@ from typing import Any
 import numpy as np
 from machine import machine
 from PIL import Image
+from transformers import LlamaConfig, SiglipVisionConfig
 
-from dilatant.config import DataSource
+from dilatant.config import DataSource, UserError
 from dilatant.data.blend import Blend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding, encode_sample
+from dilatant.data.encode import TOKENS, Encoding, encode_sample
 from dilatant.data.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.loader import Loader
+from dilatant.data.pixels import as_array
+from dilatant.data.pool import InlineSource, Request, Source
+from dilatant.data.pool_owner import PoolOwner
+from dilatant.data.pool_source import join
+from dilatant.data.sample import EncodedSample
+from dilatant.data.sizes import blend_sizes
 from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.models.encoder_spec import Encoder
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec
+from dilatant.plan.step_costs import token_costs
+from dilatant.runtime.cost_correction import CostCorrection
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.step_planner import StepPlanner
+from dilatant.schedule.step_assignment import Microbatching
+from dilatant.schedule.trainability import trainability_of
+from dilatant.training.feed import Feed, IndexedData, draws
+from dilatant.training.needs import Needs
 
 BATCH = 32
+BUDGET_BYTES = 64 << 20
 
 
 def write_photos(path: Path, count: int) -> list[bytes]:
@@ -96,9 +120,67 @@ def load(
     return samples, seconds, waited / seconds
 
 
+def load_all_with_torch(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float]:
+    samples, seconds, _ = load_with_torch(blend, encoding, workers)
+    return samples, seconds
+
+
 def load_all(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float]:
     samples, seconds, _ = load(blend, encoding, workers)
     return samples, seconds
+
+
+def take_from_pool(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float, float]:
+    """Samples, seconds, and CPU seconds of this process, once the first two batches have come."""
+    owner = PoolOwner({"train": blend}, encoding, workers) if workers else None
+    source: Source = join(owner.address, BUDGET_BYTES) if owner else InlineSource({"train": blend}, encoding)
+    indices, _ = (sampler := blend.sampler(0, BATCH)).take(sampler.start(), len(blend) // BATCH * BATCH)
+    parts = frozenset({TOKENS, "vision"})
+    requests = [Request(draw, int(index), parts, nbytes=200_000) for draw, index in enumerate(indices)]
+    source.ask(requests[: 2 * BATCH])
+    start = cpu = 0.0
+    for draw in range(len(requests)):
+        if draw == 2 * BATCH:
+            start, cpu = time.perf_counter(), time.process_time()
+        if draw % BATCH == 0:
+            source.ask(requests[draw + 2 * BATCH : draw + 3 * BATCH])
+        taken = source.take("train", draw)
+        if isinstance(taken, UserError):
+            raise taken
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    source.close()
+    if owner:
+        owner.close()
+    return len(requests) - 2 * BATCH, seconds, cpu
+
+
+def compare_consumers(blend: Blend, encoding: Encoding, rounds: int) -> dict[str, Any]:
+    """Best of rounds that take turns: samples per second, and the consumer's CPU milliseconds a sample."""
+    runs = {
+        f"{name} {workers}": partial(run, blend, encoding, workers)
+        for workers in (0, 1, 2)
+        for name, run in (("pool", take_from_pool), ("torch", load_with_torch))
+    }
+    found: dict[str, Any] = {}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples, seconds, cpu = run()
+            best = found.setdefault(name, {"per_second": 0.0, "cpu_ms": float("inf")})
+            best["per_second"] = max(best["per_second"], samples / seconds)
+            best["cpu_ms"] = min(best["cpu_ms"], cpu / samples * 1e3)
+    pixels = encode_sample(blend[0], encoding).media["vision"]["pixel_values"]
+    found["bytes"] = {"travels": pixels.nbytes, "seen": as_array(pixels).nbytes}
+    print(
+        f"{'workers':>8} {'pool':>9} {'torch':>9} {'ratio':>7} {'pool CPU':>9} {'torch CPU':>9}  (ms a sample)"
+    )
+    for workers in (0, 1, 2):
+        ours, theirs = found[f"pool {workers}"], found[f"torch {workers}"]
+        print(
+            f"{workers:>8} {ours['per_second']:>9,.0f} {theirs['per_second']:>9,.0f} "
+            f"{ours['per_second'] / theirs['per_second']:>7.2f} {ours['cpu_ms']:>9.2f} {theirs['cpu_ms']:>9.2f}"
+        )
+    print("pixels of a sample: {travels:,} bytes travel, {seen:,} are seen".format(**found["bytes"]))
+    return found
 
 
 class MapDataset:
@@ -118,7 +200,7 @@ def as_they_are(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def load_with_torch(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float]:
+def load_with_torch(blend: Blend, encoding: Encoding, workers: int) -> tuple[int, float, float]:
     from torch.utils.data import DataLoader
 
     loader = iter(
@@ -133,10 +215,56 @@ def load_with_torch(blend: Blend, encoding: Encoding, workers: int) -> tuple[int
         )
     )
     next(loader), next(loader)
-    start, samples = time.perf_counter(), 0
+    start, cpu, samples = time.perf_counter(), time.process_time(), 0
     for batch in loader:
         samples += len(batch)
-    return samples, time.perf_counter() - start
+    return samples, time.perf_counter() - start, time.process_time() - cpu
+
+
+def decoded_and_needed(blend: Blend, encoding: Encoding, steps: int) -> tuple[int, int]:
+    """Images that six ranks decode in `steps` steps, and images that the samples of these steps hold."""
+    siglip = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=224
+    )
+    llama = LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = MultimodalModel(encoders={"vision": Encoder(siglip)}, language_model=llama)
+    layers = {name: len(unit.layers) for name, unit in model.units.items()}
+    specs = {"vision": ParallelSpec(replicas=4), "language": ParallelSpec(pp=2)}
+    plan = plan_from_specs(layers, specs, model.graph.feeds)
+    trainability = trainability_of(plan, trainable_layers(model.units))
+    costs = CostCorrection(plan, token_costs(plan, trainability.backward))
+    sizes = blend_sizes(blend, encoding)
+    decoded = needed = 0
+    for rank in plan.ranks:
+        planner = StepPlanner(plan, trainability, model.graph, Microbatching(4), costs, rank)
+        needs = Needs(model, plan, rank)
+        source = CountingSource({"train": blend}, encoding)
+        sampler = blend.sampler(0, BATCH)
+        with Feed(
+            IndexedData("train", blend, sizes, {}),
+            draws(sampler, sampler.start(), 0, steps),
+            source,
+            planner.plan_step,
+            lambda step, needs=needs: needs.of(step.assignment),
+        ) as feed:
+            batches = [one.batch for one in feed]
+        decoded += source.images
+        needed = sum(bool(sample.sizes["vision"]) for batch in batches for sample in batch.samples)
+    return decoded, needed
+
+
+class CountingSource(InlineSource):
+    """Counts the images that it decodes."""
+
+    images = 0
+
+    def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
+        sample = super().take(dataset, draw)
+        assert isinstance(sample, EncodedSample)
+        self.images += sum(len(values) for inputs in sample.media.values() for values in inputs.values())
+        return sample
 
 
 def main() -> None:
@@ -154,7 +282,7 @@ def main() -> None:
         runs: dict[str, Callable[[], tuple[int, float]]] = {"bound": partial(decode_alone, photos)}
         for workers in (0, 1, 2):
             runs[f"ours {workers}"] = partial(load_all, blend, encoding, workers)
-            runs[f"torch {workers}"] = partial(load_with_torch, blend, encoding, workers)
+            runs[f"torch {workers}"] = partial(load_all_with_torch, blend, encoding, workers)
         fastest = best_of_rounds(runs, options.rounds)
         bound = fastest["bound"]
         result: dict[str, Any] = {
@@ -170,6 +298,10 @@ def main() -> None:
             share = ours / (bound * max(1, workers))
             result["loader"][workers] = {"per_second": ours, "of_bound": share, "torch_per_second": theirs}
             print(f"{workers:>8} {ours:>9,.0f} {share:>9.0%} {theirs:>9,.0f} {ours / theirs:>7.2f}")
+        result["shared_memory"] = compare_consumers(blend, encoding, options.rounds)
+        decoded, needed = decoded_and_needed(blend, encoding, steps=4)
+        result["six_ranks"] = {"decoded": decoded, "needed": needed, "ratio": decoded / needed}
+        print(f"images decoded by 6 ranks, 4 of them encoders: {decoded} of {needed}, {decoded / needed:.2f}")
         compute = BATCH / result["loader"][1]["per_second"] * 1.2
         _, _, waiting = min((load(blend, encoding, 1, compute) for _ in range(3)), key=lambda run: run[2])
         _, _, alone = min((load(blend, encoding, 0, compute) for _ in range(3)), key=lambda run: run[2])

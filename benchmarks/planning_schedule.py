@@ -18,15 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from machine import machine
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import StageCosts
+from dilatant.plan.step_costs import StepCosts
 from dilatant.schedule import (
+    FAMILIES,
     Assignment,
     assign_microbatches,
     build,
@@ -37,6 +42,7 @@ from dilatant.schedule import (
     validate,
 )
 from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
+from dilatant.schedule.step_assignment import Microbatching, sample_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,103 @@ def assignment_rows(runs: int, seeds: int = 5) -> Iterator[Row]:
             yield Row(f"{name}: time", took, "ms", 250.0 if searched else None)
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A sample as far as steps are planned from it, and its digest as a sizes index knows it."""
+
+    sizes: dict[str, int]
+    draw: int
+    content_digest: int = 7
+
+    @property
+    def key(self) -> str:
+        return f"draw {self.draw}"
+
+
+def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
+    """64 ranks: eight pipelines of two vision and six language stages, vision without backward, and a global batch of
+    which each microbatch has sixteen samples on average, none longer than 8192 vision tokens. Seconds are made up;
+    attention's squares are a seventh of them."""
+    step = 8
+    units = []
+    for name, stages, first in (("vision", 2, 0), ("language", 6, 2)):
+        chains = [
+            Replica(tuple(Stage(s, s + 1, (step * pipeline + first + s,)) for s in range(stages)))
+            for pipeline in range(8)
+        ]
+        units.append(UnitPlan(name, tuple(chains), ("language",) if name == "vision" else ()))
+    plan = Plan(tuple(units))
+    placed = plan.stages()
+    seconds = np.zeros((len(placed), 4, 3))
+    seconds[:, 0] = [1e-9, 1e-5, 1e-3]
+    trains = np.asarray([one.unit == "language" for one in placed], dtype=float)
+    seconds[:, 1] = 2 * seconds[:, 0] * trains[:, None]
+    seconds[:, 2:] = seconds[:, 1:2] / 2
+    none = np.zeros((len(placed), 3))
+    table = StageCosts(seconds, none, none, none, none, np.zeros(len(placed)))
+    rng = np.random.default_rng(0)
+    samples = []
+    for draw in range(8 * 16 * microbatches):
+        vision, text = min(8192, int(np.exp(rng.normal(6.5, 0.8)))), int(np.exp(rng.normal(5.3, 1.0)))
+        samples.append(Drawn({"vision": vision, "language": vision // 4 + text + 1}, draw))
+    return plan, StepCosts(table, origin="made up"), samples
+
+
+def step_rows(runs: int, microbatches: int = 16) -> Iterator[Row]:
+    """Planning a step of 64 ranks: what is done ahead of it, what is left in it, and how even the work is."""
+    from dilatant.runtime.cost_correction import CostCorrection
+    from dilatant.runtime.step_planner import StepPlanner
+    from dilatant.schedule import Trainability
+    from dilatant.schedule.assign import POLICIES
+
+    plan, costs, samples = drawn_run(microbatches)
+    backward = tuple(placed.unit == "language" for placed in plan.stages())
+    graph: Any = SimpleNamespace(anchor="language", behind_anchor=())
+    for policy in POLICIES:
+        planner = StepPlanner(
+            plan,
+            Trainability(backward, backward),
+            graph,
+            Microbatching(microbatches, FAMILIES["eager"], policy),
+            CostCorrection(plan, costs),
+            rank=13,
+        )
+        step = planner.plan_step(samples, 0)
+        name = f"64 ranks, {len(samples)} samples, {policy}"
+        again = 1 if policy == "searched" else runs
+        yield Row(f"{name}: planned ahead", best_of(again, planner.plan_step, samples, 0), "ms")
+        if policy == "balanced":
+            yield Row(f"{name}: left in the step", best_of(runs, step.agreed, samples, 0), "ms", 1.0)
+        seconds = sample_seconds(plan, costs.stages, costs.workload(arrays(step.tokens)))
+        for unit, replicas in step.assignment.microbatches.items():
+            loads = [[seconds[unit][list(batch)].sum() for batch in replica] for replica in replicas]
+            bound = max(seconds[unit].sum() / (8 * microbatches), seconds[unit].max())
+            above = 100 * (max(map(max, loads)) / bound - 1)
+            shares = [sum(replica) for replica in loads]
+            note = f"largest replica {100 * (max(shares) / np.mean(shares) - 1):.3f} % above the mean one"
+            bar = 1.0 if policy == "balanced" else None
+            yield Row(f"{name}: largest {unit} microbatch above its bound", above, "%", bar, note)
+        bound = step_bound_of(plan, costs, step.tokens)
+        yield Row(
+            f"{name}: step / bound",
+            step.timed.seconds / bound,
+            "",
+            None,
+            "modelled; bound: work of the busiest rank",
+        )
+
+
+def arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    return {unit: np.asarray(counts, dtype=float) for unit, counts in tokens.items()}
+
+
+def step_bound_of(plan: Plan, costs: StepCosts, tokens: Mapping[str, tuple[int, ...]]) -> float:
+    """The work of the busiest stage, were it spread evenly over its replicas; without what microbatches cost beyond
+    their samples."""
+    work = sample_seconds(plan, costs.stages, costs.workload(arrays(tokens)))
+    return max(float(seconds.sum()) / len(plan.unit(unit).replicas) for unit, seconds in work.items())
+
+
 FIRST_USE = """
 import time, numpy as np
 began = time.perf_counter()
@@ -166,7 +269,12 @@ def first_use_rows() -> Iterator[Row]:
 def all_rows(quick: bool = False) -> list[Row]:
     """Every row of this benchmark."""
     runs = 3 if quick else 20
-    return [*simulator_rows(runs), *assignment_rows(runs, 2 if quick else 5), *first_use_rows()]
+    return [
+        *simulator_rows(runs),
+        *assignment_rows(runs, 2 if quick else 5),
+        *step_rows(runs),
+        *first_use_rows(),
+    ]
 
 
 def main() -> None:

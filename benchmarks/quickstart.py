@@ -1,6 +1,6 @@
 """The quickstart as three processes, against the same training in one.
 
-Runs `dilatant train examples/quickstart.yaml` as it stands and with `parallel=null`, in turn, so that noise of the
+Runs `dilatant train examples/quickstart.yaml` as it stands and with `parallel=single`, in turn, so that noise of the
 machine falls on both. Both see the same batches and differ in rounding only. Compared are whole commands, from start to
 export, and the training alone; both must reach the accuracy that the README promises.
 
@@ -22,7 +22,7 @@ from typing import Any
 from machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYOUTS = {"one process": ["--set", "parallel=null"], "three processes": []}
+LAYOUTS = {"one process": ["--set", "parallel=single"], "three processes": []}
 ACCURACY = 0.95
 BAR = 1.3
 

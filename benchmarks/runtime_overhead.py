@@ -114,8 +114,10 @@ def compare(worker: Worker, settings: argparse.Namespace) -> dict[str, Any]:
     batch = torch.as_tensor(ids)
     parameters = list(runtime.parameters.values())
 
+    prepared = runtime.prepare(samples, assignment, schedule)
+
     def run_ours() -> None:
-        runtime.execute(samples, assignment, schedule)
+        runtime.execute(samples, prepared)
 
     def run_theirs() -> None:
         if worker.rank == 0:

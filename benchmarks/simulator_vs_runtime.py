@@ -187,11 +187,12 @@ def train(worker: Worker, chosen: Sequence[Case], steps: int) -> list[list[dict[
         samples, assignment = build_batch(case)
         schedule = build_schedule(case, plan, model, assignment)
         runtime = Runtime(model, plan, comm)
+        prepared = runtime.prepare(samples, assignment, schedule)
         taken = []
         for step in range(steps + 2):
             comm.world.barrier()
             began = time.perf_counter()
-            runtime.execute(samples, assignment, schedule)
+            runtime.execute(samples, prepared)
             comm.world.barrier()
             whole = time.perf_counter() - began
             for parameter in runtime.parameters.values():
@@ -227,7 +228,9 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     schedule = build_schedule(case, plan, model, assignment)
     tokens = {unit: [sample.sizes.get(unit, 0) for sample in samples] for unit in case.cuts}
     targets = sum(int((sample.labels != -100).sum()) for sample in samples) / sum(tokens["language"])
-    used = costs_in_use(costs, description, targets)
+    language = tokens["language"]
+    row = max(sum(language[s] for s in row) for rows in assignment.microbatches["language"] for row in rows)
+    used = costs_in_use(costs, description, targets, row, model.language.loss_chunk)
     table = stage_costs(plan, description.spec, used)
     squares = {unit: [n * IMAGE_TOKENS for n in tokens[unit]] for unit in tokens if unit != "language"}
     return predict(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +34,7 @@ LANGUAGE = {
     "qwen3": {"head_dim": 8},
     "gemma": {"head_dim": 8},
     "olmo2": {},
+    "phi": {},
 }
 MORE_LANGUAGES = {
     "qwen2": {},
@@ -55,6 +58,13 @@ ENCODERS = {
                 "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
                 "decoder_start_token_id": 1, "dropout": 0.0},
 }  # fmt: skip
+DROPOUT = {
+    "siglip_vision_model": ("attention_dropout",),
+    "clip_vision_model": ("attention_dropout",),
+    "dinov2": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "whisper": ("dropout", "activation_dropout", "attention_dropout"),
+    "phi": ("resid_pdrop", "embd_pdrop"),
+}
 OWN = "own module"
 DEPTH_KEY = {"whisper": "encoder_layers"}
 ITEM = {"whisper": ("input_features", (4, 6), 3)}
@@ -70,26 +80,29 @@ TARGETS = 3
 class OwnEncoder(torch.nn.Module):
     """An encoder that transformers does not know: the four quarters of a picture, mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(3 * 16, 12)
+        self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         quarters = pixel_values.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5)
-        return torch.tanh(self.inner(quarters.reshape(len(pixel_values), 4, -1)))
+        return self.dropout(torch.tanh(self.inner(quarters.reshape(len(pixel_values), 4, -1))))
 
 
 class Regression(torch.nn.Module):
     """A small unit behind the language model: numbers about an item from the rows at its places."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.inner = torch.nn.Linear(PLACES * width, 10)
         self.norm = torch.nn.LayerNorm(10)
         self.outer = torch.nn.Linear(10, TARGETS)
 
     def forward(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        said = self.outer(torch.tanh(self.norm(self.inner(rows.flatten(1)))))
+        hidden = torch.tanh(self.norm(self.inner(rows.flatten(1))))
+        said = self.outer(torch.nn.functional.dropout(hidden, self.dropout, self.training))
         return (said - numbers).square().mean(dim=1)
 
 
@@ -119,6 +132,9 @@ class Case:
     """(name, width, connector, loss weight)"""
     drawn: tuple[tuple[int, ...], ...] = ()
     """For each sample: items of each generator; none where the model has none."""
+    dropout: float = 0.0
+    numbered: bool = False
+    """Whether samples know their draws; otherwise step and place key what they drop."""
     dtype: torch.dtype = torch.float32
     """What weights and activations are held in."""
     loss_chunk: int | None = None
@@ -127,7 +143,8 @@ class Case:
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
-    """The model of a case; on "meta" nothing is materialised. plain: with transformers' own attention."""
+    """The model of a case; on "meta" nothing is materialised. plain: with transformers' own attention, and
+    nothing recomputed."""
     language = parse_config(
         {
             "model_type": case.language,
@@ -136,15 +153,23 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
             **case.settings,
             "num_hidden_layers": case.language_layers,
             "tie_word_embeddings": case.tied,
+            **dict.fromkeys(DROPOUT.get(case.language, ()), case.dropout),
+            "attention_dropout": case.dropout if case.attention is None else 0.0,
         },
         "language",
     )
     encoders = {
-        name: _own_encoder(projector)
+        name: _own_encoder(projector, case.dropout)
         if kind == OWN
         else Encoder(
             parse_config(
-                {"model_type": kind, **ENCODERS[kind], DEPTH_KEY.get(kind, "num_hidden_layers"): layers}, name
+                {
+                    "model_type": kind,
+                    **ENCODERS[kind],
+                    DEPTH_KEY.get(kind, "num_hidden_layers"): layers,
+                    **dict.fromkeys(DROPOUT[kind], case.dropout),
+                },
+                name,
             ),
             projector=projector,
             features=features,
@@ -154,7 +179,12 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     with torch.device("meta"):
         generators = {
             name: Generator(
-                Regression(width), token_id(case, name), width, connector, PLACES, loss_weight=weight
+                Regression(width, case.dropout),
+                token_id(case, name),
+                width,
+                connector,
+                PLACES,
+                loss_weight=weight,
             )
             for name, width, connector, weight in case.generators
         }
@@ -172,15 +202,18 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         model.freeze(case.frozen)
     model.language.loss_chunk = case.loss_chunk
     for unit in model.units.values():
-        unit.recompute(case.recompute)
+        unit.recompute("none" if plain else case.recompute)
     model.train()
     return model
 
 
-def _own_encoder(projector: str) -> Encoder:
+def _own_encoder(projector: str, dropout: float) -> Encoder:
     with torch.device("meta"):
-        module = OwnEncoder()
-    return Encoder(module, projector, kind="image", row_shape=(3, 8, 8), width=12, tokens_per_row=4)
+        module = OwnEncoder(dropout)
+        inner: str | torch.nn.Module = projector
+        if projector == "mlp":
+            inner = torch.nn.Sequential(torch.nn.Linear(12, HIDDEN), torch.nn.Dropout(dropout))
+    return Encoder(module, inner, kind="image", row_shape=(3, 8, 8), width=12, tokens_per_row=4)
 
 
 def token_id(case: Case, generator: str) -> int:
@@ -225,7 +258,14 @@ def build_samples(case: Case) -> list[EncodedSample]:
         labels[0] = -100
         sizes["language"] = len(ids)
         samples.append(
-            EncodedSample(f"sample-{index}", np.array(ids), np.array(labels), media=media, sizes=sizes)
+            EncodedSample(
+                f"sample-{index}",
+                np.array(ids),
+                np.array(labels),
+                media=media,
+                sizes=sizes,
+                draw=100 - index if case.numbered else 0,
+            )
         )
     return samples
 
@@ -276,12 +316,14 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
         look_ahead=draw(st.integers(1, 3)),
         check=draw(st.booleans()),
         seed=draw(st.integers(0, 10**6)),
+        dropout=draw(st.sampled_from([0.0, 0.3])),
+        numbered=draw(st.booleans()),
         dtype=dtype,
     )
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    widths = [1] if case.language in UNDIVIDED else [1, 1, 2]
+    widths = [1] if case.language in UNDIVIDED or case.dropout else [1, 1, 2]
     plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, widths)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
@@ -444,6 +486,7 @@ def expected(
 ) -> tuple[list[tuple[float, dict[str, float]]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses of three steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
     one process (the oracle)."""
+    from oracles.keyed_dropout import OneSampleDropout
     from oracles.one_process import losses_of_batch
 
     model = build_model(case, plain=True)
@@ -468,11 +511,18 @@ def expected(
     }
     optimizer = build_optimizer(masters)
     losses, gradients = [], {}
+    dropout = OneSampleDropout(case.seed, _layers(units)) if case.dropout else None
     for step in range(3):
+
+        def begin(number: int, step: int = step) -> None:
+            if dropout is not None:
+                dropout.begin(f"draw {100 - number}" if case.numbered else f"step {step} place {number}")
+
         seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
-        parts = losses_of_batch(
-            units["language"].model, encoders, model.placeholder_ids, samples, seen_in, generators
-        )
+        with dropout or nullcontext():
+            parts = losses_of_batch(
+                units["language"].model, encoders, model.placeholder_ids, samples, seen_in, generators, begin
+            )
         loss = sum((weights[name] * part for name, part in parts.items()), start=torch.zeros(()))
         if loss.requires_grad:
             loss.backward()
@@ -485,6 +535,16 @@ def expected(
         for name, parameter in parameters.items():
             parameter.data.copy_(masters[name])
     return losses, gradients, {name: p.detach().clone() for name, p in masters.items()}
+
+
+def _layers(units: Any) -> Iterator[tuple[str, torch.nn.Module, bool, bool]]:
+    """Layers as `OneSampleDropout` takes them."""
+    for unit in units.values():
+        trains = {name for name, p in unit.named_logical_parameters() if p.requires_grad}
+        trains = {weight.layer for weight in unit.weights if weight.canonical in trains}
+        whole = [(unit.layers[0], "model")] if unit.structure is not None else []
+        for layer, path in (*whole, *unit.pieces()):
+            yield layer, unit.get_submodule(path), layer in trains, unit.unit == "language"
 
 
 def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:

@@ -15,7 +15,9 @@ def unit(name, layers, feeds=(), trainable=True, parameters=1000, kind=None):
     return UnitSpec(name, specs, feeds)
 
 
-def cost_model(per_token, degrees=((1, 1), (2, 1)), overhead=0.1, activation=10.0, square=0.0, call=0.0):
+def cost_model(
+    per_token, degrees=((1, 1), (2, 1)), overhead=0.1, activation=10.0, output=2.0, square=0.0, call=0.0
+):
     """`per_token[kind]` seconds of forward per token on one device; backward halves cost as much each."""
 
     def layer(seconds, tp, cp):
@@ -27,7 +29,7 @@ def cost_model(per_token, degrees=((1, 1), (2, 1)), overhead=0.1, activation=10.
             weight_gradient=one,
             first_trainable=one,
             activation_bytes=Quadratic(0.0, activation / (tp * cp), 0.0),
-            output_bytes=Quadratic(0.0, 2.0, 0.0),
+            output_bytes=Quadratic(0.0, output, 0.0),
         )
 
     return CostModel(

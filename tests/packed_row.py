@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dilatant.data.pixels import as_array
 from dilatant.data.sample import EncodedSample
 
 
@@ -16,7 +17,7 @@ def packed_inputs(samples: Sequence[EncodedSample]) -> dict[str, Any]:
     for sample in samples:
         for unit, inputs in sample.media.items():
             for name, array in inputs.items():
-                media.setdefault(unit, {}).setdefault(name, []).append(array)
+                media.setdefault(unit, {}).setdefault(name, []).append(as_array(array))
     return {
         "input_ids": torch.cat([torch.as_tensor(sample.input_ids) for sample in samples])[None],
         "labels": torch.cat([torch.as_tensor(sample.labels) for sample in samples])[None],

@@ -13,9 +13,15 @@ import yaml
 from test_user_errors import refused
 from tiny_project import Dilatant, write_images
 
+from dilatant.config import load_config
 from dilatant.cost.model import load_costs
 from dilatant.plan import Plan
+from dilatant.profiling.assemble import assemble_samples
+from dilatant.profiling.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
+from dilatant.report.wording import percent_text
+from dilatant.schedule.measured import MeasuredStep
+from dilatant.training.layout import TrainingPlan
 
 H100 = ("--set", "cluster.hardware=H100")
 """Costs are then modelled, so nothing is measured and the same plan is found on any machine."""
@@ -95,6 +101,74 @@ def test_costs_measured_for_tensor_parallel_groups_are_planned_with(
     assert {degree for known in load_costs(costs).layers.values() for degree in known} == {(2, 1), (2, 2)}
     report = planned(dilatant, project / "config.yaml", *two_heads, "--costs", costs)
     assert {(placed.stage.tp, placed.stage.cp) for placed in report.plan.stages()} == {(2, 1)}
+    assert report.planned_only == "vision tp 2, language tp 2"
+    assert any("there is no plan for tp = cp = 1" in warning for warning in report.warnings)
+
+
+def slow_alone(costs: Path) -> None:
+    """Make tp 1 take a thousand times as long as it did."""
+    tree = yaml.safe_load(costs.read_text())
+    for degrees in tree["layers"].values():
+        for name in ("forward", "input_gradient", "weight_gradient", "first_trainable"):
+            degrees["tp1 cp1"][name] = [1000 * value for value in degrees["tp1 cp1"][name]]
+    costs.write_text(yaml.safe_dump(tree))
+
+
+def test_a_plan_that_does_not_train_is_marked_and_the_best_that_does_stands_beside_it(
+    project: Path, dilatant: Dilatant
+) -> None:
+    config, costs = project / "config.yaml", project / "costs.yaml"
+    wide = (
+        "--set",
+        "plan.tensor_parallel=[1,2]",
+        "--set",
+        "model.language_model.config.num_key_value_heads=2",
+    )
+    two = (*H100, "--set", "cluster.gpus_per_node=2", *wide)
+    assert not planned(dilatant, config, *two).planned_only  # layers of a few weights gain nothing by it
+    assert dilatant("profile", config, *two, "--out", costs)[0] == 0
+    slow_alone(costs)
+    code, out, err = dilatant("plan", config, *two, "--costs", costs)
+    assert code == 0, err
+    folder = project / "run" / "plan"
+    report = PlanReport.from_json((folder / "report.json").read_text())
+    assert "tp 2" in report.planned_only
+    (warning,) = [text for text in report.warnings if text.startswith("planned only")]
+    best = min((one for one in report.candidates if not one.planned_only), key=lambda one: one.step_seconds)
+    assert f"{percent_text(best.step_seconds / report.step_seconds - 1)} more" in warning
+    assert "planned only" in (folder / "plan.html").read_text()
+    assert "planned only" in out
+    assert "To train with the best that trains" in out
+    assert "run/plan/trained.json" in out
+    # The one is refused, in one line for each unit; what is said to train does.
+    trains = ("--set", "train.device=cpu", "--set", "train.steps=1", *wide[2:])
+    result = dilatant("train", config, *trains, "--set", f"parallel={{plan: {folder / 'plan.json'}}}")
+    refused(result, "asks for tp 2, which this version plans but does not train yet")
+    assert result[2].count("does not train yet") == len(report.planned_only.split(", "))
+    code, _, err = dilatant(
+        "train", config, *trains, "--set", f"parallel={{plan: {folder / 'trained.json'}}}"
+    )
+    assert code == 0, err
+
+
+def test_advice_names_faster_schedules_and_recomputation_that_nothing_asks_for(
+    project: Path, dilatant: Dilatant
+) -> None:
+    deep = [f"model.{part}.config.num_hidden_layers=4" for part in ("language_model", "encoders.vision")]
+    settings = [
+        "plan.microbatch_sizes=[1]",
+        "plan.mode=cornstarch",
+        "train.recompute=block",
+        *deep,
+    ]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    report = planned(dilatant, project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=4", *arguments)
+    found = simulated(dilatant, project / "run" / "plan")["schedules"]
+    fastest = min(found, key=lambda name: found[name]["seconds"])
+    assert found[fastest]["seconds"] < 0.99 * report.candidates[0].step_seconds
+    assert found[report.schedule]["seconds"] == pytest.approx(report.candidates[0].step_seconds, rel=1e-9)
+    assert any(f"Schedule {fastest} would take" in text for text in report.advice)
+    assert any("train.recompute: none" in text for text in report.advice)
 
 
 def test_a_plan_measures_this_machine_when_nothing_else_is_said(project: Path, dilatant: Dilatant) -> None:
@@ -114,6 +188,22 @@ def test_simulating_a_plan_gives_the_time_it_was_planned_with(project: Path, dil
     best = simulated(dilatant, project / "config.yaml", *settings)
     assert best["step_seconds"] == again["step_seconds"]
     assert {"1f1b", "zb-h1"} <= again["schedules"].keys()
+
+
+def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatant: Dilatant) -> None:
+    """The last step that the run's ranks measured, against the planner's of the same global batch."""
+    planned(dilatant, project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2")
+    plan = project / "run" / "plan" / "plan.json"
+    trained = ("--set", f"parallel={{plan: {plan}}}", "--set", "output_dir=trained", "--set", "train.steps=2")
+    code, _, err = dilatant("train", project / "config.yaml", *trained)
+    assert code == 0, err
+    config = load_config(project / "run" / "plan" / "config.yaml")
+    problem = planning_problem(config, assemble_samples(config))
+    found = TrainingPlan.from_json(plan.read_text())
+    expected = simulated_steps(problem, found.plan, found.num_microbatches)[1].timeline
+    step = MeasuredStep.from_json((project / "trained" / "step.json").read_text())
+    assert step.assignment == expected.assignment
+    assert step.schedule.to_json() == expected.schedule.to_json()
 
 
 def test_a_plan_is_timed_on_a_cluster_that_is_not_here(project: Path, dilatant: Dilatant) -> None:

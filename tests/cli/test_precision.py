@@ -11,9 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny_project import Dilatant, tiny_config, write_images
 
-NO_DROPOUT = (
-    "--set", "model.language_model.config.attention_dropout=0",
-    "--set", "model.encoders.vision.config.attention_dropout=0",
+SETTINGS = (
     "--set", "train.schedule.kind=constant",
     "--set", "model.freeze=[vision.encoder]",
 )  # fmt: skip
@@ -30,10 +28,10 @@ def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def test_precision_may_change_where_a_run_goes_on(project: Path, dilatant: Dilatant) -> None:
     config, run = project / "config.yaml", project / "run"
-    dilatant("train", config, *NO_DROPOUT, "--set", f"output_dir={project / 'whole'}")
+    dilatant("train", config, *SETTINGS, "--set", f"output_dir={project / 'whole'}")
     for steps, precision in ((2, "fp32"), (4, "bf16"), (6, "fp32")):
         code, _, err = dilatant(
-            "train", config, *NO_DROPOUT, "--set", f"train.steps={steps}", "--set", "train.resume=auto",
+            "train", config, *SETTINGS, "--set", f"train.steps={steps}", "--set", "train.resume=auto",
             "--set", f"train.precision={precision}",
         )  # fmt: skip
         assert code == 0, err

@@ -59,7 +59,11 @@ def test_a_run_folder_holds_what_was_promised(project: Path, dilatant: Dilatant)
     summary = json.loads(out)
     run = project / "run"
     assert summary["steps"] == 6
-    assert summary["exact_match"] == json.loads((run / "eval.json").read_text())["exact_match"]
+    judged = json.loads((run / "eval.json").read_text())
+    assert summary["exact_match"] == judged["exact_match"]
+    assert summary["evaluation"]["samples"] == judged["samples"] == 4
+    assert summary["loss"] == pytest.approx(records(run)[-1]["loss"])
+    assert 0.0 < summary["startup_seconds"] <= summary["whole_seconds"] - summary["seconds"] + 0.02  # rounded
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
     wanted = {"loss", "learning_rates", "step_seconds", "tokens", "tokens_per_second", "data_wait_seconds"}
     assert wanted <= records(run)[0].keys()
@@ -239,7 +243,10 @@ def test_data_stats_counts_tokens_by_unit(project: Path, dilatant: Dilatant) -> 
     stats = json.loads(out)
     assert stats["samples"] == 12
     assert {unit["unit"]: unit["total"] for unit in stats["units"]}["vision"] == 12 * 4
-    assert "<svg" in page.read_text()
+    assert [one["policy"] for one in stats["balance"]] == ["random", "balanced"]
+    text = page.read_text()
+    assert "What balancing is worth" in text
+    assert "data:image/jpeg;base64," in text  # a sample is shown
 
 
 def test_frozen_weights_stay_as_they_were(project: Path, dilatant: Dilatant) -> None:

@@ -20,10 +20,7 @@ def layout(replicas: int) -> tuple[str, str]:
 
 @pytest.fixture
 def project(project: Path) -> Path:
-    """Without dropout, whose draws depend on who makes them."""
     tree = tiny_config(save_steps=2, keep_checkpoints=3)
-    for source in (tree["model"]["language_model"], tree["model"]["encoders"]["vision"]):
-        source["config"]["attention_dropout"] = 0.0
     (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     return project
 

@@ -26,6 +26,11 @@ def test_an_unknown_key(project: Path, dilatant: Dilatant) -> None:
     )
 
 
+def test_recomputation_of_a_unit_that_is_not_there(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("train", project / "config.yaml", "--set", "train.recompute={visoin: block}")
+    refused(result, "train.recompute: no unit 'visoin'; there are vision, language")
+
+
 def test_an_unknown_model_id_offline(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,8 +61,35 @@ def test_a_file_to_write_into_no_folder(project: Path, dilatant: Dilatant, verb:
 
 
 @pytest.mark.parametrize(
+    "verb",
+    [
+        ("plan", "--out"),
+        ("plan", "--page"),
+        ("profile", "--out"),
+        ("profile", "--links"),
+        ("data", "stats", "--page"),
+        ("simulate", "--page"),
+    ],
+)
+@pytest.mark.parametrize("precious", ["config.yaml", "train.jsonl", "images/0.png"])
+def test_a_file_to_write_that_holds_something_else(
+    project: Path, dilatant: Dilatant, verb: tuple[str, ...], precious: str
+) -> None:
+    *name, option = verb
+    before = (project / precious).read_bytes()
+    result = dilatant(*name, project / "config.yaml", option, project / precious)
+    refused(result, option, precious, "name another file")
+    assert (project / precious).read_bytes() == before
+
+
+def test_a_page_is_written_again_over_itself(project: Path, dilatant: Dilatant) -> None:
+    stats = ("data", "stats", project / "config.yaml", "--page", project / "data.html")
+    assert [dilatant(*stats)[0], dilatant(*stats)[0]] == [0, 0]
+
+
+@pytest.mark.parametrize(
     ("layout", "says"),
-    [("null", "has no 'parallel' section"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
+    [("single", "parallel: single asks for one"), ("{units: {vision: {}, language: {}}}", "has 2 ranks")],
 )
 def test_a_launcher_that_started_another_number_of_processes(
     project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch, layout: str, says: str
@@ -92,6 +124,17 @@ def test_a_checkpoint_of_another_model(project: Path, dilatant: Dilatant) -> Non
     dilatant("train", project / "config.yaml")
     result = dilatant("resume", project / "run", "--set", "model.language_model.config.hidden_size=32")
     refused(result, "belongs to another model", "language.")
+
+
+def test_a_model_of_which_nothing_trains(project: Path, dilatant: Dilatant) -> None:
+    result = dilatant("train", project / "config.yaml", "--set", "model.freeze=[vision, language]")
+    refused(result, "model.freeze leaves nothing to train")
+
+
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-5", "inf"])
+def test_a_temperature_that_leaves_no_numbers(project: Path, dilatant: Dilatant, temperature: str) -> None:
+    result = dilatant("generate", project, "--prompt", "Side?", "--temperature", temperature)
+    refused(result, "--temperature must be 0, or a number from 0.001 on")
 
 
 def test_a_run_is_not_overwritten_by_accident(project: Path, dilatant: Dilatant) -> None:
@@ -167,7 +210,7 @@ def test_lint_shows_names_with_brackets_as_they_are(project: Path, dilatant: Dil
     code, out, _ = dilatant("data", "lint", project / "config.yaml", "--set", path)
     assert code == 1
     assert "images/[/red]\\x1b[2J[bold].png" in out.replace("\\\\", "\\")
-    assert "2 samples, 1 problems" in out
+    assert "2 samples, 1 problem" in out
 
 
 def test_lint_refuses_what_no_row_of_training_holds(project: Path, dilatant: Dilatant) -> None:

@@ -69,6 +69,7 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
     ("override", "says"),
     [
         ("trian.steps=3", "did you mean 'train'?"),
+        ("train.gradient_checkpointing=true", "write 'train.recompute: block' for true"),
         ("train.optimizer.lerning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
         ("data.train.0.wieght=1", "did you mean 'data.train.0.weight'?"),
         ("model.encoders.vision.projectr=mlp", "did you mean 'model.encoders.vision.projector'?"),
@@ -107,12 +108,28 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path: Path) -> None:
             "parallel={units: {language: {}}, colocated: {vision: lang}}",
             "parallel.colocated: 'lang' is no unit",
         ),
+        (
+            "train.learning_rate=1",
+            "unknown key 'train.learning_rate'; did you mean 'train.optimizer.learning_rate'?",
+        ),
+        ("learning_rate=1", "did you mean 'train.optimizer.learning_rate'?"),
+        ("optimizer.betas=1", "unknown key 'optimizer'; did you mean 'train.optimizer'?"),
+        ("train.report_to=nothing", "Input should be 'tensorboard', 'wandb' or 'trackio' (given: 'nothing')"),
+        ("evaluation.steps=2", "name held-out data in data.eval"),
+        (
+            "model.encoders.more={kind: image, config: {model_type: siglip_vision_model}}",
+            "'vision' and 'more' share the marker '<image>'",
+        ),
     ],
 )
 def test_a_mistake_names_key_and_remedy(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(UserError) as error:
         load_config(write(tmp_path, GOOD), [override])
     assert says in str(error.value)
+
+
+def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, GOOD), ["train.report_to=wandb"]).train.report_to == ("wandb",)
 
 
 def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
@@ -153,3 +170,23 @@ def test_an_encoder_cannot_take_the_language_models_name(tmp_path: Path) -> None
     tree = changed(model={**GOOD["model"], "encoders": {"language": GOOD["model"]["encoders"]["vision"]}})
     with pytest.raises(UserError, match="cannot be called 'language'"):
         load_config(write(tmp_path, tree))
+
+
+def test_a_folder_called_as_a_word_of_ours_does_not_take_its_place(tmp_path: Path) -> None:
+    for word in ("auto", "bytes"):
+        (tmp_path / word).mkdir()
+    config = load_config(write(tmp_path, GOOD))
+    assert config.data.chat_template == "auto"
+    assert config.model.language_model.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("given", "place"), [("vision", "train.recompute:"), ({"vision": "blok"}, "train.recompute.vision:")]
+)
+def test_a_word_or_a_mapping_is_corrected_as_what_it_is(tmp_path: Path, given: object, place: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(tmp_path, changed(train={"recompute": given})))
+    assert str(error.value).splitlines()[1:] == [
+        f"  - {place} Input should be 'none', 'block' or 'block_keep_attention' (given: "
+        f"{given if isinstance(given, str) else 'blok'!r})"
+    ]

@@ -20,6 +20,7 @@ from dilatant.config import DataSource, UserError
 from dilatant.data.blend import open_blend
 from dilatant.data.errors import SampleError
 from dilatant.data.loader import Loader
+from dilatant.data.pixels import as_array
 from dilatant.data.sample import Sample, Turn
 from dilatant.data.sampler import Sampler, SamplerState
 from dilatant.data.stream_sampler import StreamSampler
@@ -56,7 +57,8 @@ def loader(samples, sampler, **settings):
 def contents(batch):
     return [
         (sample.id, sample.input_ids.tolist(), sample.labels.tolist(), dict(sample.sizes),
-         {unit: {name: array.tobytes() for name, array in inputs.items()} for unit, inputs in sample.media.items()})
+         {unit: {name: as_array(value).tobytes() for name, value in inputs.items()}
+          for unit, inputs in sample.media.items()})
         for sample in batch.samples
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from data_builders import image_bytes, wav_bytes
 from PIL import Image
 
@@ -14,9 +15,11 @@ from dilatant.config import UserError
 from dilatant.data.audio_unit import AudioUnit, LogMelProcessor
 from dilatant.data.image_unit import PixelProcessor
 from dilatant.data.media import decode_audio, decode_image, media_size, resample
+from dilatant.data.pixels import Pixels, joined
 from dilatant.data.processor_settings import processor_settings
 from dilatant.data.processors import HuggingFaceImageProcessor, audio_processor, image_processor
 from dilatant.data.sample import FileSlice, Media, MediaSize
+from dilatant.models.stage import on_device
 
 SHAPES = [(300, 500), (640, 480), (100, 90), (30, 700), (224, 224), (333, 223)]
 
@@ -39,7 +42,35 @@ def test_images_equal_those_of_the_familys_processor(family, shape):
         "pixel_values"
     ]
     # Both round once in float32; values lie in [-3, 3].
-    np.testing.assert_allclose(mine(pixels)["pixel_values"], expected, atol=1e-6)
+    np.testing.assert_allclose(mine(pixels)["pixel_values"].normalized(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_bytes_are_normalized_to_the_bit_on_the_device_as_in_numpy(channels):
+    """Every byte in every channel; the steps as transformers' processors take them, in float32, one after another."""
+    mean, std = [(0.5,), (0.481, 0.458, 0.408)][channels == 3], [(0.5,), (0.269, 0.261, 0.276)][channels == 3]
+    grid = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (1, channels, 1, 1))
+    values = np.concatenate([grid, grid[:, :, ::-1]])
+    steps = np.float32(values.transpose(0, 2, 3, 1)) * np.float32(1 / 255) - np.array(mean, np.float32)
+    expected = (steps / np.array(std, np.float32)).transpose(0, 3, 1, 2)
+    assert (Pixels(values, 1 / 255, mean, std).normalized() == expected).all()
+    items = [Pixels(values[at : at + 1], 1 / 255, mean, std) for at in range(2)]
+    assert (on_device(items, torch.device("cpu")).numpy() == expected).all()
+
+
+def test_images_of_unlike_processors_and_arrays_are_joined_as_an_encoder_sees_them():
+    values = np.full((2, 1, 2, 2), 255, np.uint8)
+    inputs = [
+        Pixels(values, 1 / 255, (0.5,), (0.5,)),
+        Pixels(values, 1.0, (0.0,), (1.0,)),
+        np.zeros((1, 1, 2, 2), "f4"),
+    ]
+    seen = on_device(inputs, torch.device("cpu"))
+    assert seen.dtype == torch.float32
+    assert seen[:, 0, 0, 0].tolist() == [1, 1, 255, 255, 0]
+    assert joined(inputs)[:, 0, 0, 0].tolist() == [1, 1, 255, 255, 0]
+    assert isinstance(joined(inputs[:1] * 2), Pixels)
+    assert len(joined(inputs[:1] * 2)) == 4
 
 
 def test_other_families_run_transformers_own_processor(tmp_path):
@@ -70,11 +101,11 @@ def test_a_saved_image_processor_is_read_by_transformers_and_by_us(tmp_path, pro
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor_settings(processor)))
     pixels = picture(30, 50)[:, :, : processor.channels]
-    expected = processor(pixels)["pixel_values"]
+    expected = processor(pixels)["pixel_values"].normalized()
     again = image_processor(
         str(tmp_path), height=processor.height, width=processor.width, channels=processor.channels
     )
-    assert (again(pixels)["pixel_values"] == expected).all()
+    assert (again(pixels)["pixel_values"].normalized() == expected).all()
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     values = theirs(images=pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"]
     np.testing.assert_allclose(values, expected, atol=1e-6)  # one rounding in float32
@@ -120,7 +151,10 @@ def test_grey_and_colour_of_any_mode():
         media = Media("image", image_bytes(6, 5, mode=mode), "x")
         assert decode_image(media, 3).shape == (5, 6, 3)
         assert decode_image(media, 1).shape == (5, 6, 1)
-    values = PixelProcessor(5, 6, channels=1, mean=(0.0,), std=(1.0,))(decode_image(media, 1))["pixel_values"]
+    processor = PixelProcessor(5, 6, channels=1, mean=(0.0,), std=(1.0,))
+    bytes_seen = processor(decode_image(media, 1))["pixel_values"]
+    assert bytes_seen.values.flags.writeable  # torch warns of others
+    values = bytes_seen.normalized()
     assert values.shape == (1, 1, 5, 6)
     np.testing.assert_allclose(values[0, 0], decode_image(media, 1)[:, :, 0] / 255, atol=1e-6)
 

@@ -1,26 +1,27 @@
-"""The sizes index is right, kept, and made anew when anything it depends on changes; statistics describe it."""
+"""The sizes index says of every sample what encoding it gives, or why it is refused; it is made anew when anything it
+depends on changes."""
 
 from __future__ import annotations
 
-import io
-import os
+import json
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from data_builders import image_bytes, small_encoding, wav_bytes, write_lines
-from rich.console import Console
+from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, write_tar
 
 from dilatant.config import DataSource, UserError
 from dilatant.data.blend import StreamBlend, open_blend
 from dilatant.data.encode import encode_sample
+from dilatant.data.errors import SampleError
 from dilatant.data.reader import open_source
-from dilatant.data.sizes import SizesIndex, blend_sizes, reader_sizes
-from dilatant.data.stats import describe
-from dilatant.data.stats_view import bars, html_page, terminal_view
+from dilatant.data.sample import content_digest
+from dilatant.data.sizes import blend_sizes, known_sizes, reader_sizes
 
 ENCODING = small_encoding()
+VISION, AUDIO = ENCODING.units
 
 
 @pytest.fixture(autouse=True)
@@ -41,25 +42,123 @@ def source(tmp_path):
     return DataSource(path=str(write_lines(tmp_path / "x.jsonl", records)))
 
 
-def test_the_index_holds_what_encoding_gives(source):
-    reader = open_source(source)
-    index = reader_sizes(reader, ENCODING)
+def lines(folder, records):
+    write_lines(folder / "x.jsonl", records)
+
+
+def array(folder, records):
+    (folder / "x.json").write_text(json.dumps(records))
+
+
+def parquet(folder, records):
+    names = sorted({name for record in records for name in record})
+    table = pa.table({name: [record.get(name) for record in records] for name in names})
+    pq.write_table(table, folder / "x.parquet", row_group_size=3)
+
+
+def shards(folder, records):
+    for start in range(0, len(records), 5):
+        members = {}
+        for number, record in enumerate(records[start : start + 5]):
+            members[f"{number}.json"] = json.dumps(record).encode()
+        write_tar(folder / f"{start}.tar", members)
+
+
+def with_template(folder):
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    return small_encoding(template=str(folder / "chat.jinja"))
+
+
+@pytest.mark.parametrize("write", [lines, array, parquet, shards])
+@pytest.mark.parametrize(
+    "make_encoding",
+    [
+        lambda folder: ENCODING,
+        lambda folder: replace(ENCODING, train_on="all"),
+        lambda folder: small_encoding(units=(replace(VISION, merge="prepend"), AUDIO)),
+        with_template,
+    ],
+    ids=["plain", "all", "prepend", "template"],
+)
+def test_the_index_holds_what_encoding_gives(tmp_path, write, make_encoding):
+    encoding = make_encoding(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.png").write_bytes(image_bytes(20, 30))
+    (tmp_path / "data/b.wav").write_bytes(wav_bytes(0.25))
+    media = [{}, {"image": "a.png"}, {"audio": "b.wav"}]
+    records = [
+        {"question": "aé" * number, "answer": "b" * (number % 4 + 1), **media[number % 3]}
+        for number in range(12)
+    ]
+    write(tmp_path / "data", records)
+    blend = open_blend([DataSource(path=str(tmp_path / "data"))])
+    index = blend_sizes(blend, encoding)
     assert index.units == ("language", "vision", "audio")
-    assert len(index) == len(reader) == 19
-    assert list(index.problems) == [6]
-    assert "x.jsonl:7" in index.problems[6]
-    for number in set(range(19)) - {6}:
-        encoded = encode_sample(reader[number], ENCODING)
+    assert len(index) == len(blend) == 12
+    assert not index.problems
+    assert not index.refused(None)
+    for number in range(12):
+        encoded = encode_sample(blend[number], encoding)
         assert {unit: index.of(unit)[number] for unit in index.units} == dict(encoded.sizes)
-        assert index.target_tokens[number] == (encoded.labels != -100).sum()
+        assert index.target_tokens[number] == (encoded.labels[1:] != -100).sum()
+        assert index.content[number] == content_digest(encoded.input_ids, encoded.labels)
+        assert blend.name(number) == blend[number].id
+    assert len(set(index.content.tolist())) == 12
 
 
-def same(one, other):
+HOSTILE = [
+    {"question": "q", "answer": "a"},
+    {"question": "q" * 90, "answer": "a"},  # too long
+    {"question": "q" * 90, "answer": " "},  # too long and empty: the length is what is said
+    {"question": "q", "answer": ""},
+    {"messages": [{"role": "user", "content": "q"}]},
+    {"messages": [{"role": "user", "content": "q" * 90}]},
+    {"messages": []},
+    {"something": "else"},
+    {"question": "q", "answer": "a", "image": "none.png"},
+    {"question": "q" * 90, "answer": "a", "image": "text.png"},
+    {"question": "q", "answer": "a", "image": "good.png"},
+    {"question": "<image><image>", "answer": "a", "image": "good.png"},
+    {"question": "q", "answer": "a\ue001"},
+    {"question": "q\ud800", "answer": "a"},
+    {"question": "q", "answer": "a", "video": "x"},
+    {"question": "q", "answer": "a", "image": 3},
+    {"question": "q", "answer": "a", "audio": "good.png"},
+    "no object",
+    {"answer": "a" * 49},
+    {"answer": "a" * 50},
+    {"answer": "a" * 51},
+]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("max_length", [None, 1, 50, 60])
+def test_refused_is_what_encoding_raises(tmp_path, train_on, max_length):
+    (tmp_path / "good.png").write_bytes(image_bytes(20, 30))
+    (tmp_path / "text.png").write_text("no image")
+    path = write_lines(tmp_path / "x.jsonl", HOSTILE)
+    with path.open("a") as file:
+        file.write('{"cut\n{"answer": 1}}\n')
+    blend = open_blend([DataSource(path=str(path))])
+    encoding = small_encoding(train_on=train_on, max_length=max_length)
+    expected = {}
+    for number in range(len(blend)):
+        try:
+            encode_sample(blend[number], encoding)
+        except SampleError as error:
+            expected[number] = str(error)
+    index = blend_sizes(blend, encoding)
+    assert index.refused(max_length) == expected
+    assert list(index.refused(max_length)) == sorted(expected)
+    assert 0 < len(expected) < len(blend) or max_length == 1
+
+
+def same(one, other, part=slice(None)):
     return (
         one.units == other.units
-        and (one.tokens == other.tokens).all()
-        and (one.target_tokens == other.target_tokens).all()
-        and one.problems == other.problems
+        and (one.tokens[part] == other.tokens).all()
+        and (one.target_tokens[part] == other.target_tokens).all()
+        and (one.content[part] == other.content).all()
     )
 
 
@@ -83,25 +182,36 @@ def test_the_index_is_kept_in_the_cache_and_read_again(source, tmp_path, cache):
     before = sorted(tmp_path.iterdir())
     first, calls = index_of(source)
     assert calls == [(19, 19)]
-    assert len(list(cache.glob("sizes-*.parquet"))) == 1
     assert sorted({*tmp_path.iterdir()} - {cache.parent}) == before  # nothing is written among the data
     second, calls = index_of(source)
     assert calls == []
     assert same(first, second)
+    assert dict(second.problems) == dict(first.problems)
+    assert list(second.problems) == [6]
+    assert "x.jsonl:7" in second.problems[6]
+    assert "none.png" in second.problems[6]
+    assert 5 not in second.problems
+    assert 7 not in second.problems
+    assert not second.tokens.flags.writeable
 
 
-def test_the_index_is_made_anew_when_what_it_depends_on_changes(source, tmp_path):
+def test_the_index_is_made_anew_when_what_it_depends_on_changes(source):
     index_of(source)
-    vision, audio = ENCODING.units
     assert index_of(source, replace(ENCODING, train_on="all"))[1]
-    assert index_of(source, replace(ENCODING, units=(replace(vision, tokens_per_image=9), audio)))[1]
+    assert index_of(source, replace(ENCODING, units=(replace(VISION, tokens_per_image=9), AUDIO)))[1]
     assert index_of(source.model_copy(update={"limit": 5}))[1]
     assert index_of(source.model_copy(update={"prompt": "what?"}))[1]
     assert index_of(source)[1] == []  # the first index is still there
 
 
+def test_the_length_allowed_does_not_change_the_index(source):
+    index_of(source)
+    assert index_of(source, replace(ENCODING, max_length=7))[1] == []
+
+
 def test_a_changed_file_replaces_its_index(source, tmp_path, cache):
     before, _ = index_of(source)
+    files = sorted(path.name for path in cache.glob("*.arrays"))
     path = tmp_path / "x.jsonl"
     path.write_text(path.read_text().replace('"b"', '"a longer answer"'))  # as many records
     index, calls = index_of(source)
@@ -111,10 +221,10 @@ def test_a_changed_file_replaces_its_index(source, tmp_path, cache):
     index, calls = index_of(source)
     assert calls
     assert len(index) == 20
-    assert len(list(cache.iterdir())) == 1
+    assert sorted(path.name for path in cache.glob("*.arrays")) == files
 
 
-def test_data_of_one_name_in_two_folders_have_two_indices(source, tmp_path, cache, monkeypatch):
+def test_data_of_one_name_in_two_folders_have_two_indices(tmp_path, cache, monkeypatch):
     for folder, text in (("one", "short"), ("two", "somewhat longer")):
         (tmp_path / folder).mkdir()
         write_lines(tmp_path / folder / "y.jsonl", [{"text": text}])
@@ -122,132 +232,120 @@ def test_data_of_one_name_in_two_folders_have_two_indices(source, tmp_path, cach
         for folder, tokens in (("one", 7), ("two", 17)):
             monkeypatch.chdir(tmp_path / folder)
             assert index_of(DataSource(path="y.jsonl"))[0].of("language").tolist() == [tokens]
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.glob("sizes-*.arrays"))) == 2
 
 
-def test_a_damaged_index_is_made_anew(source, cache):
-    first, _ = index_of(source)
-    (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes()[:-20])
-    second, calls = index_of(source)
-    assert calls
-    assert same(first, second)
-    assert not index_of(source)[1]
-
-
-def test_the_index_goes_to_the_folder_that_is_named_or_the_users_cache(source, tmp_path, monkeypatch):
+def test_the_index_goes_to_the_users_cache(source, tmp_path, monkeypatch):
     monkeypatch.delenv("DILATANT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     index_of(source)
-    assert len(list((tmp_path / "home" / "dilatant" / "sizes").iterdir())) == 1
+    assert len(list((tmp_path / "home" / "dilatant" / "sizes").glob("*.arrays"))) == 2
     assert not index_of(source)[1]
-    (tmp_path / "chosen").mkdir()
-    index_of(source, cache_dir=tmp_path / "chosen")
-    assert len(list((tmp_path / "chosen").iterdir())) == 1
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written to .*file"):
-        index_of(source, replace(ENCODING, train_on="all"), cache_dir=tmp_path / "file")
 
 
 def test_workers_measure_the_same(tmp_path):
     path = write_lines(
         tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
     )
-    alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one")
+    alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
     together, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two", workers=2)
     assert same(alone, together)
     assert calls[-1] == (900, 900)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
+def test_what_takes_long_is_shared_by_all_cores_from_where_it_stands(tmp_path, monkeypatch):
+    from dilatant.data import pieces
+
+    path = write_lines(
+        tmp_path / "x.jsonl", [{"question": "a" * (n % 50), "answer": "b"} for n in range(900)]
+    )
+    alone, _ = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "one", workers=0)
+    monkeypatch.setattr(pieces, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(pieces, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda process: {0, 1})
+    started = []
+    pool = pieces.WorkerPool
+    monkeypatch.setattr(
+        pieces, "WorkerPool", lambda job, workers, **more: started.append(workers) or pool(job, workers, **more)
+    )  # fmt: skip
+    shared, calls = index_of(DataSource(path=str(path)), cache_dir=tmp_path / "two")
+    assert started == [2]
+    assert same(alone, shared)
+    assert [done for done, _ in calls] == [*range(64, 900, 64), 900]
+
+
+def test_groups_of_blocks_are_measured_by_one_worker_each(tmp_path, monkeypatch):
+    from dilatant.data import measure, parquet_records
+
+    monkeypatch.setattr(parquet_records, "CACHE_BYTES", 1)  # as if the file were larger than memory
+    texts = [{"text": "x" * (number % 9 + 1)} for number in range(20)]
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "x.parquet", row_group_size=6)
+    reader = open_source(DataSource(path=str(tmp_path / "x.parquet")))
+    assert list(measure._pieces(20, reader.blocks)) == [(0, 6), (6, 12), (12, 18), (18, 20)]
+    monkeypatch.setattr(measure, "BLOCK_PIECE", 4)
+    pieces = list(measure._pieces(20, reader.blocks))
+    assert pieces == [(0, 4), (4, 6), (6, 10), (10, 12), (12, 16), (16, 18), (18, 20)]
+    tokens = reader_sizes(reader, ENCODING).of("language")
+    assert tokens.tolist() == [len(encode_sample(reader[at], ENCODING).input_ids) for at in range(20)]
+    assert list(measure._pieces(150, None)) == [(0, 64), (64, 128), (128, 150)]
+
+
 def test_a_blend_is_its_sources_one_after_another(source, tmp_path):
     other = DataSource(path=str(write_lines(tmp_path / "y.jsonl", [{"text": "a"}, {"bad": 1}])))
     blend = open_blend([other, source])
+    assert known_sizes(blend, ENCODING) is None
     progress = Progress()
     index = blend_sizes(blend, ENCODING, progress=progress)
     assert len(index) == len(blend) == 21
-    assert sorted(index.problems) == [1, 8]
-    assert same(
-        SizesIndex(index.units, index.tokens[2:], index.target_tokens[2:], {6: index.problems[8]}),
-        index_of(source)[0],
-    )
+    alone, _ = index_of(source)
+    assert same(index, alone, slice(2, None))
+    assert list(index.problems) == [1, 8]
+    assert index.problems[8] == alone.problems[6]
     assert progress.calls[-1] == (21, 21)
     for number in (0, 2, 20):
         assert index.of("language")[number] == len(encode_sample(blend[number], ENCODING).input_ids)
+        assert blend.name(number) == blend[number].id
+    assert index.refused(5)[20].startswith("x.jsonl:19: has 27 tokens, more than the 5 allowed")
+    known = known_sizes(blend, ENCODING)
+    assert known is not None
+    assert same(index, known)
     with pytest.raises(UserError, match="do not stream"):
         blend_sizes(StreamBlend((), ()), ENCODING)
 
 
-def made_index(**tokens):
-    units = ("language", *(unit for unit in tokens if unit != "language"))
-    return SizesIndex(
-        units, np.stack([tokens[unit] for unit in units], axis=1), np.asarray(tokens["language"]) // 2
+def test_columns_of_tokens_lie_together(source):
+    index, _ = index_of(source)
+    assert index.of("language").flags.c_contiguous
+    assert index.tokens.shape == (19, 3)
+    assert index.tokens[np.array([2, 0])].shape == (2, 3)
+
+
+def test_a_medium_that_is_put_there_later_is_seen(tmp_path, monkeypatch):
+    from dilatant.data import measure
+
+    records = [{"question": "q", "answer": "a", "image": f"{number}.png"} for number in range(4)]
+    source = DataSource(path=str(write_lines(tmp_path / "x.jsonl", [*records, {"bad": 1}])))
+    (tmp_path / "0.png").write_bytes(image_bytes(20, 30))
+    (tmp_path / "1.png").write_text("no image")
+    other = DataSource(path=str(write_lines(tmp_path / "y.jsonl", [{"text": "a"}])))
+    assert list(blend_sizes(open_blend([other, source]), ENCODING).problems) == [2, 3, 4, 5]
+    measured = []
+    count = measure.measure_sample
+    monkeypatch.setattr(
+        measure, "measure_sample", lambda sample, *more: measured.append(sample.id) or count(sample, *more)
     )
-
-
-def test_statistics_describe_the_index():
-    rng = np.random.default_rng(0)
-    vision = np.where(rng.random(5000) < 0.7, rng.integers(100, 900, 5000), 0)
-    language = vision + rng.integers(20, 200, 5000)
-    index = made_index(language=language, vision=vision)
-    index = replace(index, problems={3: "broken"})
-    stats = describe(index)
-    keep = np.arange(5000) != 3
-    assert (stats.samples, stats.problems) == (5000, 1)
-    assert stats.target_tokens == (language // 2)[keep].sum()
-    (text, seen) = stats.units
-    some = vision[keep & (vision > 0)]
-    assert (seen.samples, seen.total, seen.minimum, seen.maximum) == (
-        len(some),
-        some.sum(),
-        some.min(),
-        some.max(),
-    )
-    assert seen.percentiles[95] == np.percentile(some, 95)
-    assert sum(seen.histogram.counts) == len(some)
-    assert stats.mixes == {"vision + text": len(some), "text": 4999 - len(some)}
-    assert text.total == language[keep].sum()
-
-
-def test_the_ratio_between_units_has_an_honest_interval():
-    rng = np.random.default_rng(1)
-    vision = rng.integers(0, 500, 20_000)
-    language = vision // 2 + rng.integers(50, 150, 20_000)
-    truth = vision.sum() / language.sum()
-    inside = 0
-    for _ in range(200):
-        chosen = rng.integers(0, 20_000, 300)
-        (ratio,) = describe(made_index(language=language[chosen], vision=vision[chosen])).ratios
-        assert ratio.ratio == pytest.approx(vision[chosen].sum() / language[chosen].sum())
-        inside += ratio.low <= truth <= ratio.high
-    # 95 % of 200 is 190; fewer than 180 or 200 of 200 would happen by chance once in a thousand.
-    assert 180 <= inside < 200
-
-
-def test_figures_are_shown_in_terminal_and_page():
-    stats = describe(made_index(language=np.arange(10, 90), vision=np.arange(80) % 7))
-    console = Console(file=io.StringIO(), width=100)
-    console.print(terminal_view(stats))
-    text = console.file.getvalue()
-    assert "80 samples" in text
-    assert "vision tokens per sample, from 1 to 6" in text
-    page = html_page(stats, "Data <1>")
-    HTMLParser().feed(page)
-    assert "Data &lt;1&gt;" in page
-    assert page.count("<rect") == sum(len(unit.histogram.counts) for unit in stats.units)
-    assert "http" not in page
-    line = bars(stats.units[0].histogram)
-    assert len(line) == 40
-    assert set(line) <= set("▁▂▃▄▅▆▇█")
-
-
-def test_data_without_media_or_without_any_good_sample_has_statistics():
-    only_text = describe(SizesIndex(("language",), np.full((4, 1), 5), np.full(4, 2)))
-    assert only_text.mixes == {"text": 4}
-    assert only_text.ratios == ()
-    nothing = describe(
-        SizesIndex(("language", "vision"), np.zeros((1, 2), int), np.zeros(1, int), {0: "bad"})
-    )
-    assert nothing.units[0].samples == 0
-    Console(file=io.StringIO()).print(terminal_view(nothing))
-    assert html_page(nothing, os.curdir)
+    (tmp_path / "1.png").write_bytes(image_bytes(20, 30))
+    (tmp_path / "2.png").write_bytes(image_bytes(20, 30))
+    blend = open_blend([other, source])
+    assert known_sizes(blend, ENCODING) is None
+    index = blend_sizes(blend, ENCODING)
+    assert list(index.problems) == [4, 5]
+    assert measured == ["x.jsonl:2", "x.jsonl:3", "x.jsonl:4"]  # and none of those that were right
+    for number in range(4):
+        encoded = encode_sample(blend[number], ENCODING)
+        assert dict(encoded.sizes) == {unit: index.of(unit)[number] for unit in index.units}
+        assert encoded.content_digest == index.content[number]
+    measured.clear()
+    assert list(blend_sizes(open_blend([other, source]), ENCODING).problems) == [4, 5]
+    assert not measured

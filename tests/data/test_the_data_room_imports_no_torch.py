@@ -14,6 +14,7 @@ def test_reading_encoding_and_loading_import_neither_torch_nor_transformers():
     code = (
         "import sys, dilatant.data; from dilatant.data import Loader, open_blend, encode_sample;"
         "import dilatant.data.sizes, dilatant.data.stats, dilatant.data.lint, dilatant.data.workers;"
+        "import dilatant.data.pool_owner, dilatant.data.pool_source;"
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numba'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PhiConfig
 
 from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
@@ -128,6 +128,20 @@ def test_a_process_that_holds_some_layers_draws_the_same_weights(family: str) ->
             assert others <= set(unit.tied.values())
 
 
+def test_a_tied_head_with_a_bias_leaves_the_embedding_as_it_was_drawn() -> None:
+    config = PhiConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    tables = []
+    for ranges in ([(0, 1)], [(0, 4)], [(3, 4)], [(0, 1), (3, 4)]):  # the last: two stages of a rank
+        unit = MultimodalModel({}, config, seed=5, device="meta").language
+        for first, end in ranges:
+            materialize(unit, first, end, seed=5)
+        tables.append(unit.model.get_input_embeddings().weight)
+    assert all(torch.equal(table, tables[0]) for table in tables[1:])
+
+
 def test_stages_of_a_partly_materialized_unit_run() -> None:
     whole = vision_language("gemma3_text", seed=5).language
     ids = tokens(1, 9)
@@ -216,7 +230,7 @@ MISTAKES = {
         "model.language_model: 'dinov2' is not a causal language model",
     ),
     "another kind": (
-        {"encoders__vision__kind": "audio"},
+        {"encoders__vision__kind": "audio", "encoders__vision__placeholder": "<seen>"},
         "model.encoders.vision: kind is 'audio', but siglip_vision_model reads image",
     ),
     "identity between unequal widths": (

@@ -87,8 +87,8 @@ def test_chunks_work_with_split_backward(tied: bool, defer: bool, frozen: tuple[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_chunk_bounds_what_the_loss_takes(dtype: torch.dtype, defer: bool) -> None:
-    """8k targets of 152k tokens at 1,024 a chunk, both an eighth of a hundredth: 12 bytes a logit of one chunk (fp32:
-    logits, log-softmax, its gradient), 16 in bf16 on a CPU, whose products are taken in fp32."""
+    """8k targets of 152k tokens at 1,024 a chunk, both an eighth of a hundredth: 8 bytes a logit of one chunk
+    (logits and their gradient, in bf16 both once more in fp32), 10 in bf16 on a CPU, whose products are in fp32."""
     vocabulary, width, count, chunk = 9_504, 16, 512, 64
     settings = {
         **LANGUAGE_MODELS["llama"],
@@ -116,5 +116,5 @@ def test_a_chunk_bounds_what_the_loss_takes(dtype: torch.dtype, defer: bool) -> 
             loss.backward()
     weight_gradient = 4 * vocabulary * width
     logits = chunk * vocabulary
-    assert live.peak <= (12 if dtype == torch.float32 else 16) * logits + weight_gradient + 64 * count * width
+    assert live.peak <= (8 if dtype == torch.float32 else 10) * logits + weight_gradient + 64 * count * width
     assert live.peak < 4 * count * vocabulary  # all logits, once

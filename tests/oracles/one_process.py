@@ -19,6 +19,7 @@ def losses_of_batch(
     samples: Sequence[Any],
     seen_in: Callable[[Any], Any] | None = None,
     generators: Mapping[str, tuple[Any, Any, int, int]] | None = None,
+    begin: Callable[[int], Any] = lambda number: None,
 ) -> dict[str, Tensor]:
     """The global batch's losses: "language", the sum over all target tokens divided by their number, and for every
     generator the sum over all its items divided by their number.
@@ -27,6 +28,7 @@ def losses_of_batch(
     `labels` (not shifted) and `media` (name → input name → array with one row an item). seen_in: sample → which token
     sees which, bool [tokens, tokens]; default: those before it. generators: name → (connector, module, token at whose
     places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
+    begin: called with a sample's number before its turn.
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
@@ -35,7 +37,8 @@ def losses_of_batch(
         for name in generators
     }
     losses = {"language": torch.zeros(()), **{name: torch.zeros(()) for name in generators}}
-    for sample in samples:
+    for number, sample in enumerate(samples):
+        begin(number)
         ids = torch.as_tensor(sample.input_ids)
         embed = language_model.get_input_embeddings()
         rows = {}

@@ -41,11 +41,35 @@ def test_colocated_units_share_the_ranks_of_their_host_stage_by_stage() -> None:
     assert [(s.first, s.end) for s in plan.unit("vision").replicas[1].stages] == [(0, 4), (4, 5)]
 
 
+def test_chunks_go_round_the_ranks_of_a_replica_and_guests_stay_on_them() -> None:
+    specs = {
+        "vision": ParallelSpec(replicas=2),
+        "audio": ParallelSpec(pp=2, chunks=2),
+        "language": ParallelSpec(replicas=2, pp=2, chunks=3, tp=2, cuts=(0, 1, 2, 4, 6, 8)),
+    }
+    plan = plan_from_specs(LAYERS, specs, FEEDS)
+    chains = {u.name: [[s.ranks for s in replica.stages] for replica in u.replicas] for u in plan.units}
+    assert chains["audio"] == [[(2,), (3,), (2,), (3,)]]
+    assert chains["language"] == [[(4, 5), (6, 7)] * 3, [(8, 9), (10, 11)] * 3]
+    assert [(s.first, s.end) for s in plan.unit("audio").replicas[0].stages] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 4),
+    ]
+
+    specs["vision"] = ParallelSpec(replicas=2, pp=2, chunks=2, tp=2)
+    plan = plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"})
+    vision, language = plan.unit("vision"), plan.unit("language")
+    for guest, host in zip(vision.replicas, language.replicas):
+        assert [stage.ranks for stage in guest.stages] == [stage.ranks for stage in host.stages[:4]]
+
+
 def test_every_mistake_is_listed_at_once() -> None:
     specs = {
         "vision": ParallelSpec(pp=2, cuts=(0, 7)),
         "sound": ParallelSpec(),
-        "language": ParallelSpec(pp=11, tp=0),
+        "language": ParallelSpec(pp=4, chunks=3, tp=0),
     }
     with pytest.raises(UserError) as error:
         plan_from_specs(LAYERS, specs, FEEDS, {"vision": "audio", "audio": "language"})
@@ -55,7 +79,7 @@ def test_every_mistake_is_listed_at_once() -> None:
         "unit 'audio' has no spec",
         "vision: cuts [0, 7] must be 2 rising layer numbers from 0 to below 5",
         "language: tp is 0",
-        "language: pp is 11, but the unit has only 10 layers",
+        "language: pp is 4 with 3 chunks, but the unit has only 10 layers",
         "vision: it cannot be colocated with 'audio', which is colocated itself",
     ):
         assert part in text

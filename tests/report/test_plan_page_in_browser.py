@@ -352,3 +352,23 @@ def test_every_control_and_picture_has_a_name(open_page):
     )
     assert headings[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(headings))
+
+
+@pytest.mark.parametrize("width", [480, 1280])
+def test_tables_are_read_without_scrolling_sideways(open_page, width):
+    browser = open_page("measured")
+    browser.resize(width, 900)
+    try:
+        cut = browser.run(
+            """return [...document.querySelectorAll('.scroll')]
+            .filter(one => one.querySelector('table') && one.scrollWidth > one.clientWidth + 1)
+            .map(one => one.innerText)"""
+        )
+        assert cut == []
+        right = browser.run(
+            "return [...document.querySelectorAll('.plans td.text')].map(td => td.getBoundingClientRect().right)"
+        )
+        assert right
+        assert max(right) <= width
+    finally:
+        browser.resize(1280, 900)

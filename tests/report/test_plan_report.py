@@ -194,6 +194,20 @@ def test_a_measured_step_says_how_far_off_the_prediction_was_and_where(factor, w
     assert f"those of language took {percent_text(2.0 * work[lane] / sum(work.values()))} longer" in text
 
 
+def test_headline_and_table_say_the_same_seconds():
+    """The timeline is one step, the comparison the mean over several: they differ a little."""
+    report = small_report()
+    chosen, *others = report.candidates
+    mean = 1.004 * report.timeline.seconds
+    report = dataclasses.replace(
+        report, candidates=(dataclasses.replace(chosen, step_seconds=mean), *others), lower_bound_seconds=None
+    )
+    page = render_plan_page(report)
+    assert f"<b>{seconds_text(mean)}</b><span>a step of" in page
+    assert f'data-label="step">{seconds_text(mean)}</td>' in page
+    assert seconds_text(mean) in summarize(report)[0]
+
+
 def test_the_gap_to_the_bound_is_relative_to_the_bound():
     report = small_report()
     report = dataclasses.replace(report, proven=False, lower_bound_seconds=report.step_seconds / 1.6)

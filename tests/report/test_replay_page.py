@@ -10,16 +10,34 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from dilatant.plan import Plan
 from dilatant.plan.node_trace import NodeEvent, NodeTrace
 from dilatant.plan.reactions import from_templates, restart_from_checkpoint
 from dilatant.plan.replay import RecoveryCosts, replay
 from dilatant.plan.templates import plan_templates
+from dilatant.report.gantt_tables import cause_tones
 from dilatant.report.replay_page import (
+    ReplaySetting,
     _rates,
     print_replays,
     render_replay_page,
     replays_to_plain,
     summarize_replays,
+)
+
+SETTING = ReplaySetting(
+    run="mine",
+    models={"vision": "siglip", "language": "llama <1>"},
+    device="H100",
+    gpus_per_node=8,
+    nodes=9,
+    nodes_asked=4,
+    templates=(2, 3, 4, 7),
+    microbatches=24,
+    microbatch_size=2,
+    costs="analytic (not measured)",
+    fault_tolerance=1,
+    recovery=RecoveryCosts(),
 )
 
 
@@ -44,7 +62,7 @@ def test_sentences_compare_the_first_replay_with_the_others(replays):
     text = " ".join(summarize_replays(replays))
     assert "changed 3 times" in text
     factor = replays[0].samples_per_second / replays[1].samples_per_second
-    assert f"{factor:.2f} times restart" in text
+    assert f"templates trained {factor:.2f} times as many" in text
 
 
 def test_binned_rates_keep_the_samples(replays):
@@ -60,7 +78,7 @@ def test_terminal_shows_every_cause_of_lost_time(replays, columns):
     names = ("templates", "restart from checkpoint", "templates at no cost")
     named = [replace(one, name=name) for one, name in zip([*replays, replays[0]], names, strict=True)]
     text = io.StringIO()
-    print_replays(named, Console(file=text, width=columns))
+    print_replays(named, Console(file=text, width=columns), SETTING)
     shown = " ".join(text.getvalue().split())
     assert "…" not in shown
     assert max(map(len, text.getvalue().splitlines())) <= columns
@@ -70,16 +88,36 @@ def test_terminal_shows_every_cause_of_lost_time(replays, columns):
 
 
 def test_json_holds_every_segment(replays):
-    plain = json.loads(json.dumps(replays_to_plain(replays)))
+    plain = json.loads(json.dumps(replays_to_plain(replays, SETTING)))
     assert [entry["name"] for entry in plain["replays"]] == ["templates", "restart"]
     assert len(plain["replays"][0]["segments"]) == len(replays[0].segments)
 
 
 def test_page_draws_each_replay_to_scale_and_escapes_names(replays):
-    page = render_replay_page(replays)
+    page = render_replay_page(replays, SETTING)
     assert "&lt;three&gt; losses" in page
-    assert "<script" not in page
+    assert "<1>" not in page
     lines = re.findall(r'polyline class="[^"]*" points="([^"]*)"', page)
     assert len(lines) == 2
     highest = min(float(point.split(",")[1]) for line in lines for point in line.split())
     assert highest == pytest.approx(14.0)  # the fastest moment of all touches the top
+
+
+def test_page_names_model_plan_cluster_and_assumptions(replays):
+    page = render_replay_page(replays, SETTING)
+    heading = re.search("<h1>(.*?)</h1>", page).group(1)
+    assert heading == "mine: siglip + llama &lt;1&gt; on up to 9 nodes of 8 × H100"
+    assert "not the 4 of the cluster" in page
+    assert "pipelines of 2–4, 7 nodes" in page
+    assert "24 microbatches of 2 samples. Costs: analytic (not measured)." in page
+    assert "Assumed: " in page
+
+
+def test_causes_of_lost_time_have_colours_of_their_own(replays):
+    page = render_replay_page(replays, SETTING)
+    legend = page.rpartition('<ul class="legend">')[2].partition("</ul>")[0]
+    tones = re.findall(r'class="swatch (\w+)"', legend)
+    assert len(tones) == len(set(tones)) >= 3
+    assert all(f".{tone} {{ background-color" in page for tone in tones)
+    idle = cause_tones(Plan(()), ["warm-up", "drain", "communication", "imbalance", "between actions", "?"])
+    assert not set(tones) & set(idle.values())

@@ -16,7 +16,7 @@ from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holding
 from dilatant.runtime.shared_weights import share_weights
 from dilatant.training.optimizer import build_optimizer
-from oracles.live_bytes import LiveBytes
+from oracles.live_storages import LiveStorages
 from worker_pool import Worker, WorkerPool
 
 LAYERS, WIDTH = 48, 96
@@ -38,14 +38,14 @@ def _peak(worker: Worker, zero: Any, node_of: list[int], dtype: torch.dtype) -> 
     }
     formats = dict.fromkeys(weights, Format(str(dtype), dtype.itemsize))
     parameters = sum(weight.numel() for weight in weights.values())
-    with LiveBytes(list(weights.values())) as live:
+    with LiveStorages(weights.values()) as live:
         shared = share_weights(
             comm, weights, dict.fromkeys(weights, (0,)), held, formats, BUCKET_BYTES, zero, node_of
         )
         optimizer = build_optimizer(shared.owned.parameters, OptimizerConfig(), lambda pattern: set())
         for step in range(2):
             if step == 1:
-                live.peak = live.now
+                live.reset_peak()
             shared.sync.begin([0])
             shared.sync.entering_last_backward(0)
             layers(torch.ones(1, WIDTH, dtype=dtype)).sum().backward()
@@ -57,7 +57,8 @@ def _peak(worker: Worker, zero: Any, node_of: list[int], dtype: torch.dtype) -> 
         between = live.now
     shared.sync.close()
     comm.close()
-    return live.peak, between, parameters
+    weight_bytes = dtype.itemsize * parameters
+    return weight_bytes + live.peak, weight_bytes + between, parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.schedule import Assignment, Schedule
@@ -34,6 +34,10 @@ def _schedule(runtime: Runtime, family: Any = one_f_one_b) -> Schedule:
     return family(PLAN, CASE.assignment, trainability_of(PLAN, trainable_layers(runtime.model.units)))
 
 
+def _execute(runtime: Runtime, samples: Any, assignment: Assignment, schedule: Schedule) -> StepResult:
+    return runtime.execute(samples, runtime.prepare(samples, assignment, schedule))
+
+
 def _runtime(worker: Worker) -> tuple[Runtime, Comm]:
     comm = Comm(worker.store, worker.rank, worker.size)
     return Runtime(build_model(CASE, "meta"), PLAN, comm, seed=5, look_ahead=1, check_transport=True), comm
@@ -42,15 +46,15 @@ def _runtime(worker: Worker) -> tuple[Runtime, Comm]:
 def _one_rank_differs(worker: Worker) -> None:
     runtime, comm = _runtime(worker)
     samples, sent = build_samples(CASE), []
-    runtime.execute(
-        samples, CASE.assignment, _schedule(runtime)
-    )  # its edges are open now: nothing waits for that
+    _execute(
+        runtime, samples, CASE.assignment, _schedule(runtime)
+    )  # opens the edges, so nothing waits for that
     transport = runtime._transport
     send = transport.send
     transport.send = lambda message, rows: (sent.append(message), send(message, rows))
     schedule = _schedule(runtime, gpipe if worker.rank == 1 else one_f_one_b)
     with pytest.raises(Diverged, match="the schedule of rank 1 differs"):
-        runtime.execute(samples, CASE.assignment, schedule)
+        _execute(runtime, samples, CASE.assignment, schedule)
     assert not sent
     comm.close()
 
@@ -71,7 +75,7 @@ def _one_sample_is_broken(worker: Worker) -> None:
         else (CommAborted, "rank 0 failed: rank 0, vision replica 0 stage 0 .*sample-3")
     )  # fmt: skip
     with pytest.raises(expected[0], match=expected[1]):
-        runtime.execute(samples, CASE.assignment, _schedule(runtime))
+        _execute(runtime, samples, CASE.assignment, _schedule(runtime))
     runtime.close()
     comm.close()
 
@@ -85,7 +89,7 @@ def _loss_is_infinite(worker: Worker) -> None:
     if "language.head.lm_head.weight" in runtime.parameters:
         with torch.no_grad():
             runtime.parameters["language.head.lm_head.weight"].fill_(float("nan"))
-    result = runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime))
+    result = _execute(runtime, build_samples(CASE), CASE.assignment, _schedule(runtime))
     assert math.isnan(result.loss)
     assert result.nonfinite_samples == tuple(f"sample-{number}" for number in range(6))
     comm.close()
@@ -110,7 +114,7 @@ def _count_messages(worker: Worker) -> tuple[list[str], bool]:
         module.register_forward_hook(
             lambda _, __, output: graphs.append(isinstance(output, torch.Tensor) and output.requires_grad)
         )
-    runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime))
+    _execute(runtime, build_samples(CASE), CASE.assignment, _schedule(runtime))
     runtime.close()
     comm.close()
     return sent, any(graphs)
@@ -138,7 +142,7 @@ def _most_receives(worker: Worker) -> int:
         return rows
 
     runtime._transport.receive = receive  # type: ignore[method-assign]
-    runtime.execute(build_samples(CASE), CASE.assignment, _schedule(runtime, gpipe))
+    _execute(runtime, build_samples(CASE), CASE.assignment, _schedule(runtime, gpipe))
     runtime.close()
     comm.close()
     return most
@@ -153,7 +157,7 @@ def _forgets_backwards(worker: Worker) -> str:
     every = one_f_one_b(PLAN, CASE.assignment).actions
     forwards = Schedule({rank: tuple(a for a in actions if a.kind == "F") for rank, actions in every.items()})
     with pytest.raises((ScheduleError, CommAborted), match="have no backward") as refused:
-        runtime.execute(build_samples(CASE), CASE.assignment, forwards)
+        _execute(runtime, build_samples(CASE), CASE.assignment, forwards)
     comm.close()
     return refused.type.__name__
 
@@ -169,7 +173,7 @@ def _measure(worker: Worker) -> Any:
     runtime, comm = _runtime(worker)
     schedule = _schedule(runtime)
     for _ in range(2):
-        result = runtime.execute(build_samples(CASE), CASE.assignment, schedule)
+        result = _execute(runtime, build_samples(CASE), CASE.assignment, schedule)
     measured = runtime.measured()
     order = [action.action for action in measured if action.rank == worker.rank]
     assert order == list(schedule.actions[worker.rank])
@@ -203,7 +207,7 @@ def _most_kept_sends(worker: Worker) -> tuple[int, int]:
         kept.append(sum(len(sending) for sending in runtime._transport._sending.values()))
 
     runtime._transport.send = send  # type: ignore[method-assign]
-    runtime.execute(samples, assignment, one_f_one_b(PLAN, assignment))
+    _execute(runtime, samples, assignment, one_f_one_b(PLAN, assignment))
     runtime.close()
     comm.close()
     return max(kept), len(kept) - 1
@@ -234,7 +238,7 @@ def _count_forwards(worker: Worker, family: Any) -> tuple[dict[str, int], dict[s
         blocks = module.model.model.layers if index == 2 else module.model.encoder.layers
         for number, block in enumerate(blocks):
             block.mlp.register_forward_pre_hook(count(f"{index}.{number}"))
-    runtime.execute(build_samples(case), CASE.assignment, _schedule(runtime, family))
+    _execute(runtime, build_samples(case), CASE.assignment, _schedule(runtime, family))
     gradients = {name: p.grad for name, p in runtime.parameters.items() if p.grad is not None}
     runtime.close()
     comm.close()
@@ -272,7 +276,7 @@ def _replicas_differ(worker: Worker) -> None:
     begun: list[int] = []
     runtime._sync.entering_last_backward = begun.append  # type: ignore[method-assign]
     with pytest.raises(Diverged, match=r"the global batch of rank \d differs"):
-        runtime.execute(samples, assignment, one_f_one_b(ALONE, assignment))
+        _execute(runtime, samples, assignment, one_f_one_b(ALONE, assignment))
     assert not begun
     comm.close()
 
@@ -294,7 +298,7 @@ def _gradients_of_frozen_rows(worker: Worker) -> list[bool]:
                 else None
             )
         )
-    runtime.execute(build_samples(case), CASE.assignment, _schedule(runtime))
+    _execute(runtime, build_samples(case), CASE.assignment, _schedule(runtime))
     runtime.close()
     comm.close()
     return wanted
@@ -327,7 +331,7 @@ def _too_many_tokens(worker: Worker) -> None:
     with pytest.raises(
         UserError, match=r"vision gives rows of shape \[12, 16\] where \[8, 16\] were expected"
     ):
-        runtime.execute(samples, assignment, one_f_one_b(plan, assignment))
+        _execute(runtime, samples, assignment, one_f_one_b(plan, assignment))
     comm.close()
 
 

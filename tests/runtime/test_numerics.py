@@ -1,20 +1,24 @@
-"""For every valid plan, assignment and schedule, loss and gradients equal those of one process."""
+"""For every valid plan, assignment and schedule, loss and gradients equal those of one process; and every rank needs no
+more of the samples than `Needs` says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
+from dilatant.data.sample import EncodedSample
 from dilatant.models.unit import Unit
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.master_weights import make_masters
+from dilatant.training.needs import Needs
 from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
 from worker_pool import Worker, WorkerPool
 
@@ -61,6 +65,19 @@ NODES = st.sampled_from([1, 2, 3])
 SHARING: Any = st.sampled_from(["none", "node", "all"])
 
 
+def _only(sample: EncodedSample, parts: frozenset[str]) -> EncodedSample:
+    """What a rank loads of a sample: the parts that its stages use; of all else only sizes are known."""
+    nothing = np.zeros(0, np.int64)
+    return replace(
+        sample,
+        input_ids=sample.input_ids if "tokens" in parts else nothing,
+        labels=sample.labels if "tokens" in parts else nothing,
+        media={unit: inputs for unit, inputs in sample.media.items() if unit in parts},
+        targets=sample.target_tokens,
+        content=sample.content_digest,
+    )
+
+
 def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str, Any]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(
@@ -75,13 +92,16 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
         check_transport=case.check,
         precision=case.dtype,
     )
-    samples = build_samples(case)
+    needed = Needs(runtime.model, case.plan, comm.rank).of(case.assignment)
+    samples = [
+        _only(sample, needed.get(number, frozenset())) for number, sample in enumerate(build_samples(case))
+    ]
     owned = runtime.owned
     masters = make_masters(owned.parameters)
     optimizer = build_optimizer(masters)
     losses, gradients = [], {}
     for step in range(STEPS):
-        result = runtime.execute(samples, case.assignment, case.schedule)
+        result = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
         losses.append((result.loss, dict(result.losses)))
         if step == 0:
             norm = runtime.grad_norm()
@@ -163,6 +183,8 @@ def _assert_close(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, what
 
 COMMON: dict[str, Any] = {
     "deadline": None,
+    # Not shrunk: that takes minutes, and a case is readable as it is.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),
     "print_blob": True,
     "suppress_health_check": list(HealthCheck),
 }

@@ -83,7 +83,7 @@ def _step(worker: Worker, case: Case) -> tuple[str, float, dict[str, torch.Tenso
     for _ in range(2):
         for parameter in runtime.parameters.values():
             parameter.grad = None
-        loss = runtime.execute(samples, case.assignment, case.schedule).loss
+        loss = runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule)).loss
     seconds = [action.seconds for action in runtime.measured()]
     gradients = {name: p.grad.cpu() for name, p in runtime.parameters.items() if p.grad is not None}
     device = next(iter(runtime.parameters.values())).device.type
@@ -124,7 +124,7 @@ def _one_sample_is_broken(worker: Worker) -> str:
     if worker.rank == 1:
         samples[4] = replace(samples[4], media={"vision": {"pixel_values": torch.zeros(1, 5, 8, 8).numpy()}})
     with pytest.raises((ActionFailed, CommAborted)) as raised:
-        runtime.execute(samples, TWO.assignment, TWO.schedule)
+        runtime.execute(samples, runtime.prepare(samples, TWO.assignment, TWO.schedule))
     comm.close()
     return str(raised.value)
 

@@ -13,7 +13,7 @@ from dilatant.runtime.holders import trainable_layers
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1
-from drawn_steps import CASE, ENCODERS, LANGUAGE, MORE_LANGUAGES, UNDIVIDED, Case, build_model
+from drawn_steps import CASE, ENCODERS, LANGUAGE, MORE_LANGUAGES, OWN, UNDIVIDED, Case, build_model
 from worker_pool import WorkerPool
 
 BATCHES = ((0, 1), (2, 3), (4, 5))
@@ -49,6 +49,24 @@ def test_families_of_language_models(workers: WorkerPool, language: str, tied: b
 def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
     encoders = (("vision", encoder, 2, "mlp", "patch"),)
     check_case(workers, case_of(TWO, zero_bubble_h1, encoders=encoders), "none", 1)
+
+
+def test_what_ranks_compute_alike_drops_what_one_process_drops(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 2, (0, 1), tp=2),), (Stage(0, 3, (0, 1), tp=2), Stage(3, 4, (2,))))
+    encoders = (("vision", OWN, 1, "linear", "all"),)
+    check_case(
+        workers,
+        case_of(
+            plan,
+            encoders=encoders,
+            language="phi",
+            attention="causal",
+            dropout=0.3,
+            settings={"resid_pdrop": 0.3},
+        ),
+        "none",
+        1,
+    )
 
 
 @pytest.mark.parametrize("language", ["llama", "qwen3", "phi3"])

@@ -92,7 +92,7 @@ def test_the_objective_is_the_step_of_the_microbatches_it_returns(seed, num_stag
 
 @settings(max_examples=60, deadline=None)
 @given(SMALL, st.integers(1, 3), st.booleans())
-def test_balanced_is_the_greedy_over_all_units(seed, units, limited):
+def test_balanced_is_never_above_the_greedy_over_all_units(seed, units, limited):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     seconds = rng.lognormal(0, 1, (int(rng.integers(1, 60)), units))
@@ -100,9 +100,18 @@ def test_balanced_is_the_greedy_over_all_units(seed, units, limited):
     found = assign_microbatches(seconds, count, "balanced", **options)
     share = seconds * count / seconds.sum(axis=0)
     expected = oracle.greedy(share.tolist(), count)
-    loads = [share[list(batch)].sum(axis=0).tolist() for batch in found.microbatches[0]]
-    # Sums in another order.
-    np.testing.assert_allclose(sorted(loads), sorted(expected), rtol=1e-9)
+    loads = np.array([share[list(batch)].sum(axis=0) for batch in found.microbatches[0]])
+    bound = np.maximum(share.max(axis=0), 1.0)
+    # Swaps stop within 0.2 % of the bound, where the greedy may happen to be nearer.
+    assert (loads / bound).max() <= max((np.array(expected) / bound).max() * (1 + 1e-9), 1.0021)
+
+
+def test_balanced_stays_near_its_bound_with_few_samples_in_a_microbatch():
+    """The greedy alone is 2.4 % above it here, on the mean; where a sample is nearly a microbatch no grouping reaches
+    it."""
+    gaps = [assign_microbatches(vlm(256, seed), 16).gap for seed in range(8)]
+    assert np.mean(gaps) <= 0.013
+    assert max(gaps) <= 0.025
 
 
 def test_balanced_stays_within_half_a_percent_of_the_bound_on_both_units():

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload, search
 from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.sync_time import sync_seconds
 from dilatant.schedule import validate
-from dilatant.schedule.plan_scorer import best_steps, plan_scorer, sample_seconds
+from dilatant.schedule.plan_scorer import best_steps, plan_scorer
+from dilatant.schedule.step_assignment import Microbatching, sample_seconds
 from model_cases import cluster, cost_model, model, unit
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
@@ -48,9 +50,7 @@ UNLIKE = Plan(
 def test_unlike_replicas_share_all_samples(microbatches):
     samples = workload(24)
     table = stage_costs(UNLIKE, VLM, COSTS, RULES)
-    step = best_steps(
-        UNLIKE, VLM, table, [samples], cluster(1, 10), microbatches, dict.fromkeys(range(10), 0.0)
-    )[0]
+    step = best_steps(UNLIKE, VLM, StepCosts(table), [samples], np.inf, Microbatching(microbatches))[0]
     wanted = {name: np.flatnonzero(tokens > 0).tolist() for name, tokens in samples.tokens.items()}
     validate(UNLIKE, step.timeline.assignment, step.timeline.schedule, samples=wanted)
 
@@ -96,15 +96,14 @@ def test_a_deep_schedule_gives_way_to_memory():
     costs = cost_model({"language": 1e-3}, activation=100.0)
     draw = np.random.default_rng(3)
     samples = Workload({"language": draw.integers(1, 40, 24).astype(float)})
-    table = stage_costs(plan, alone, costs, RULES)
-    sync = dict.fromkeys(plan.ranks, 0.0)
-    free = best_steps(plan, alone, table, [samples], cluster(1, 3), 8, sync)[0]
+    table, how = StepCosts(stage_costs(plan, alone, costs, RULES), cluster=cluster(1, 3)), Microbatching(8)
+    free = best_steps(plan, alone, table, [samples], np.inf, how)[0]
     assert free.schedule == "eager"
     limit = 0.9 * free.timeline.peak_bytes.max()
-    tight = best_steps(plan, alone, table, [samples], cluster(1, 3, limit), 8, sync)[0]
+    tight = best_steps(plan, alone, table, [samples], limit, how)[0]
     assert tight.timeline.peak_bytes.max() <= limit
     assert tight.seconds >= free.seconds
-    nothing = best_steps(plan, alone, table, [samples], cluster(1, 3, 1.0), 8, sync)[0]
+    nothing = best_steps(plan, alone, table, [samples], 1.0, how)[0]
     assert nothing.schedule == "1f1b"
 
 
@@ -117,14 +116,15 @@ def test_all_steps_of_a_score_run_one_schedule_and_memory_is_that_schedules():
     tokens = draw.integers(10, 40, 72).astype(float)
     tokens[24:48] *= 2
     samples = Workload({"language": tokens})
-    table, sync = stage_costs(plan, alone, costs, RULES), dict.fromkeys(plan.ranks, 0.0)
+    machine = cluster(1, 3)
+    table, how = StepCosts(stage_costs(plan, alone, costs, RULES), cluster=machine), Microbatching(8)
     batches = samples.steps(24)
-    free = best_steps(plan, alone, table, batches, cluster(1, 3), 8, sync)
+    free = best_steps(plan, alone, table, batches, np.inf, how)
     assert {step.schedule for step in free} == {"eager"}
     peaks = [float(step.timeline.peak_bytes.max()) for step in free]
     limit = (sorted(peaks)[1] + max(peaks)) / 2  # eager fits all batches but one
     machine = cluster(1, 3, limit)
-    steps = best_steps(plan, alone, table, batches, machine, 8, sync)
+    steps = best_steps(plan, alone, table, batches, limit, how)
     assert len({step.schedule for step in steps}) == 1
     found = plan_scorer(alone, costs, machine, samples, 24, rules=RULES)(plan, 8)
     assert found.schedule == steps[0].schedule != "eager"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from dilatant.schedule import (
     trainability_of,
     validate,
 )
+from dilatant.schedule.measured import MeasuredStep
 from oracles import event_simulator as oracle
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
@@ -175,3 +177,23 @@ def test_receive_look_ahead_is_proven_or_the_cycle_is_shown():
     assert problems[0].startswith("deadlock")
     straight = Assignment({"vision": (((0,), (1,), (2,)),), "language": (((0,), (1,), (2,)),)})
     assert not schedule_problems(plan, straight, eager(plan, straight), look_ahead=1)
+
+
+@pytest.mark.parametrize("wrong", ["a", 1.5, -1, True, 10**30, [], {}])
+def test_numbers_in_a_file_of_a_step_are_whole_or_refused(wrong):
+    document = {
+        "assignment": {"language": [[[0, 1], [2]]]},
+        "schedule": {"0": [["F", 0, 0, None], ["F", 0, 1, [2]]]},
+        "tokens": {"language": [5, 6, 7]},
+        "actions": [],
+    }
+    assert MeasuredStep.from_json(json.dumps(document)).tokens == {"language": (5, 6, 7)}
+    for change in (
+        {"assignment": {"language": [[[0, wrong], [2]]]}},
+        {"schedule": {"0": [["F", wrong, 0, None]]}},
+        {"schedule": {"0": [["F", 0, wrong, None]]}},
+        {"schedule": {"0": [["F", 0, 1, [wrong]]]}},
+        {"tokens": {"language": [5, 6, wrong]}},
+    ):
+        with pytest.raises(ValueError, match="whole number"):
+            MeasuredStep.from_json(json.dumps({**document, **change}))

@@ -10,6 +10,8 @@ import pytest
 
 from dilatant.config import Config, UserError
 from dilatant.config.config import parse_config
+from dilatant.plan.step_costs import token_costs
+from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
@@ -42,6 +44,18 @@ def test_a_plan_file_says_all_that_the_config_does_not(tmp_path: Path) -> None:
     assert plan_from_config(otherwise, model) == TrainingPlan(PLAN, 5, "zb-h1", "random", 0.5)
 
 
+@pytest.mark.parametrize("host", [{"pp": 2}, {"replicas": 2}])
+def test_a_unit_that_is_only_colocated_runs_in_its_hosts_first_stages(
+    tmp_path: Path, host: dict[str, int]
+) -> None:
+    layout = {"plan": None, "units": {"language": host}, "colocated": {"vision": "language"}}
+    plan = plan_from_config(config(tmp_path, parallel=layout), build_model(CASE, "meta")).plan
+    vision, language = (plan.unit(name).replicas for name in ("vision", "language"))
+    assert [[stage.ranks for stage in replica.stages] for replica in vision] == [
+        [replica.stages[0].ranks] for replica in language
+    ]
+
+
 def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
     planned = plan_from_config(config(tmp_path, step={}), build_model(CASE, "meta"))
     assert (planned.num_microbatches, planned.schedule, planned.assignment) == (4, "eager", "balanced")
@@ -70,8 +84,9 @@ def test_the_token_budget_holds_under_every_policy(tmp_path: Path, policy: str) 
     )
     planned = plan_from_config(chosen, model)
     trainability = trainability_of(planned.plan, trainable_layers(model.units))
-    planner = StepPlanner(planned.plan, trainability, model.graph, planned.microbatching(chosen))
-    batches = planner.plan_step(samples).assignment.microbatches["language"][0]
+    costs = CostCorrection(planned.plan, token_costs(planned.plan, trainability.backward))
+    planner = StepPlanner(planned.plan, trainability, model.graph, planned.microbatching(chosen), costs, 0)
+    batches = planner.plan_step(samples, 0).assignment.microbatches["language"][0]
     assert len(batches) > 1
     assert sorted(s for batch in batches for s in batch) == list(range(len(samples)))
     for batch in batches:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, is_page, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="What the data is like, and which samples would fail.", no_args_is_help=True)
 
-Workers = Annotated[int, typer.Option(min=0, help="Processes that read; 0 works in this one.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read; 0 works in this one. Default: all cores.")
+]
 
 
 @app.command()
@@ -29,18 +31,23 @@ def stats(
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
     page: Annotated[
         Path | None,
-        typer.Option(help="Also write the figures and plots to this HTML file.", callback=output_file),
+        typer.Option(
+            help="Also write the figures and plots to this HTML file.", callback=output_file(is_page)
+        ),
     ] = None,
-    workers: Workers = 0,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens of every sample in every unit: distributions, and the ratio between units. Decodes no media."""
+    """Tokens of every training sample in every unit: distributions, ratios, what balancing is worth, what training
+    would refuse. Decodes no media, but for the few samples that the page shows."""
     from rich.console import Console
 
     from dilatant.data.sizes import blend_sizes
-    from dilatant.data.stats import describe
-    from dilatant.data.stats_view import html_page, terminal_view
     from dilatant.profiling.assemble import assemble_samples
+    from dilatant.profiling.describe_data import describe_data
+    from dilatant.report.page_links import link_pages
+    from dilatant.report.stats_page import write_stats_page
+    from dilatant.report.stats_table import print_stats
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
@@ -54,13 +61,16 @@ def stats(
             workers=workers,
             progress=partial(_show, progress, task),
         )
-    found = describe(index)
+    title = f"Training data of {config.name}"
+    report = describe_data(resolved, samples, index, title, examples=page is not None)
     if page is not None:
-        page.write_text(html_page(found, f"Training data of {config.name}"), encoding="utf-8")
+        write_stats_page(page, report)
+        link_pages(Path(resolved.output_dir))
     if as_json:
-        print(json.dumps(found.to_json()))
+        balance = [asdict(one) for one in report.balance]
+        print(json.dumps({**report.stats.to_json(), "batch_size": report.batch_size, "balance": balance}))
     else:
-        console.print(terminal_view(found))
+        print_stats(report, console)
         if page is not None:
             console.print(f"plots: {page}", highlight=False, markup=False, soft_wrap=True)
 
@@ -72,18 +82,20 @@ def lint(
     headers_only: Annotated[
         bool, typer.Option("--headers-only", help="Do not decode media: faster, but misses cut-off files.")
     ] = False,
-    workers: Workers = 0,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find every sample that would fail in training. Exits with 1 when there is one."""
+    """Find every sample, to train on or held out, that would fail in training. Exits with 1 when there is one."""
     from rich.console import Console
     from rich.text import Text
 
     from dilatant.data.lint import lint as find_problems
     from dilatant.profiling.assemble import assemble_samples
+    from dilatant.report.wording import counted
 
     console = Console(stderr=as_json)
-    samples = assemble_samples(read_config(config, overrides))
+    resolved = read_config(config, overrides)
+    samples = assemble_samples(resolved)
     problems: list[Problem] = []
     checked = 0
     for blend in (samples.train, samples.held_out):
@@ -96,6 +108,7 @@ def lint(
                 samples.encoding,
                 deep=not headers_only,
                 held_out=blend is samples.held_out,
+                cache_dir=resolved.data.cache_dir,
                 workers=workers,
                 progress=partial(_show, progress, task),
             )
@@ -108,8 +121,8 @@ def lint(
             console.print(Text.assemble((problem.sample, "red"), f": {problem.problem}"), soft_wrap=True)
             if problem.remedy:
                 console.print(Text(f"    {problem.remedy}", "dim"), soft_wrap=True)
-        verdict = f"{len(problems):,} problems" if problems else "no problem"
-        console.print(f"{checked:,} samples, {verdict}", highlight=False)
+        verdict = counted(len(problems), "problem") if problems else "no problem"
+        console.print(f"{counted(checked, 'sample')}, {verdict}", highlight=False)
     raise typer.Exit(1 if problems else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,9 @@ import typer
 
 from dilatant.cli.options import AsJson
 from dilatant.config.errors import UserError, list_problems
+
+_COLDEST = 0.001
+"""Below it, logits divided by the temperature leave the range of float16, and later that of float32."""
 
 
 def generate(
@@ -39,6 +43,8 @@ def generate(
     ]
     texts = {"--prompt": prompt, "--system": system or ""}
     problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not _is_text(text)]
+    if not (temperature == 0 or _COLDEST <= temperature < math.inf):
+        problems.append(f"--temperature must be 0, or a number from {_COLDEST} on (given: {temperature:g})")
     if temperature == 0 and (top_p is not None or top_k is not None):
         problems.append("--top-p and --top-k choose what is drawn from; give a --temperature, such as 0.7")
     if problems:

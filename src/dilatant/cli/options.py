@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,13 +29,66 @@ RunPath = Annotated[
 ]
 
 
-def output_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Of an option that names a file to write: refuses one that cannot be there, before the work begins."""
-    if path is not None and path.is_dir():
-        raise UserError(f"{option.opts[0]} {str(path)!r} is a folder; name a file in it")
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"{option.opts[0]} {str(path)!r}: folder {str(path.parent)!r} does not exist")
-    return path
+Same = Callable[[str], bool]
+"""Whether a text is of the kind of file that an option writes."""
+
+
+def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """The check of an option that names a file to write, made before the work begins: it can be there, and what is
+    there already is an earlier one of its kind (or empty), so that a slip of the hand costs nobody's config or data."""
+
+    def check(option: typer.CallbackParam, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        given = f"{option.opts[0]} {str(path)!r}"
+        if path.is_dir():
+            raise UserError(f"{given} is a folder; name a file in it")
+        if not path.parent.is_dir():
+            raise UserError(f"{given}: folder {str(path.parent)!r} does not exist")
+        if path.is_file() and not _replaceable(path, is_same):
+            raise UserError(f"{given} is there already and was not written by this option; name another file")
+        return path
+
+    return check
+
+
+def _replaceable(path: Path, is_same: Same) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return not text.strip() or is_same(text)
+    except (OSError, ValueError):  # not readable, no text, or (UserError) another kind of file
+        return False
+
+
+def is_page(text: str) -> bool:
+    """Whether a text is a page that Dilatant wrote."""
+    from dilatant.report import page_links
+
+    return page_links.is_page(text)
+
+
+def is_plan(text: str) -> bool:
+    """Whether a text is a plan. Raises ValueError where it is not."""
+    from dilatant.plan.plan import Plan
+
+    Plan.from_json(text)
+    return True
+
+
+def is_cost_file(text: str) -> bool:
+    """Whether a text holds layer costs. Raises UserError where it does not."""
+    from dilatant.cost.model import CostModel
+
+    CostModel.from_yaml(text, "")
+    return True
+
+
+def is_hardware_file(text: str) -> bool:
+    """Whether a text holds devices and links, to which another entry may be added. Raises UserError where not."""
+    from dilatant.cost.hardware import read_hardware_file
+
+    read_hardware_file(text, "")
+    return True
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
+from dilatant.cli.options import AsJson, ConfigPath, Overrides, is_page, is_plan, output_file, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
-    from dilatant.profiling.planning import PlannedRun, PlanningProblem
-    from dilatant.report.plan_report import PlanReport
+    from dilatant.profiling.planning import PlanningProblem
 
 Page = Annotated[
-    Path | None, typer.Option(help="Where to write the page.", callback=output_file, show_default=False)
+    Path | None,
+    typer.Option(help="Where to write the page.", callback=output_file(is_page), show_default=False),
 ]
 
 
@@ -32,32 +30,40 @@ def plan(
         typer.Option(help="Layer costs from `dilatant profile`; as plan.costs.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the plan.", callback=output_file, show_default=False)
+        Path | None,
+        typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False),
     ] = None,
     page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
 
-    Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
+    Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/. Where you ask for
+    more than this version trains, trained.json there is the best plan that it does.
     """
     from rich.console import Console
 
+    from dilatant.plan.runnable import planned_only
     from dilatant.profiling.planning import plan_run
+    from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.report.terminal import print_indented, print_line
+    from dilatant.training.planned_run import TRAINED_FILE, plan_report, training_plan, write_plan_folder
 
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
     problem = open_problem(resolved, console)
     with console.status("searching"):
         planned = plan_run(problem)
-    report = plan_report(planned, config.stem)
+        report = plan_report(planned, config.stem)
     folder = write_plan_folder(planned, report)
+    winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
-        out.write_text(plan_document(planned), encoding="utf-8")
-    written = write_plan_page(report, page or folder / "plan.html")
+        out.write_text(training_plan(problem, winner).to_json(), encoding="utf-8")
+    if page is not None:
+        write_plan_page(report, page)
+    link_pages(folder.parent)
     if as_json:
         print(report.to_json())
         return
@@ -65,18 +71,21 @@ def plan(
     print_line(console, ("Why this plan", "bold"))
     for sentence in report.reasons:
         print_indented(console, sentence)
+    untrained = planned_only(winner.plan)
+    trained = None if planned.trained is None else folder / TRAINED_FILE if untrained else file
     show_places(
         console,
         {
-            out or folder / "plan.json": "the plan",
-            written: "the same as a page: open it in a browser",
+            file: "the plan, which this version does not train yet" if untrained else "the plan",
+            **({trained: "the best plan that this version trains"} if untrained and trained else {}),
+            page or folder / "plan.html": "the same as a page: open it in a browser",
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
-    if problem.target.is_local and len(planned.result.winner.plan.ranks) > 1:
-        print_line(console, "\nTo train with it:")
-        command = train_command(config, out or folder / "plan.json")
-        print_line(console, f"  {command}", wrap=False)
+    if trained is not None:
+        where = "" if problem.target.is_local else f" on {problem.target.hardware.name}"
+        print_line(console, f"\nTo train with {'the best that trains' if untrained else 'it'}{where}:")
+        print_line(console, f"  {train_command(config, trained)}", wrap=False)
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:
@@ -100,71 +109,6 @@ def open_problem(config: Config, console: Console) -> PlanningProblem:
         )
 
 
-def plan_report(planned: PlannedRun, title: str) -> PlanReport:
-    """The report of a planned run, with warnings about its data and its costs."""
-    from dilatant.report.search_report import search_report
-
-    problem, cluster = planned.problem, planned.problem.target.cluster
-    samples = problem.samples
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
-    origin = problem.measured.origin
-    report = search_report(
-        title,
-        f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
-        origin if origin == "measured" else f"{origin} (not measured)",
-        planned.result,
-        planned.typical,
-        problem.model.spec,
-        cluster,
-        samples.first(samples.available),
-        planned.work,
-        problem.global_batch,
-        names=problem.model.names,
-        stable=planned.stable,
-        rules=problem.target.rules,
-    )
-    # A tied weight counts in every layer that needs it; a reader expects it once.
-    units = tuple(
-        replace(unit, parameters=whole, trainable_parameters=trainable)
-        for unit in report.units
-        for whole, trainable in [problem.model.parameters[unit.name]]
-    )
-    return replace(report, units=units, warnings=(*report.warnings, *_warnings(planned)))
-
-
-def _warnings(planned: PlannedRun) -> list[str]:
-    from dilatant.report.wording import counted
-
-    problem = planned.problem
-    poor, notable, fixed_at_most = 0.3, 0.1, 0.25
-    parts = problem.forward_seconds(planned.result.winner.microbatch_size)
-    whole = sum(seconds for seconds, _ in parts.values())
-    worst = [
-        (cost.fit_error, kind)
-        for kind, degrees in problem.measured.layers.items()
-        for cost in degrees.values()
-        if cost.fit_error is not None and cost.fit_error > poor
-    ]
-    share = sum(parts[kind][0] for kind in {kind for _, kind in worst} & parts.keys()) / whole
-    warnings = []
-    if share > notable:
-        error, kind = max(worst)
-        warnings.append(
-            f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
-            f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "
-            "rough. Measure again with `dilatant profile`"
-        )
-    fixed = sum(constant for _, constant in parts.values()) / whole
-    if fixed > fixed_at_most and problem.target.is_local:
-        warnings.append(
-            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
-            "predicted, for calls also take time between layers"
-        )
-    if problem.samples.left_out:
-        warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")
-    return warnings
-
-
 def train_command(config: Path, plan_file: Path) -> str:
     """The command that trains with a plan as it was simulated: microbatches, schedule and policy are in the file."""
     # The whole section, so that a layout in the file gives way. Its paths are relative to the YAML file.
@@ -175,33 +119,6 @@ def train_command(config: Path, plan_file: Path) -> str:
 def _seen_from_here(path: Path) -> Path:
     whole = path.resolve()
     return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
-
-
-def plan_document(planned: PlannedRun) -> str:
-    """plan.json: the plan, and under `step` how a step runs it."""
-    winner = planned.result.winner
-    step = {
-        "num_microbatches": winner.num_microbatches,
-        "schedule": winner.score.schedule,
-        "assignment": planned.problem.policy,
-        "global_batch": planned.problem.global_batch,
-        "predicted_seconds": winner.score.seconds,
-    }
-    return json.dumps({**json.loads(winner.plan.to_json()), "step": step}, indent=1) + "\n"
-
-
-def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
-    """Write what `dilatant simulate` and a reader need into the run folder's plan/; returns that folder."""
-    from dilatant.cost.model import save_costs
-    from dilatant.report.run_folder import RunFolder
-
-    problem = planned.problem
-    folder = RunFolder(Path(problem.config.output_dir) / "plan").path
-    (folder / "plan.json").write_text(plan_document(planned), encoding="utf-8")
-    (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-    (folder / "config.yaml").write_text(problem.config.to_yaml(), encoding="utf-8")
-    save_costs(problem.measured, folder / "costs.yaml")
-    return folder
 
 
 def show_places(console: Console, places: dict[Path, str]) -> None:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, output_file, read_config
+from dilatant.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    is_cost_file,
+    is_hardware_file,
+    output_file,
+    read_config,
+)
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,9 +35,9 @@ if TYPE_CHECKING:
 def profile(
     config: ConfigPath,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
-    out: Annotated[Path, typer.Option(help="Where to write the costs.", callback=output_file)] = Path(
-        "costs.yaml"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where to write the costs.", callback=output_file(is_cost_file))
+    ] = Path("costs.yaml"),
     tokens: Annotated[
         str, typer.Option(help="Token counts to measure the language model at, as in 512,1024,2048.")
     ] = "",
@@ -50,7 +58,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=output_file,
+            callback=output_file(is_hardware_file),
             help="Measure the links between devices as well, and write them into this hardware file.",
             show_default=False,
         ),
@@ -68,6 +76,7 @@ def profile(
     from dilatant.cost.hardware import save_hardware
     from dilatant.cost.model import save_costs
     from dilatant.profiling.assemble import load_model_tokenizer
+    from dilatant.profiling.cost_cache import keep_costs
     from dilatant.profiling.describe_model import describe_model, skeleton
     from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
     from dilatant.profiling.planned_hardware import entry_name, plan_target, with_links
@@ -91,12 +100,13 @@ def profile(
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
-            degrees = planned_degrees(plan, (1,))
+            degrees = planned_degrees(plan)
             costs = measure_layers(
                 model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
             )
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
+    keep_costs(costs, model)
     try:
         save_costs(costs, out)
     except OSError as error:

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dilatant.cli.options import AsJson, Overrides, read_config
-from dilatant.cli.plan import Page, open_problem, plan_report, show_places
+from dilatant.cli.plan import Page, open_problem, show_places
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
+    from dilatant.plan.node_trace import NodeTrace
     from dilatant.plan.plan import Plan
+    from dilatant.plan.score import PlanScore
     from dilatant.profiling.planning import PlannedRun, PlanningProblem
     from dilatant.report.plan_report import PlanReport
+    from dilatant.report.step_comparison import Prediction
     from dilatant.schedule.measured import MeasuredStep
 
 
@@ -58,24 +61,30 @@ def simulate(
     """
     from rich.console import Console
 
+    from dilatant.plan.node_trace import load_node_trace
+
     console = Console(stderr=as_json)
     given = _read(source, [*_cluster(cluster), *overrides])
+    trace = None if failures is None else load_node_trace(failures, seed=given.config.seed)
     problem = open_problem(given.config, console)
-    if failures is not None:
-        _replay(problem, failures, fault_tolerance, page, as_json, console)
+    if trace is not None:
+        _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
         return
     with console.status("simulating"):
         planned = _timed(problem, given.plan, microbatches or given.microbatches)
     if given.step is not None and page is None and not as_json:
-        page = source / "plan.html"
-    _show(planned, given, source.stem, page, as_json, console)
+        page = given.folder / "plan.html"
+    _show(planned, given, page, as_json, console)
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What is to be simulated: of a plan file the plan and the microbatches it is for, of a run its measured step."""
+    """What is to be simulated: of a plan file the plan and the microbatches it is for, of a run its measured step.
+    name: of the run, or of the file. folder: where it is."""
 
     config: Config
+    name: str
+    folder: Path
     plan: Plan | None = None
     microbatches: int | None = None
     step: MeasuredStep | None = None
@@ -87,7 +96,7 @@ def _read(source: Path, overrides: list[str]) -> _Given:
 
     path = source / "plan.json" if source.is_dir() else source
     if path.suffix != ".json":
-        return _Given(read_config(path, overrides))
+        return _Given(read_config(path, overrides), path.stem, path.parent)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -107,7 +116,9 @@ def _read(source: Path, overrides: list[str]) -> _Given:
     if not any(entry.startswith("plan.costs=") for entry in overrides):
         overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
     config = read_config(beside, overrides)
-    return _Given(config, plan, step.get("num_microbatches"), measured, step.get("schedule"))
+    folder = path.parent
+    name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
+    return _Given(config, name, folder, plan, step.get("num_microbatches"), measured, step.get("schedule"))
 
 
 def _measured(folder: Path) -> MeasuredStep | None:
@@ -162,66 +173,93 @@ def _timed(problem: PlanningProblem, plan: Plan | None, microbatches: int | None
 def _show(
     planned: PlannedRun,
     given: _Given,
-    title: str,
     page: Path | None,
     as_json: bool,
     console: Console,
 ) -> None:
     from dilatant.profiling.planning import compare_schedules, simulated_steps
-    from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
+    from dilatant.training.planned_run import plan_report
 
     winner = planned.result.winner
     report = replace(
-        plan_report(planned, title),
+        plan_report(planned, given.name),
         lower_bound_seconds=None,
         candidates=(),
         reasons=(),
         planning_seconds=None,
     )
-    measured = given.step
-    if measured is not None:
-        report = _beside(report, given.schedule, measured, planned)
+    prediction = None
+    if given.step is not None:
+        prediction = _prediction(planned, report.plan, given.step)
+        report = _beside(report, given.schedule, given.step, prediction)
     steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
     schedules = compare_schedules(planned.problem, winner.plan, winner.num_microbatches)
-    if page is not None:
-        write_plan_page(report, page)
+    written = {} if page is None else _write_pages(page, report, given, prediction)
     if as_json:
         facts: dict[str, Any] = {
             "report": json.loads(report.to_json()),
             "num_microbatches": winner.num_microbatches,
             "step_seconds": [step.seconds for step in steps],
             "schedules": {
-                name: {"seconds": seconds, "peak_bytes": peak} for name, (seconds, peak) in schedules.items()
+                name: {"seconds": score.seconds, "peak_bytes": max(score.peak_bytes, default=0.0)}
+                for name, score in schedules.items()
             },
         }
         print(json.dumps(facts))
         return
     print_plan(report, console)
     _print_steps([step.seconds for step in steps], schedules, planned.problem, console)
-    if page is not None:
-        show_places(console, {page: "the same as a page: open it in a browser"})
+    if written:
+        show_places(console, written)
+
+
+def _prediction(planned: PlannedRun, plan: Plan, measured: MeasuredStep) -> Prediction:
+    """Of the very same actions, instead of a typical step."""
+    from dilatant.profiling.planning import predicted_step
+    from dilatant.report.step_comparison import Prediction
+    from dilatant.report.wording import origin_text
+
+    return Prediction(
+        predicted_step(planned.problem, plan, measured), origin_text(planned.problem.measured.origin)
+    )
 
 
 def _beside(
-    report: PlanReport, schedule: str | None, measured: MeasuredStep, planned: PlannedRun
+    report: PlanReport, schedule: str | None, measured: MeasuredStep, prediction: Prediction
 ) -> PlanReport:
-    """The report with a measured step, and the prediction of the very same actions instead of a typical step."""
-    from dilatant.profiling.planning import predicted_step
+    """The report with a measured step, and its prediction."""
     from dilatant.report.gantt_of_step import measured_chart, predicted_chart
 
-    predicted = predicted_step(planned.problem, report.plan, measured)
     return replace(
         report,
         schedule=schedule or report.schedule,
-        timeline=predicted_chart(predicted),
+        timeline=predicted_chart(prediction.timeline),
         measured=measured_chart(measured.actions, report.plan),
     )
 
 
+def _write_pages(
+    page: Path, report: PlanReport, given: _Given, prediction: Prediction | None
+) -> dict[Path, str]:
+    """The plan's page; of a run that measured a step also that step's, now with its prediction."""
+    from dilatant.report.page_links import link_pages
+    from dilatant.report.plan_page import write_plan_page
+    from dilatant.report.step_page import write_step_page
+
+    written = {write_plan_page(report, page): "the same as a page: open it in a browser"}
+    if given.step is not None and page.parent == given.folder:
+        title = f"{given.name}: the last step"
+        path = given.folder / "timeline.html"
+        write_step_page(path, given.step.actions, report.plan, title, prediction)
+        written[path] = "the measured step, now beside its prediction"
+    link_pages(given.folder)
+    return written
+
+
 def _print_steps(
     steps: list[float],
-    schedules: dict[str, tuple[float, float]],
+    schedules: dict[str, PlanScore],
     problem: PlanningProblem,
     console: Console,
 ) -> None:
@@ -235,51 +273,63 @@ def _print_steps(
         f"{seconds_text(max(steps))} a step, {seconds_text(mean)} on average, "
         f"{count_text(problem.global_batch / mean)} samples per second",
     )
-    figures = ("a step computes for", "fullest rank", "of its memory")
+    figures = ("a step", "fullest rank", "of its memory")
     table = plain_table(("schedule", *figures), right=figures, whole=("schedule", *figures))
     capacity = problem.target.cluster.bytes_per_device
-    for name, (seconds, peak) in sorted(schedules.items(), key=lambda item: item[1]):
+    for name, score in sorted(schedules.items(), key=lambda item: item[1].seconds):
+        seconds, peak = score.seconds, max(score.peak_bytes, default=0.0)
         style = "red" if peak > capacity else None
         table.add_row(
-            name, seconds_text(seconds), bytes_text(peak), percent_text(peak / capacity), style=style
+            name,
+            seconds_text(seconds),
+            bytes_text(peak),
+            percent_text(peak / capacity),
+            style=style,
         )
     print_table(console, table)
 
 
 def _replay(
     problem: PlanningProblem,
-    path: Path,
+    name: str,
+    trace: NodeTrace,
     fault_tolerance: int,
     page: Path | None,
     as_json: bool,
     console: Console,
 ) -> None:
-    from dilatant.plan.node_trace import load_node_trace
     from dilatant.profiling.failures import replay_failures
+    from dilatant.report.page_links import link_pages
     from dilatant.report.replay_page import (
+        ReplaySetting,
         print_replays,
-        replay_setting,
         replays_to_plain,
         write_replay_page,
     )
     from dilatant.report.run_folder import RunFolder
+    from dilatant.report.wording import origin_text
 
-    trace = load_node_trace(path, seed=problem.config.seed)
     with console.status("replaying"):
         found = replay_failures(problem, trace, fault_tolerance)
     target = problem.target
-    setting = replay_setting(
-        problem.model.names,
-        target.hardware.name,
-        target.cluster.gpus_per_node,
-        found.nodes,
-        target.cluster.nodes,
-        fault_tolerance,
-        found.recovery,
+    setting = ReplaySetting(
+        run=name,
+        models=problem.model.names,
+        device=target.hardware.name,
+        gpus_per_node=target.cluster.gpus_per_node,
+        nodes=found.nodes,
+        nodes_asked=target.cluster.nodes,
+        templates=tuple(sorted(found.plan.templates)),
+        microbatches=found.plan.microbatches,
+        microbatch_size=found.plan.size,
+        costs=origin_text(problem.measured.origin),
+        fault_tolerance=fault_tolerance,
+        recovery=found.recovery,
     )
     if page is None:
         page = RunFolder(Path(problem.config.output_dir) / "plan").path / "failures.html"
     written = write_replay_page(found.replays, page, setting)
+    link_pages(Path(problem.config.output_dir))
     if as_json:
         print(json.dumps(replays_to_plain(found.replays, setting)))
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +41,8 @@ def train(
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, show how it ended, and return the exit code. Raises UserError."""
-    if config.parallel is not None:
+    began = time.monotonic()
+    if config.parallel.is_laid_out or config.parallel.auto:
         from dilatant.comm.fork_server import warm_up
         from dilatant.config.environment import place_from
 
@@ -60,11 +63,11 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
         print(f"error: {failure}", file=sys.stderr)
         return 1
     if result.is_first:
-        _show(result, as_json)
+        _show(result, began, as_json)
     return result.exit_code
 
 
-def _show(result: RunResult, as_json: bool) -> None:
+def _show(result: RunResult, began: float, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(stderr=as_json)
@@ -78,15 +81,7 @@ def _show(result: RunResult, as_json: bool) -> None:
         )
         return
     if as_json:
-        summary: dict[str, Any] = {
-            "run": str(result.folder),
-            "steps": result.step,
-            "seconds": round(result.seconds, 2),
-            "loss": result.loss,
-        }
-        if result.evaluation is not None:
-            summary["exact_match"] = result.evaluation.exact_match
-        print(json.dumps(summary))
+        print(json.dumps(_summary(result, began)))
     if result.summary:
         console.print(f"\nthe last step: {result.summary}", highlight=False, markup=False, soft_wrap=True)
     trained = result.step - result.began_at
@@ -105,6 +100,8 @@ def _show(result: RunResult, as_json: bool) -> None:
         f"{path}/export": "the model in the Hugging Face layout",
         f"dilatant generate {path}/export --help": "ask it something",
     }
+    if (result.folder / "data.html").is_file():
+        places = {f"{path}/data.html": "what the data are, and what balancing them is worth", **places}
     if result.evaluation is not None:
         places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
     if not result.summary:
@@ -113,9 +110,32 @@ def _show(result: RunResult, as_json: bool) -> None:
             for place, what in places.items()
             if "timeline" not in place and "simulate" not in place
         }
+    if (result.folder / "plan" / "plan.html").is_file():
+        places = {f"{path}/plan/plan.html": "what was planned, and why", **places}
     for place, what in places.items():
         console.print(f"  {place}  ", end="", highlight=False, soft_wrap=True, markup=False)
         console.print(what, style="dim", highlight=False, soft_wrap=True)
+
+
+def _summary(result: RunResult, began: float) -> dict[str, Any]:
+    """What `--json` prints of a run that ended. `began`: the command, by `time.monotonic`."""
+    summary: dict[str, Any] = {
+        "run": str(result.folder),
+        "steps": result.step,
+        "steps_here": result.step - result.began_at,
+        "seconds": round(result.seconds, 2),
+        "whole_seconds": round(time.monotonic() - began, 2),
+        "loss": result.loss if result.loss is not None and math.isfinite(result.loss) else None,
+        "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+    }
+    if result.training_began is not None:
+        summary["startup_seconds"] = round(result.training_began - began, 2)
+    if result.evaluation is not None:
+        # The verdicts that eval.json shows are not repeated.
+        record = result.evaluation.to_record(examples=0)
+        record.pop("wrong_examples")
+        summary |= {"exact_match": result.evaluation.exact_match, "evaluation": record}
+    return summary
 
 
 def _shortest(path: Path) -> Path:

@@ -6,9 +6,10 @@ Processes are never forked from the caller: one that runs torch has threads, and
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import signal
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 
 RANK_PRELOAD = (
     "dilatant.training.run",
@@ -31,6 +32,23 @@ def warm_up(preload: Sequence[str] = RANK_PRELOAD) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def own_folder() -> str | None:
+    """The folder that multiprocessing made for this process, for `remove_behind_parent`; None in a process that it
+    started, which shares its parent's."""
+    return util.get_temp_dir() if multiprocessing.parent_process() is None else None
+
+
+def remove_behind_parent(folder: str | None, seconds: float = 1.0) -> None:
+    """In a worker, once its parent seems gone: remove the parent's `own_folder`, which it could not if it was killed.
+    Kept while the parent lives on, which may start others from there; it is given some seconds to end."""
+    parent = multiprocessing.parent_process()
+    if folder is None or parent is None:
+        return
+    parent.join(seconds)
+    if not parent.is_alive():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def heed_launcher() -> None:

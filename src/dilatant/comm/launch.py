@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-import multiprocessing.util
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -27,7 +25,7 @@ import torch
 
 from dilatant.comm import store_of_launcher
 from dilatant.comm.errors import CommAborted, CommTimeout
-from dilatant.comm.fork_server import heed_launcher, warm_up
+from dilatant.comm.fork_server import heed_launcher, own_folder, remove_behind_parent, warm_up
 from dilatant.comm.rendezvous import announce_failure
 from dilatant.comm.store import Store, connect
 from dilatant.comm.store_server import StoreServer
@@ -121,8 +119,7 @@ def launch_local(
     payload = _pickled(function, args)
     context = multiprocessing.get_context("forkserver")
     warm_up()
-    # A launcher that is itself a child of multiprocessing shares the folder of its parent.
-    folder = multiprocessing.util.get_temp_dir() if multiprocessing.parent_process() is None else None
+    folder = own_folder()
     token = fresh_token()
     server = StoreServer("127.0.0.1", 0, token)
     workers: dict[int, tuple[Any, Connection]] = {}
@@ -269,8 +266,10 @@ def _serve(connection: Connection, start: _Start) -> None:
         answer: Any = (function(worker, *args),)
     except BaseException as error:
         answer = _report(start.rank, error)
-    with contextlib.suppress(OSError):  # the launcher is gone
+    try:
         connection.send_bytes(pickle.dumps(answer))
+    except OSError:  # the launcher is gone
+        remove_behind_parent(start.folder)
     connection.close()
 
 
@@ -280,8 +279,7 @@ def _end_with_launcher(folder: str | None) -> None:
     assert launcher is not None
     launcher.join()
     time.sleep(GRACE_SECONDS)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # multiprocessing made it for the launcher, which could not
+    remove_behind_parent(folder)
     os._exit(1)
 
 

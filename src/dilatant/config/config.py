@@ -6,7 +6,7 @@ import difflib
 import inspect
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
-from dilatant.config.parallel import ParallelConfig
+from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
 
@@ -33,14 +33,15 @@ class Config(Section):
     data: DataConfig
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    parallel: ParallelConfig | None = None
-    """Train over several processes. Without it, one process holds the whole model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Which processes hold which layers. Without it: planned where there are several GPUs or a launcher started several
+    processes, else one process."""
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:
-        if self.parallel is None or self.parallel.units is None:
+        if self.parallel.units is None:
             return self
         units = self.model.units
         colocated = self.parallel.colocated
@@ -64,6 +65,19 @@ class Config(Section):
         if problems:
             raise ValueError("\n  - ".join(problems))
         return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.evaluation.steps is not None and not self.data.eval:
+            raise ValueError(
+                "evaluation.steps: there is nothing to evaluate on; name held-out data in data.eval"
+            )
+        return self
+
+    @property
+    def row_tokens(self) -> int:
+        """The token budget: most tokens of the language model in one microbatch, hence in one sample."""
+        return self.train.row_tokens or self.data.max_length
 
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load_config` reads it back to an equal value."""
@@ -110,6 +124,7 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
             if problem["type"] != "too_short"
             or not any(place[: len(problem["loc"])] == problem["loc"] != place for place in places)
         ]
+        telling = [problem for problem in telling if not _is_of_another_form(problem)]
         raise list_problems(f"{name} has a mistake:", [_explain(problem) for problem in telling]) from None
     return _with_absolute_paths(config, base)
 
@@ -119,6 +134,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
     *parents, last = key.split(".")
+    if parents == ["parallel"] and tree.get("parallel", "") in (None, *WORDS):
+        tree["parallel"] = {} if tree["parallel"] is None else {"auto": WORDS[tree["parallel"]]}
     node: Any = tree
     for depth, part in enumerate(parents):
         node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, parents[:depth])
@@ -141,17 +158,22 @@ def _item(node: Any, part: str, parents: list[str]) -> Any:
     raise UserError(f"--set: {'.'.join([*parents, part])!r} does not exist")
 
 
+def _is_branch(part: Any) -> bool:
+    """Whether this part of a place is pydantic's name of a form that a value may have, and no key."""
+    return isinstance(part, str) and part.startswith(("literal[", "dict["))
+
+
+def _is_of_another_form(problem: Any) -> bool:
+    """Whether a value that may be a word or a mapping is told that it is not the one which it does not try to be."""
+    is_mapping = isinstance(problem["input"], dict)
+    return any(map(_is_branch, problem["loc"][-1:])) and is_mapping == (problem["type"] != "dict_type")
+
+
 def _explain(problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"])
+    place = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
     if problem["type"] == "extra_forbidden":
         *parents, key = problem["loc"]
-        near = difflib.get_close_matches(str(key), _keys_at(parents), n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?"
-            if near
-            else (f"valid keys here: {', '.join(sorted(_keys_at(parents)))}")
-        )
-        return f"unknown key {place!r}; {hint}"
+        return f"unknown key {place!r}; {_hint(list(map(str, parents)), str(key))}"
     if problem["type"] == "missing":
         return f"{place!r} is missing"
     if problem["type"] == "model_type":
@@ -160,6 +182,33 @@ def _explain(problem: Any) -> str:
     given = problem.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message
+
+
+CALLED_HERE = {"gradient_checkpointing": "write 'train.recompute: block' for true, and 'none' for false"}
+"""Keys that others know, or that there were: what they are called here."""
+
+
+def _hint(parents: list[str], key: str) -> str:
+    """Where an unknown key may belong: the nearest name in its section; before that, the same name elsewhere."""
+    if key in CALLED_HERE:
+        return CALLED_HERE[key]
+    here = _keys_at(parents)
+    elsewhere = [place for place in _places(Config) if place.rpartition(".")[2] == key]
+    near = difflib.get_close_matches(key, here, n=1, cutoff=0.8 if elsewhere else 0.5)
+    if near:
+        return f"did you mean {'.'.join([*parents, near[0]])!r}?"
+    if elsewhere:
+        below = [place for place in elsewhere if place.startswith(".".join([*parents, ""]))]
+        return f"did you mean {' or '.join(map(repr, below or elsewhere))}?"
+    return f"valid keys here: {', '.join(sorted(here))}"
+
+
+def _places(section: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every section and key that can be written without naming an encoder, a group or an item of a list."""
+    for name, field in section.model_fields.items():
+        yield ".".join((*parents, name))
+        if _is_section(field.annotation):
+            yield from _places(field.annotation, (*parents, name))  # type: ignore[arg-type]
 
 
 def _keys_at(parents: Iterable[Any]) -> list[str]:
@@ -193,8 +242,11 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         return os.path.normpath(base / Path(text).expanduser())
 
     def local(text: str | None) -> str | None:
-        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id.
-        return absolute(text) if text and (base / Path(text).expanduser()).exists() else text
+        # An id that names an existing folder beside the YAML file is that folder; otherwise it is a hub id. A folder
+        # that is called as a word of ours is written with ./ before it.
+        if not text or text in ("auto", "bytes"):
+            return text
+        return absolute(text) if (base / Path(text).expanduser()).exists() else text
 
     def sources(entries: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(
@@ -224,7 +276,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         }
     )
     parallel = config.parallel
-    if parallel is not None and parallel.plan is not None:
+    if parallel.plan is not None:
         parallel = parallel.model_copy(update={"plan": absolute(parallel.plan)})
     resume = config.train.resume
     train = config.train.model_copy(

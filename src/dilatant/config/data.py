@@ -56,7 +56,13 @@ class DataConfig(Section):
     """Most tokens of one sample, media included. A longer sample is an error found by `dilatant data lint`."""
     on_error: Literal["error", "skip"] = "error"
     """A corrupt sample stops the run and is named, or is skipped and counted."""
-    workers: int = Field(1, ge=0)
-    """Processes that decode and tokenize. 0 works in the training process."""
+    workers: int | None = Field(None, ge=0)
+    """Processes of each machine that decode and tokenize, for all its ranks together. Default: the cores that its ranks
+    leave, at least one and at most eight a rank. 0 works in the training processes."""
+    memory: int = Field(512, gt=0)
+    """Most MiB of each rank for samples that are being made or lie ready: how far is read ahead."""
+    decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
+    """Longest that decoding a sample may take; one that takes longer, twice, is a corrupt sample."""
     cache_dir: str | None = None
-    """Where the sizes index is kept. Default: the user's cache (`DILATANT_CACHE`, or `~/.cache/dilatant`)."""
+    """Where the index of records and sizes is kept. Default: the user's cache (`DILATANT_CACHE`, or
+    `~/.cache/dilatant`)."""

@@ -94,7 +94,16 @@ class ModelConfig(Section):
     def _names(self) -> Self:
         if LANGUAGE in self.encoders:
             raise ValueError(f"an encoder cannot be called {LANGUAGE!r}; that is the language model's unit")
+        if "tokens" in self.encoders:
+            raise ValueError("an encoder cannot be called 'tokens'; that is what texts become")
         for name in self.encoders:
             if not name.isidentifier():
                 raise ValueError(f"encoder name {name!r} must be a plain word, as in 'vision' or 'audio_2'")
+        owners: dict[str, str] = {}
+        for name, encoder in self.encoders.items():
+            if owners.setdefault(encoder.marker, name) != name:
+                raise ValueError(
+                    f"encoders {owners[encoder.marker]!r} and {name!r} share the marker {encoder.marker!r}, so nothing "
+                    f"would ever come to {name!r}; give one of them a 'placeholder' of its own"
+                )
         return self

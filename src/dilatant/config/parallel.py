@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dilatant.config.base import Section
 
+WORDS = {"auto": True, "single": False}
+"""What `parallel:` may be in place of a section, and the value of `auto` it stands for."""
+
 
 class UnitParallelism(Section):
-    """How one unit is laid out: `replicas` chains of `pp` stages of `tp * cp` ranks."""
+    """How one unit is laid out: `replicas` chains of `pp` groups of `tp * cp` ranks, each with `chunks` stages."""
 
     replicas: int = Field(1, ge=1)
     """Copies that share the samples (data parallelism)."""
@@ -19,31 +22,66 @@ class UnitParallelism(Section):
     cp: int = Field(1, ge=1)
     """Context parallelism: ranks that share each sample."""
     pp: int = Field(1, ge=1)
-    """Pipeline parallelism: stages."""
+    """Pipeline parallelism: groups of ranks that a sample goes through."""
+    chunks: int = Field(1, ge=1)
+    """Stages of each group: a sample goes round the groups this often (interleaved, virtual pipeline stages), which
+    shortens warm-up and drain and sends more messages. The default schedule is then `interleaved`."""
     cuts: tuple[int, ...] | None = None
-    """The first layer of every stage, beginning with 0. Default: stages of equally many layers."""
+    """The first layer of each of the `pp * chunks` stages, beginning with 0. Default: stages of equally many layers."""
 
 
 class ParallelConfig(Section):
+    """Who says which process holds what: `auto`, `units` or `plan`."""
+
+    auto: bool | None = None
+    """Plan for the devices at hand, say what was planned and why, and train with that (`parallel: auto` for short);
+    `false` trains in one process (`parallel: single`). Default, without `units` and `plan`: planned where this machine
+    has several GPUs or a launcher started several processes, else one process."""
     units: dict[str, UnitParallelism] | None = None
     """A layout for each unit, `language` included."""
     colocated: dict[str, str] = Field(default_factory=dict)
-    """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`)."""
+    """Units without ranks of their own: they run on those of another unit, stage by stage (`audio: language`);
+    without an entry in `units`, on those of its first stage."""
     plan: str | None = None
     """A plan file, as `dilatant plan` writes it, instead of `units`."""
     microbatches: int | None = Field(None, ge=1)
-    """Microbatches of each replica of the language model in a step, at least. Default: as `plan` says, else 4."""
+    """Microbatches of each replica of the language model in a step, at least. Default: as planned, else 4."""
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] | None = None
-    """In which order a rank works; see docs/schedules.md. Default: as `plan` says, else `eager`."""
+    """In which order a rank works; see docs/schedules.md. Default: as planned, else `eager`, or
+    `interleaved` with `chunks`."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a rank waits for another one before the run ends with an error that tells who is silent."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        if value is None:
+            return {}
+        if isinstance(value, str):
+            if value not in WORDS:
+                raise ValueError(
+                    f"it may be {' or '.join(map(repr, WORDS))}, or a section with 'units' or 'plan'"
+                )
+            return {"auto": WORDS[value]}
+        return value
+
     @model_validator(mode="after")
     def _one_layout(self) -> Self:
-        if (self.units is None) == (self.plan is None):
-            raise ValueError("give either 'units' (a layout for each unit) or 'plan' (a plan file)")
-        if self.plan is not None and self.colocated:
-            raise ValueError("'colocated' goes with 'units'; a plan file says itself what shares ranks")
+        given = [name for name in ("auto", "units", "plan") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                "give one of 'auto' (planned here), 'units' (a layout for each unit) and 'plan' (a plan file), not "
+                + " and ".join(repr(name) for name in given)
+            )
+        if self.colocated and self.units is None:
+            raise ValueError(
+                "'colocated' goes with 'units'; a plan, from a file or made here, says itself what shares ranks"
+            )
         return self
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether the user says which rank holds what."""
+        return self.units is not None or self.plan is not None

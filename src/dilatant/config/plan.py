@@ -44,14 +44,17 @@ class PlanConfig(Section):
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; those that divide the global batch."""
-    tensor_parallel: tuple[int, ...] | None = None
-    """Tensor-parallel degrees to measure or model. Default: 1 where layers are measured, else the powers of two inside
-    a node. A cost file has its own."""
+    tensor_parallel: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees to measure or model. This version trains 1; a plan with more is marked as planned only,
+    and the best that trains stands beside it. A cost file has its own."""
     context_parallel: tuple[int, ...] = (1,)
-    """Context-parallel degrees to model. A cost file has its own."""
+    """Context-parallel degrees to model; as above."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
     """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
     as `parallel.plan` says, else `balanced`."""
+    correct_costs: bool = True
+    """Let what actions take in training correct the costs by which later steps are planned, on all ranks alike. Without
+    it, samples are placed the same in every run of a config."""
     finalists: int = Field(24, gt=0)
     """Candidates to simulate at most, the most promising first."""
 
@@ -59,6 +62,6 @@ class PlanConfig(Section):
     def _positive(self) -> Self:
         for name in ("microbatch_sizes", "tensor_parallel", "context_parallel"):
             values = getattr(self, name)
-            if values is not None and (not values or min(values) < 1):
+            if not values or min(values) < 1:
                 raise ValueError(f"'{name}' must list numbers from 1 on")
         return self

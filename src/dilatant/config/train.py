@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dilatant.config.base import Section
 from dilatant.config.recompute import Recompute
@@ -81,7 +81,12 @@ class TrainConfig(Section):
     resume: str = "never"
     """`never`, `auto` (newest valid checkpoint of `output_dir`, if any), or a checkpoint folder."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Trackers, besides metrics.jsonl."""
+    """Trackers, besides metrics.jsonl: one name or a list."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_more(cls, given: object) -> object:
+        return (given,) if isinstance(given, str) else given
 
 
 class EvaluationConfig(Section):

@@ -5,6 +5,7 @@ A layer's forward takes its multiply-adds at the speed large matrix products rea
 activation traffic and one reading of its weights at memory speed, its launches, and, under tensor or context
 parallelism, its collectives over the links inside a node, none of them overlapped. The input-gradient half repeats the
 forward's products (attention's 2.5 times: its backward recomputes the scores), the weight-gradient half once more.
+A backward works with half as many bytes as the layer kept, as a block of Llama does.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def analytic_cost(
         checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
         attention=attention.rounded(),
+        working_bytes=kept.scaled(0.5).rounded(),
         attention_bytes=Quadratic(b=width * shape.attention_width / group).rounded(),
         parameters=-(-shape.parameters // tp),
     )

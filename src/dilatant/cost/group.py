@@ -21,6 +21,7 @@ _WITHOUT = (
     "weight_gradient",
     "attention",
     "attention_bytes",
+    "working_bytes",
     "activation_bytes",
     "weight_bytes",
     "checkpoint_bytes",

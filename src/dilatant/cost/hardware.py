@@ -68,12 +68,8 @@ def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
 
     Raises UserError when `path` holds something else, or cannot be written.
     """
-    document: Any = {}
     try:
-        if path.is_file():
-            document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        if not isinstance(document, dict):
-            raise UserError(f"{path} is there already and is no hardware file; choose another name")
+        document = read_hardware_file(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
         entry = {key: value for key, value in asdict(hardware).items() if key != "name"}
         document[name] = {"source": entry.pop("source"), **entry}
         path.write_text(
@@ -81,10 +77,24 @@ def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
             + yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100),
             encoding="utf-8",
         )
-    except yaml.YAMLError:
-        raise UserError(f"{path} is there already and is not YAML; choose another name") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is there already and is no text; choose another name") from None
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def read_hardware_file(text: str, where: str) -> dict[str, Any]:
+    """All entries of a hardware file as plain values. Raises UserError when it holds anything else."""
+    try:
+        document = yaml.safe_load(text) or {}
+    except yaml.YAMLError:
+        raise UserError(f"{where} is there already and is not YAML; choose another name") from None
+    keys = {field.name for field in fields(Hardware)}
+    if not isinstance(document, dict) or not all(
+        isinstance(entry, dict) and keys >= entry.keys() for entry in document.values()
+    ):
+        raise UserError(f"{where} is there already and is no hardware file; choose another name")
+    return document
 
 
 def load_hardware(name: str, path: Path | None = None) -> Hardware:

@@ -21,6 +21,7 @@ class LayerCost:
     part of `activation_bytes` that stays from the input-gradient half to the weight-gradient half of a split
     backward. `output_bytes` is what goes to the next stage, `parameters` are those that one rank holds.
     `attention` is the part of `recompute` that is saved where attention is kept, at `attention_bytes` more.
+    `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of no more than a chunk at once.
     `fit_error` is the largest relative error of the fits, None where nothing was measured.
@@ -37,6 +38,7 @@ class LayerCost:
     output_bytes: Quadratic = ZERO
     attention: Quadratic = ZERO
     attention_bytes: Quadratic = ZERO
+    working_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
     splits: bool = True
@@ -45,8 +47,8 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: all its
-    activations where they are not kept (no backward, or recomputed in it)."""
+    """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: what
+    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it)."""
 
     forward: Quadratic
     input_gradient: Quadratic
@@ -111,7 +113,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        transient_bytes=cost.activation_bytes if recomputed else ZERO,
+        transient_bytes=cost.working_bytes + cost.activation_bytes if recomputed else cost.working_bytes,
     )
 
 

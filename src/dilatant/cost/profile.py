@@ -59,6 +59,7 @@ class Measurement:
     output_bytes: int
     attention: float = 0.0
     attention_bytes: int = 0
+    working_bytes: int = 0
 
 
 def profile_layers(
@@ -111,7 +112,14 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         return found
 
     times = ("forward", "input_gradient", "weight_gradient", "first_trainable")
-    sizes = ("activation_bytes", "attention_bytes", "weight_bytes", "checkpoint_bytes", "output_bytes")
+    sizes = (
+        "activation_bytes",
+        "attention_bytes",
+        "working_bytes",
+        "weight_bytes",
+        "checkpoint_bytes",
+        "output_bytes",
+    )
     timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
     untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
     return LayerCost(
@@ -189,6 +197,9 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         parameter.requires_grad_(True)
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    working = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    for parameter in parameters:
+        parameter.grad = None
     return Measurement(
         tokens=tokens,
         forward=seconds["both forward"],
@@ -199,6 +210,7 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         attention=max(0.0, seconds["recomputed"] - seconds["kept"]) if attention_bytes else 0.0,
         activation_bytes=kept,
         attention_bytes=attention_bytes,
+        working_bytes=working,
         weight_bytes=weight,
         checkpoint_bytes=args[source].numel() * args[source].element_size() if source is not None else 0,
         output_bytes=output,
@@ -209,17 +221,17 @@ class _Clock:
     """Wall-clock seconds of work on a device: waits for the device at both ends."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def into(self, record: list[float]) -> _Span:
         """A context that appends its seconds to `record`."""
         return _Span(self, record)
 
     def now(self) -> float:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
@@ -232,6 +244,29 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._record.append(self._clock.now() - self._began)
+
+
+def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) -> int:
+    """The most bytes that a backward holds beyond what there is when it begins, weight gradients left out."""
+    import torch
+
+    for _ in range(2):  # the first one makes room for weight gradients
+        output = forward()
+        if not output.requires_grad:
+            return 0
+        gradient = torch.ones_like(output)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            output.backward(gradient)
+            most = torch.cuda.max_memory_allocated(device) - before
+        else:
+            from dilatant.cost.allocations import Allocations
+
+            with Allocations() as made:
+                output.backward(gradient)
+            most = made.peak
+    return most
 
 
 def _first_tensor(result: Any, kind: str) -> torch.Tensor:
@@ -252,8 +287,8 @@ def _saved_bytes(
 ) -> tuple[int, int, int]:
     """Bytes that autograd keeps, those of them a split backward keeps for its weight half, and the output's.
 
-    Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the input of
-    every module that has parameters of its own, and the gradient of its output.
+    Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the inputs of
+    all linear layers, and the gradients of their outputs.
     """
     import torch
 
@@ -267,17 +302,19 @@ def _saved_bytes(
         return tensor
 
     weight = 0
+    counted: set[int] = set()
 
     def count(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal weight
         for value in (*inputs, output):
-            if torch.is_tensor(value) and value.is_floating_point():
+            if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in counted:
                 weight += value.numel() * value.element_size()
+                counted.add(value.untyped_storage().data_ptr())
 
     hooks = [
         module.register_forward_hook(count)
         for module in layer.modules()
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad
     ]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

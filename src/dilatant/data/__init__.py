@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dilatant.data.reader import Reader, open_source
     from dilatant.data.sample import EncodedSample, Media, MediaUnit, Sample, Turn
     from dilatant.data.sampler import Sampler, SamplerState
-    from dilatant.data.sizes import SizesIndex, blend_sizes, reader_sizes
+    from dilatant.data.sizes import SizesIndex, blend_sizes, known_sizes, reader_sizes
     from dilatant.data.stats import DataStats, describe
     from dilatant.data.stream_sampler import StreamSampler
     from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -39,7 +39,7 @@ _NAMES = {
     "reader": "Reader open_source",
     "sample": "EncodedSample Media MediaUnit Sample Turn",
     "sampler": "Sampler SamplerState",
-    "sizes": "SizesIndex blend_sizes reader_sizes",
+    "sizes": "SizesIndex blend_sizes known_sizes reader_sizes",
     "stats": "DataStats describe",
     "stream_sampler": "StreamSampler",
     "tokenizer": "byte_tokenizer load_tokenizer",
@@ -76,6 +76,7 @@ __all__ = [
     "encode_prompt",
     "encode_sample",
     "image_processor",
+    "known_sizes",
     "load_tokenizer",
     "measure_sample",
     "open_blend",

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.media import decode_audio, media_size
+from dilatant.data.pixels import EncoderInput
 from dilatant.data.sample import Media, MediaKind, MediaSize
 
 
@@ -120,7 +121,7 @@ class AudioUnit:
         each = self.tokens_per_window if self.merged_per_window is None else self.merged_per_window
         return self.windows(size) * each
 
-    def process(self, media: Media) -> dict[str, NDArray]:
+    def process(self, media: Media) -> dict[str, EncoderInput]:
         # From the header, as everybody else counts; resampling may end a sample earlier or later.
         rows = self.windows(media_size(media))
         wave = decode_audio(media, self.processor.sampling_rate)

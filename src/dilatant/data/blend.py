@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -35,10 +36,19 @@ class Blend:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Sample:
+        reader, number = self._locate(index)
+        return reader[number]
+
+    def name(self, index: int) -> str:
+        """How messages call a sample ("charts.parquet:881"), without reading it."""
+        reader, number = self._locate(index)
+        return reader.name_of(number)
+
+    def _locate(self, index: int) -> tuple[Reader, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         source = int(np.searchsorted(self._ends, index, side="right"))
-        return self.readers[source][index - int(self._ends[source]) + self.lengths[source]]
+        return self.readers[source], index - int(self._ends[source]) + self.lengths[source]
 
     def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> Sampler:
         """The order in which training takes these samples."""
@@ -67,8 +77,8 @@ class StreamBlend:
         return StreamSampler(self.streams, self.weights, seed, global_batch_size, block)
 
 
-def open_blend(sources: Sequence[DataSource]) -> Blend | StreamBlend:
-    """All sources of a config section. Raises UserError as `open_source` does."""
+def open_blend(sources: Sequence[DataSource], *, cache_dir: str | Path | None = None) -> Blend | StreamBlend:
+    """All sources of a config section. cache_dir, and what is raised: as of `open_source`."""
     weights = tuple(source.weight for source in sources)
     if any(source.streaming for source in sources):
         from dilatant.data.hub_records import HubStream
@@ -78,4 +88,4 @@ def open_blend(sources: Sequence[DataSource]) -> Blend | StreamBlend:
                 "data sets that are streamed cannot be blended with others; set 'streaming' on all or none"
             )
         return StreamBlend(tuple(HubStream(source) for source in sources), weights)
-    return Blend(tuple(open_source(source) for source in sources), weights)
+    return Blend(tuple(open_source(source, cache_dir=cache_dir) for source in sources), weights)

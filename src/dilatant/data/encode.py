@@ -18,24 +18,28 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer, Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample
+from dilatant.data.pixels import EncoderInput, joined
+from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, content_digest
 
 NO_LOSS = -100
+
+TOKENS = "tokens"
+"""The part of a sample that is its ids and labels; its other parts are the media units by their names."""
+QUESTION = "question"
+"""As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
 
 
 @dataclass(frozen=True)
 class Encoding:
     """How samples become tokens: everything `encode_sample` needs besides the sample. Picklable.
 
-    max_length: most tokens of a sample in the language model, media included. decode: units whose media are decoded;
-    of the others only sizes are known, which is what a rank without their encoder needs. None decodes all.
+    max_length: most tokens of a sample in the language model, media included.
     """
 
     chat: ChatTokenizer
     units: Sequence[MediaUnit] = ()
     train_on: Literal["assistant", "all"] = "assistant"
     max_length: int | None = None
-    decode: frozenset[str] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -62,10 +66,13 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss."""
+    """tokens: unit → tokens it processes, in the order of `Encoding.unit_names`. target_tokens carry loss. content: as
+    `EncodedSample.content_digest`. refusals: why it cannot be trained on at any length."""
 
     tokens: Mapping[str, int]
     target_tokens: int
+    content: int
+    refusals: tuple[SampleError, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +83,18 @@ class EncodedPrompt:
     answer: str
 
 
-def encode_sample(sample: Sample, encoding: Encoding) -> EncodedSample:
+def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | None = None) -> EncodedSample:
     """Decode and tokenize a sample.
 
+    parts: what is made of it: `TOKENS` or `QUESTION`, without which ids and labels are empty, and the units whose media
+    are decoded; None makes all. Sizes are complete in any case.
     Raises SampleError naming it: media missing or damaged, markers that do not match the media, too long, or
     nothing to learn.
     """
     layout = _lay_out(sample, encoding)
     for refusal in _refusals(sample, encoding, layout):
         raise refusal
-    return _encoded(sample, encoding, layout)
+    return _encoded(sample, encoding, layout, parts)
 
 
 def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
@@ -129,10 +138,35 @@ def find_problems(
 
 
 def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
-    """What `encode_sample` would give, from headers alone. Raises SampleError naming it; a long sample is
-    measured, not refused."""
+    """What `encode_sample` would give, from headers alone. Raises SampleError naming it where tokens are not known; a
+    long sample is measured, not refused."""
     layout = _lay_out(sample, encoding)
-    return SampleSizes(layout.sizes(encoding), int(layout.targets.sum()))
+    return SampleSizes(
+        layout.sizes(encoding),
+        int(layout.targets.sum()),
+        content_digest(layout.ids, layout.labels),
+        tuple(_nothing_to_learn(sample, encoding, layout)),
+    )
+
+
+def too_long(sample: str, tokens: int, max_length: int) -> SampleError:
+    """Why a sample of so many tokens is refused."""
+    return SampleError(
+        sample,
+        f"has {tokens} tokens, more than the {max_length} allowed",
+        "raise 'data.max_length' (and 'train.row_tokens'), shorten it, or set 'data.on_error: skip'",
+    )
+
+
+def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Media, str]]:
+    """The media of a sample in the order of its tokens: the place of the first, how many stand for it, the item, and
+    the unit that reads it. Raises SampleError naming the sample."""
+    layout = _lay_out(sample, encoding)
+    at = 0
+    for item in layout.items:
+        at += int(np.argmax(layout.ids[at:] == item.unit.placeholder_id))
+        yield at, item.merged_tokens, item.media, item.unit.name
+        at += item.merged_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +185,10 @@ class _Layout:
     targets: NDArray[np.bool_]
     items: tuple[_Item, ...]
 
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return np.where(self.targets, self.ids, NO_LOSS)
+
     def sizes(self, encoding: Encoding) -> dict[str, int]:
         sizes = dict.fromkeys(encoding.unit_names, 0)
         sizes[LANGUAGE] = len(self.ids)
@@ -162,11 +200,11 @@ class _Layout:
 def _refusals(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[SampleError]:
     """What is wrong with a sample whose every part can be read."""
     if encoding.max_length is not None and len(layout.ids) > encoding.max_length:
-        yield SampleError(
-            sample.id,
-            f"has {len(layout.ids)} tokens, more than the {encoding.max_length} allowed",
-            "raise 'data.max_length' (and 'train.row_tokens'), shorten it, or set 'data.on_error: skip'",
-        )
+        yield too_long(sample.id, len(layout.ids), encoding.max_length)
+    yield from _nothing_to_learn(sample, encoding, layout)
+
+
+def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[SampleError]:
     answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
     if encoding.train_on == "assistant" and not layout.targets.any():
         yield SampleError(sample.id, "has no assistant answer, so nothing to learn", "add one or remove it")
@@ -174,22 +212,35 @@ def _refusals(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[S
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
 
 
-def _encoded(sample: Sample, encoding: Encoding, layout: _Layout) -> EncodedSample:
-    media: dict[str, dict[str, list[NDArray]]] = {}
+def _encoded(
+    sample: Sample, encoding: Encoding, layout: _Layout, parts: frozenset[str] | None = None
+) -> EncodedSample:
+    media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
-        if encoding.decode is not None and item.unit.name not in encoding.decode:
+        if parts is not None and item.unit.name not in parts:
             continue
         collected = media.setdefault(item.unit.name, {})
-        for name, array in _processed(sample, item).items():
-            collected.setdefault(name, []).append(array)
-    joined = {
-        unit: {
-            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in inputs.items()
-        }
-        for unit, inputs in media.items()
+        for name, values in _processed(sample, item).items():
+            collected.setdefault(name, []).append(values)
+    together = {
+        unit: {name: joined(values) for name, values in inputs.items()} for unit, inputs in media.items()
     }
-    labels = np.where(layout.targets, layout.ids, NO_LOSS)
-    return EncodedSample(sample.id, layout.ids, labels, joined, layout.sizes(encoding))
+    ids, labels = layout.ids, layout.labels
+    if parts is not None and QUESTION in parts:
+        labels = _labels_of_answer(sample, encoding, labels)
+    elif parts is not None and TOKENS not in parts:
+        ids, labels = ids[:0], labels[:0]
+    return EncodedSample(sample.id, ids, labels, together, layout.sizes(encoding))
+
+
+def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The labels with no loss but on the last answer. Raises SampleError where nothing is asked."""
+    before = len(_lay_out(_without_answer(sample)[0], encoding, for_generation=True).ids)
+    answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
+    ends = np.flatnonzero(answer == encoding.chat.eos_id)
+    if len(ends):  # what a template writes behind the answer is not judged
+        answer[int(ends[0]) + 1 :] = NO_LOSS
+    return answer
 
 
 def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> _Layout:
@@ -228,7 +279,7 @@ def _sized(sample: Sample, media: Media, unit: MediaUnit) -> _Item:
     return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size))
 
 
-def _processed(sample: Sample, item: _Item) -> dict[str, NDArray]:
+def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:
     try:
         return item.unit.process(item.media)
     except MediaError as error:

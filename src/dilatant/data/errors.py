@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+
 from dilatant.config.errors import UserError
+
+_OF_THE_MACHINE = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH",
+                 "ECONNRESET", "EBUSY", "EAGAIN", "ENOMEM", "ENFILE", "EMFILE")
+    if hasattr(errno, name)
+)  # fmt: skip
 
 LONGEST = 500
 """Characters of a message about a sample, which may quote what the sample holds."""
 
 
 class SampleError(UserError):
-    """A sample that cannot be trained on. It survives pickling, as it comes from worker processes."""
+    """A sample that cannot be trained on. It survives pickling, as it comes from worker processes.
 
-    def __init__(self, sample: str, problem: str, remedy: str = "") -> None:
+    may_pass: it may be the fault of a disk or a file server, so the next try may succeed.
+    """
+
+    def __init__(self, sample: str, problem: str, remedy: str = "", may_pass: bool = False) -> None:
         sample, problem = _printable(sample), _printable(problem)
         super().__init__(f"{sample}: {problem}" + (f"; {remedy}" if remedy else ""))
-        self.sample, self.problem, self.remedy = sample, problem, remedy
+        self.sample, self.problem, self.remedy, self.may_pass = sample, problem, remedy, may_pass
 
-    def __reduce__(self) -> tuple[type[SampleError], tuple[str, str, str]]:
-        return SampleError, (self.sample, self.problem, self.remedy)
+    def __reduce__(self) -> tuple[type[SampleError], tuple[str, str, str, bool]]:
+        return SampleError, (self.sample, self.problem, self.remedy, self.may_pass)
 
 
 class MediaError(UserError):
-    """An image or a sound that cannot be read."""
+    """An image or a sound that cannot be read. may_pass: as of `SampleError`."""
 
-    def __init__(self, problem: str, remedy: str = "") -> None:
+    def __init__(self, problem: str, remedy: str = "", may_pass: bool = False) -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
-        self.problem, self.remedy = problem, remedy
+        self.problem, self.remedy, self.may_pass = problem, remedy, may_pass
 
-    def __reduce__(self) -> tuple[type[MediaError], tuple[str, str]]:
-        return MediaError, (self.problem, self.remedy)
+    def __reduce__(self) -> tuple[type[MediaError], tuple[str, str, bool]]:
+        return MediaError, (self.problem, self.remedy, self.may_pass)
 
     def of(self, sample: str) -> SampleError:
         """The same, as an error of the sample that holds the medium."""
-        return SampleError(sample, self.problem, self.remedy)
+        return SampleError(sample, self.problem, self.remedy, self.may_pass)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether it is an I/O error of the machine, not one that the file itself causes, each time."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
 
 
 def _printable(text: str) -> str:

@@ -34,9 +34,12 @@ class HubRecords:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def name_of(self, index: int) -> str:
+        return f"{self._name}:{index + 1}"
+
     def read(self, index: int) -> Record:
         fields = self._dataset[index : index + 1].to_pylist()[0]
-        return Record(f"{self._name}:{index + 1}", Path("."), _with_label_names(fields, self._labels))
+        return Record(self.name_of(index), Path("."), _with_label_names(fields, self._labels))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.media import decode_image
+from dilatant.data.pixels import EncoderInput, Pixels
 from dilatant.data.sample import Media, MediaKind, MediaSize
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
@@ -28,8 +29,8 @@ class ImageProcessor(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
-        """pixels: uint8 [height, width, channels]. Returns arrays with encoder rows as their first dimension."""
+    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, EncoderInput]:
+        """pixels: uint8 [height, width, channels]. Returns inputs with encoder rows as their first dimension."""
         ...
 
 
@@ -70,8 +71,8 @@ class PixelProcessor:
     def fingerprint(self) -> str:
         return _digest(asdict(self))
 
-    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
-        """`pixel_values`: float32 [1, channels, height, width]."""
+    def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, Pixels]:
+        """`pixel_values`: [1, channels, height, width]."""
         from PIL import Image
 
         resample = Image.Resampling[self.resample.upper()]
@@ -86,10 +87,8 @@ class PixelProcessor:
             # Pillow fills what lies outside the image with zeros, before normalisation, as the reference does.
             left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
             image = image.crop((left, top, left + self.width, top + self.height))
-        values: NDArray[Any] = np.asarray(image, np.float32).reshape(self.height, self.width, self.channels)
-        values = values * np.float32(self.rescale) - np.array(self.mean, np.float32)
-        values = values / np.array(self.std, np.float32)
-        return {"pixel_values": np.ascontiguousarray(values.transpose(2, 0, 1))[None]}
+        values = np.asarray(image).reshape(self.height, self.width, self.channels).transpose(2, 0, 1)
+        return {"pixel_values": Pixels(np.array(values, order="C")[None], self.rescale, self.mean, self.std)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class ImageUnit:
     def merged_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image if self.merged_per_image is None else self.merged_per_image
 
-    def process(self, media: Media) -> dict[str, NDArray]:
+    def process(self, media: Media) -> dict[str, EncoderInput]:
         return dict(self.processor(decode_image(media, self.processor.channels)))
 
 

@@ -1,14 +1,10 @@
-"""JSON Lines files and files that hold one JSON array, read by record number without loading the file.
-
-Only the place of each record is kept in memory: 16 bytes a record.
-"""
+"""JSON Lines files and files that hold one JSON array, read by record number without loading the file."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.json_value import json_value
 from dilatant.data.records import Blocks, Record
+from dilatant.data.source_files import Scan, SourceFiles
 
 SCAN_BYTES = 1 << 24
 MARK = b"\xef\xbb\xbf"
@@ -27,41 +24,42 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonRecords:
-    """Records of several JSON or JSON Lines files, in file order. Picklable.
-
-    names: how messages call each file. Raises UserError for a file that is neither form, naming it.
-    """
+    """Records of several JSON or JSON Lines files, in file order. Picklable."""
 
     blocks: Blocks | None = None
 
-    def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
-        self._paths = tuple(paths)
-        self._names = tuple(names)
-        self._spans = [_record_spans(path, name) for path, name in zip(paths, names)]
-        self._first = np.cumsum([0, *(len(spans) for spans in self._spans)])
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, number = self._files.locate(index)
+        return f"{self._files.names[file]}:{number + 1}"
 
     def read(self, index: int) -> Record:
-        file = int(np.searchsorted(self._first, index, side="right")) - 1
-        number = index - int(self._first[file])
-        start, end = self._spans[file][number]
-        place = f"{self._names[file]}:{number + 1}"
-        with open(self._paths[file], "rb") as stream:
-            stream.seek(int(start))
-            fields = json_value(stream.read(int(end - start)), place)
+        file, number = self._files.locate(index)
+        start, end = self._files.part("spans", file)[number].tolist()
+        place, path = self.name_of(index), self._files.paths[file]
+        with open(path, "rb") as stream:
+            stream.seek(start)
+            fields = json_value(stream.read(end - start), place)
         if not isinstance(fields, dict):
             raise SampleError(
                 place, f"is JSON but no object: {type(fields).__name__}", "write one object a record"
             )
-        return Record(place, self._paths[file].parent, fields)
+        return Record(place, path.parent, fields)
+
+
+def scan_json(path: Path, name: str) -> Scan:
+    """`spans`: first and end byte of every record, int64 [records, 2]. Raises UserError naming a file that is
+    neither form."""
+    spans = _record_spans(path, name)
+    return Scan(len(spans), {"spans": spans})
 
 
 def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
-    """Start and end byte of every record: int64 [records, 2]."""
-    if not path.stat().st_size:
-        return np.zeros((0, 2), np.int64)
     with open(path, "rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     begin = len(MARK) if text[: len(MARK)] == MARK else 0
@@ -70,8 +68,6 @@ def _record_spans(path: Path, name: str) -> NDArray[np.int64]:
         return _array_spans(text, begin, name)
     if first == b"{":
         return _line_spans(text, begin)
-    if first == b"":
-        return np.zeros((0, 2), np.int64)
     raise UserError(f"{name} is neither JSON Lines nor a JSON array: it starts with {first!r}")
 
 
@@ -109,11 +105,10 @@ def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
         gap = _address(elements[1]) - _address(elements[0]) - int(length[0])
         start[1:] += np.cumsum(length[:-1] + gap)
         codes = np.frombuffer(text, np.uint8)
-        between = start[1:, None] + np.arange(-gap, 0)
         if (
             start[-1] + length[-1] > len(codes)
-            or (codes[between] != codes[between[0]]).any()
-            or np.isin(codes[start], SPACE).any()
+            or any((codes[start[1:] + at] != codes[start[1] + at]).any() for at in range(-gap, 0))
+            or (codes[start] <= max(SPACE)).any()
         ):
             start = np.array([_address(element) - _address(text) for element in elements], np.int64)
     return np.stack([start, start + length], axis=1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from dilatant.config.errors import UserError
+import numpy as np
+
+from dilatant.data.blend import Blend, StreamBlend
 from dilatant.data.encode import Encoding, find_problems
 from dilatant.data.errors import SampleError
-from dilatant.data.loader import Dataset
-from dilatant.data.workers import WorkerPool
+from dilatant.data.measure import Chosen
+from dilatant.data.pieces import Progress, in_pieces, piece_bounds
+from dilatant.data.sizes import blend_sizes
 
 CHUNK = 16
 
@@ -29,51 +31,57 @@ class Problem:
 
 
 def lint(
-    samples: Dataset,
+    blend: Blend | StreamBlend,
     encoding: Encoding,
     *,
     deep: bool = True,
     held_out: bool = False,
-    workers: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    cache_dir: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[Problem, ...]:
     """Everything wrong with the samples, in order; empty when all of them can be trained on.
 
-    deep: also decode the media, which finds those that are cut off. Without it headers are read. held_out: they are
-    also asked, so each needs a question. The longest sample allowed is `encoding.max_length`. workers: processes that
-    read; 0 works here.
+    What headers and text tell is taken from the sizes index, which is made where it is missing. deep: also decode the
+    media, which finds those that are cut off. held_out: they are also asked, so each needs a question. The longest
+    sample allowed is `encoding.max_length`. cache_dir, workers: as of `blend_sizes`.
     """
-    total = len(samples)
-    bounds = [*range(0, total, CHUNK), total]
-    job = _LintJob(samples, encoding, deep, held_out)
-    pool: WorkerPool[tuple[int, int], list[Problem]] = WorkerPool(
-        job, workers if len(bounds) > 8 else 0, named=lambda bounds: f"samples {bounds[0]} to {bounds[1] - 1}"
-    )
+    total = len(blend)
+    numbers = np.arange(total)
+    if not held_out:
+        index = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=workers, progress=progress)
+        wanted = np.zeros(total, bool)
+        wanted[list(index.refused(encoding.max_length))] = True
+        if deep:
+            wanted |= index.tokens[:, 1:].any(axis=1)
+        numbers = np.flatnonzero(wanted)
+    job = _LintJob(Chosen(blend, numbers), encoding, deep, held_out)
+    pieces = piece_bounds(len(numbers), CHUNK)
     found: list[Problem] = []
-    try:
-        for number, problems in enumerate(pool.map(pairwise(bounds), ahead=4 * max(1, workers)), 1):
-            if isinstance(problems, UserError):
-                raise problems
-            found += problems
-            progress(min(number * CHUNK, total), total)
-    finally:
-        pool.close()
+    for piece, problems in in_pieces(job, pieces, len(numbers), job.named, workers):
+        found += [replace(problem, index=int(numbers[problem.index])) for problem in problems]
+        progress(int(numbers[piece[1] - 1]) + 1, total)
+    progress(total, total)
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class _LintJob:
-    samples: Dataset
+    samples: Chosen
     encoding: Encoding
     deep: bool
     held_out: bool
 
-    def __call__(self, bounds: tuple[int, int]) -> list[Problem]:
+    def __call__(self, piece: tuple[int, int]) -> list[Problem]:
         problems = []
-        for index in range(*bounds):
+        for index in range(*piece):
             try:
                 errors = find_problems(self.samples[index], self.encoding, self.deep, self.held_out)
             except SampleError as error:
                 errors = [error]
             problems += [Problem(index, error.sample, error.problem, error.remedy) for error in errors]
         return problems
+
+    def named(self, piece: tuple[int, int]) -> str:
+        numbers = self.samples.numbers
+        return f"samples {numbers[piece[0]]} to {numbers[piece[1] - 1]}"

@@ -14,17 +14,10 @@ from dilatant.config.errors import UserError
 from dilatant.data.ahead import Ahead
 from dilatant.data.encode import Encoding, encode_sample
 from dilatant.data.errors import SampleError
+from dilatant.data.pool import Dataset
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.sampler import SamplerState
 from dilatant.data.workers import TASK_SECONDS, WorkerPool
-
-
-class Dataset(Protocol):
-    """Undecoded samples by index; picklable. A `Reader` and a `Blend` are such."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +80,13 @@ class Order(Protocol):
 class _EncodeJob:
     samples: Dataset
     encoding: Encoding
+    parts: frozenset[str] | None
 
     def __call__(self, task: Task) -> EncodedSample:
         if isinstance(task, SampleError):
             raise task
         sample = self.samples[task] if isinstance(task, int) else task
-        return encode_sample(sample, self.encoding)
+        return encode_sample(sample, self.encoding, self.parts)
 
 
 def _named(task: Task) -> str:
@@ -111,6 +105,7 @@ class Loader:
     reported (`skip`): the batch is then smaller, and the position moves on as if the sample had been used.
     sample_seconds: longest that a worker may take for a sample; afterwards it is taken for stopped or blocked, and
     WorkerError is raised that names both.
+    parts: of every sample, those that are loaded (see `encode_sample`); None for all.
     """
 
     def __init__(
@@ -125,6 +120,7 @@ class Loader:
         prefetch: int = 2,
         on_error: Literal["error", "skip"] = "error",
         sample_seconds: float = TASK_SECONDS,
+        parts: frozenset[str] | None = None,
     ) -> None:
         self._sampler = sampler
         self._start = sampler.resume(position)
@@ -134,7 +130,7 @@ class Loader:
         self._ahead = max(1, prefetch - 1) * sampler.global_batch_size
         self._positions: deque[SamplerState] = deque()
         self._pool: WorkerPool[Task, EncodedSample] = WorkerPool(
-            _EncodeJob(samples, encoding), workers, named=_named, task_seconds=sample_seconds
+            _EncodeJob(samples, encoding, parts), workers, named=_named, task_seconds=sample_seconds
         )
         batches = self._make_batches()
         self._batches = Ahead(batches, "dilatant-loader") if workers else batches

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.errors import MediaError
+from dilatant.data.errors import MediaError, may_pass
 from dilatant.data.sample import FileSlice, Media, MediaSize
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ def _as_media_error(media: Media, problem: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = getattr(error, "error_string", error)  # soundfile's text would name our stream object
-        raise MediaError(f"{media.kind} {media.name!r} {problem}: {reason}", _REPLACE) from None
+        raise MediaError(
+            f"{media.kind} {media.name!r} {problem}: {reason}", _REPLACE, may_pass(error)
+        ) from None
 
 
 @contextmanager
@@ -199,7 +201,8 @@ def open_media(media: Media) -> Iterator[BinaryIO]:
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise MediaError(f"{media.kind} {str(path)!r} cannot be opened: {reason}", _REPLACE) from None
+        problem = f"{media.kind} {str(path)!r} cannot be opened: {reason}"
+        raise MediaError(problem, _REPLACE, may_pass(error)) from None
     with stream:
         if isinstance(source, FileSlice):
             yield io.BufferedReader(_Slice(stream, source.offset, source.length))

@@ -8,22 +8,24 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
+from dilatant.data.cache import open_cache
 from dilatant.data.errors import SampleError
-from dilatant.data.json_records import JsonRecords
+from dilatant.data.json_records import JsonRecords, scan_json
 from dilatant.data.media import open_regular
-from dilatant.data.parquet_records import ParquetRecords
+from dilatant.data.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.records import Blocks, Record, parse_record
 from dilatant.data.sample import Sample
-from dilatant.data.tar_records import TarRecords
+from dilatant.data.source_files import Form, Scan, Scanner, SourceFiles
+from dilatant.data.tar_records import TarRecords, scan_tar
 
-Form = Literal["parquet", "json", "tar"]
 FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar"}
 FORM_OF_FORMAT: Mapping[str, Form] = {
     "parquet": "parquet",
@@ -48,6 +50,10 @@ class Records(Protocol):
         """The runs of records that are cheap to read together; None where every record is as cheap as the next."""
 
     def __len__(self) -> int: ...
+
+    def name_of(self, index: int) -> str:
+        """The id of a record, without reading it."""
+        ...
 
     def read(self, index: int) -> Record: ...
 
@@ -82,6 +88,10 @@ class Reader:
         except RecursionError:
             raise SampleError(record.id, "nests too deep", "write it flat") from None
 
+    def name_of(self, index: int) -> str:
+        """The id of a sample, by which messages call it, without reading it."""
+        return self.records.name_of(index)
+
     @property
     def blocks(self) -> Blocks | None:
         """The runs of samples that are cheap to read together; None where every one is as cheap as the next."""
@@ -93,8 +103,12 @@ class Reader:
         return Blocks(tuple(lengths[:count].tolist()), blocks.window, blocks.groups[:count])
 
 
-def open_source(source: DataSource) -> Reader:
-    """The reader of a source. Raises UserError when nothing is there, the form is unknown or no sample is found."""
+def open_source(source: DataSource, *, cache_dir: str | Path | None = None) -> Reader:
+    """The reader of a source.
+
+    cache_dir: where it is kept what scanning the files found; default: the user's cache. Raises UserError when nothing
+    is there, the form is unknown, no sample is found, or a `cache_dir` cannot be written.
+    """
     records: Records
     home = None
     if source.path is None:
@@ -105,12 +119,13 @@ def open_source(source: DataSource) -> Reader:
         identity = records.fingerprint
     else:
         name = source.path
-        files = _files(source.path)
-        files, form = _common_form(source, files)
-        home = Path(os.path.commonpath([file.parent for file in files]))
-        names = [str(file.relative_to(home)) for file in files]
-        records = _RECORDS[form](files, names)
-        identity = "\n".join(_identity(file, name) for file, name in zip(files, names))
+        paths = _files(source.path)
+        home = Path(os.path.commonpath([path.parent for path in paths]))
+        names = [str(path.relative_to(home)) for path in paths]
+        scanner = Scanner(detect_form, partial(_check_forms, source, paths), _SCAN)
+        files = SourceFiles(paths, names, scanner, open_cache(cache_dir))
+        identity = files.identity
+        records = _RECORDS[files.form](files)
     if len(records) == 0:
         raise UserError(f"data set {name!r} is empty")
     columns: dict[str, str] = {key: value for key, value in source.columns.items()}  # noqa: C416 - wider keys
@@ -120,16 +135,16 @@ def open_source(source: DataSource) -> Reader:
     return Reader(name, records, fingerprint, home, source.prompt, columns, source.limit)
 
 
-_RECORDS: Mapping[Form, Callable[[Sequence[Path], Sequence[str]], Records]] = {
+_RECORDS: Mapping[Form, Callable[[SourceFiles], Records]] = {
     "parquet": ParquetRecords,
     "json": JsonRecords,
     "tar": TarRecords,
 }
-
-
-def _identity(file: Path, name: str) -> str:
-    stat = file.stat()
-    return f"{name} {stat.st_size} {stat.st_mtime_ns}"
+_SCAN: Mapping[Form, Callable[[Path, str], Scan]] = {
+    "parquet": scan_parquet,
+    "json": scan_json,
+    "tar": scan_tar,
+}
 
 
 def _files(path: str) -> tuple[Path, ...]:
@@ -177,15 +192,14 @@ def _expand_braces(pattern: str) -> list[str]:
     return [full for choice in choices for full in _expand_braces(head + choice + tail)]
 
 
-def _common_form(source: DataSource, files: Sequence[Path]) -> tuple[tuple[Path, ...], Form]:
-    """The files that are not empty, and the one form they have."""
-    forms = {file: form for file in files if (form := detect_form(file)) is not None}
+def _check_forms(source: DataSource, files: Sequence[Path], forms: Sequence[Form | None]) -> None:
+    """Refuse files that are all empty, or not of one form."""
     wanted = FORM_OF_FORMAT.get(source.format)
     if wanted is not None:
-        for file, form in forms.items():
-            if form != wanted:
+        for file, form in zip(files, forms):
+            if form not in (wanted, None):
                 raise UserError(f"{str(file)!r} is {FORMS[form]}, but 'format' says {source.format!r}")
-    kinds = sorted(set(forms.values()))
+    kinds = sorted({form for form in forms if form is not None})
     if len(kinds) > 1 and Path(str(source.path)).is_dir():
         # JSON beside other files is often only about them, but that is for the user to say.
         raise UserError(
@@ -198,7 +212,6 @@ def _common_form(source: DataSource, files: Sequence[Path]) -> tuple[tuple[Path,
         )
     if not kinds:
         raise UserError(f"data set {source.path!r} is empty")
-    return tuple(forms), kinds[0]
 
 
 def detect_form(file: Path) -> Form | None:

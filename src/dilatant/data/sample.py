@@ -15,6 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.data.pixels import EncoderInput
+
 MediaKind = Literal["image", "audio"]
 Role = Literal["system", "user", "assistant"]
 
@@ -96,8 +98,8 @@ class MediaUnit(Protocol):
         """Tokens of one item inside the language model's row."""
         ...
 
-    def process(self, media: Media) -> dict[str, NDArray]:
-        """Decode one item into encoder inputs; arrays have encoder rows as their first dimension."""
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        """Decode one item into encoder inputs; they have encoder rows as their first dimension."""
         ...
 
 
@@ -107,7 +109,7 @@ class EncodedSample:
 
     input_ids, labels: int64 [tokens]; a media item stands as `merged_tokens` copies of its unit's placeholder id;
     labels are -100 where no loss is wanted, and already -100 at the first token. Empty where tokens were not loaded.
-    media: unit → encoder input name → array [encoder rows, ...]; a unit without items, or not loaded, is absent.
+    media: unit → encoder input name → [encoder rows, ...]; a unit without items, or not loaded, is absent.
     sizes: unit → tokens that the unit processes ("language" included); always known.
     draw: its number in the order of training, by which randomness is keyed. targets, content: what an index says of
     `target_tokens` and `content_digest`; counted here where None.
@@ -116,7 +118,7 @@ class EncodedSample:
     id: str
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    media: Mapping[str, Mapping[str, NDArray]] = field(default_factory=dict)
+    media: Mapping[str, Mapping[str, EncoderInput]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     draw: int = 0
     targets: int | None = None

@@ -1,48 +1,52 @@
-"""The sizes index: tokens of every sample in every unit, known before anything is decoded, kept in a cache."""
+"""The sizes index: tokens of every sample in every unit, known before anything is decoded, kept in a cache.
+
+Planning, training, statistics and lint read the same one. It is mapped, not read: opening it costs the same for any
+number of samples.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config.environment import cache_folder
 from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
+from dilatant.data.array_file import Arrays
 from dilatant.data.blend import Blend, StreamBlend
-from dilatant.data.encode import Encoding, measure_sample
+from dilatant.data.cache import Cache, open_cache
+from dilatant.data.encode import Encoding, too_long
+from dilatant.data.measure import Chosen, Measured, file_state, measure
+from dilatant.data.pieces import Progress
 from dilatant.data.reader import Reader
-from dilatant.data.workers import WorkerPool
+from dilatant.data.refusals import Refusals
 
-FORMAT = 1
-CHUNK = 64
-"""Samples that a worker measures in one go."""
-
-Progress = Callable[[int, int], None]
-"""Called with the samples done and the samples in all."""
+FORMAT = 2
+WATCHED_MEDIA = 1000
+"""Most media files of refused samples that are looked at when the index is opened."""
 
 
 @dataclass(frozen=True)
 class SizesIndex:
-    """Tokens per unit of every sample, in the order of the samples.
+    """What is known of every sample without decoding it, in the order of the samples.
 
-    units: "language", then the encoders. tokens: int64 [samples, units]. target_tokens: int64 [samples], those that
-    carry loss. problems: sample → why it could not be measured; its tokens are 0.
+    units: "language", then the encoders. tokens: int64 [samples, units]; 0 where they are not known. target_tokens:
+    int64 [samples], those that carry loss. content: int64 [samples], the `content_digest` of ids and labels. problems:
+    sample → why it cannot be trained on at any length. name: how messages call a sample.
     """
 
     units: tuple[str, ...]
     tokens: NDArray[np.int64]
     target_tokens: NDArray[np.int64]
+    content: NDArray[np.int64]
     problems: Mapping[int, str] = field(default_factory=dict)
+    name: Callable[[int], str] = field(default="sample {}".format, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,36 +55,59 @@ class SizesIndex:
         """Tokens of one unit: int64 [samples]."""
         return self.tokens[:, self.units.index(unit)]
 
+    def refused(self, max_length: int | None) -> dict[int, str]:
+        """Sample → why `encode_sample` refuses it with this `max_length`, in order; what only decoding tells is not
+        known."""
+        found = dict(self.problems.items())
+        if max_length is not None:
+            tokens = self.of(LANGUAGE)
+            for sample in np.flatnonzero(tokens > max_length).tolist():
+                found[sample] = str(too_long(self.name(sample), int(tokens[sample]), max_length))
+        return dict(sorted(found.items()))
+
 
 def blend_sizes(
     blend: Blend | StreamBlend,
     encoding: Encoding,
     *,
     cache_dir: str | Path | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> SizesIndex:
-    """The index of all sources of a blend, in its order. Parameters as of `reader_sizes`."""
+    """The index of all sources of a blend, in its order: mapped from the cache, or measured and written there.
+
+    A source is measured again when its files, the tokenizer, the template or a processor are others; its refused
+    samples also when their media files are. Other media files that a data file names are not watched. Of several
+    processes one measures and the others wait.
+    cache_dir: where it is kept; default: the user's cache. workers: processes that measure; 0 works here; None takes
+    the cores that this process may use. Raises UserError for a stream, and where `cache_dir` cannot be written.
+    """
     if not isinstance(blend, Blend):
         raise UserError(
             "the sizes of a streamed data set are not known ahead; do not stream it to measure it"
         )
-    total = len(blend)
-    parts: list[SizesIndex] = []
-    done = 0
+    cache = open_cache(cache_dir)
+    total, done = len(blend), 0
+    parts: list[Arrays] = []
     for reader in blend.readers:
-        parts.append(
-            reader_sizes(
-                reader,
-                encoding,
-                cache_dir=cache_dir,
-                workers=workers,
-                progress=partial(_forward, progress, done, total),
-            )
-        )
+        parts.append(_source(reader, encoding, cache, workers, partial(_forward, progress, done, total)))
         done += len(reader)
         progress(done, total)
-    return _joined(parts)
+    return _index(_together(blend, encoding, cache, parts), encoding, blend.name)
+
+
+def known_sizes(
+    blend: Blend, encoding: Encoding, *, cache_dir: str | Path | None = None
+) -> SizesIndex | None:
+    """The index of a blend, if all of it is in the cache."""
+    cache = open_cache(cache_dir)
+    parts: list[Arrays] = []
+    for reader in blend.readers:
+        found = cache.known(*_entry(reader, encoding))
+        if found is None or not _media_unchanged(found):
+            return None
+        parts.append(found)
+    return _index(_together(blend, encoding, cache, parts), encoding, blend.name)
 
 
 def reader_sizes(
@@ -88,156 +115,115 @@ def reader_sizes(
     encoding: Encoding,
     *,
     cache_dir: str | Path | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> SizesIndex:
-    """The index of one source: read from the cache, or measured and written there.
-
-    It is measured again when the data files, the tokenizer, the template or a processor are others. Media files that
-    a data file names are not watched.
-    cache_dir: where the index is kept; default: the user's cache directory. workers: processes that measure; 0 works
-    here. Raises UserError where the index cannot be written.
-    """
-    key = hashlib.sha256(
-        f"{FORMAT} {reader.fingerprint} {encoding.fingerprint} {len(reader)}".encode()
-    ).hexdigest()
-    # Another state of the same files replaces this one; another use of them has its own file.
-    folder = reader.home and reader.home.resolve()
-    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit)
-    name = hashlib.sha256(repr((use, encoding.fingerprint)).encode()).hexdigest()[:16]
-    file = (Path(cache_dir) if cache_dir else cache_folder() / "sizes") / f"sizes-{name}.parquet"
-    known = _load(file, key)
-    if known is not None:
-        return known
-    index = measure(reader, encoding, workers=workers, progress=progress)
-    _save(index, file, key)
-    return index
+    """The index of one source. Parameters, and what is raised: as of `blend_sizes`."""
+    found = _source(reader, encoding, open_cache(cache_dir), workers, progress)
+    return _index(found, encoding, reader.name_of)
 
 
 def _forward(progress: Progress, before: int, total: int, done: int, _: int) -> None:
     progress(before + done, total)
 
 
-def measure(
-    reader: Reader, encoding: Encoding, *, workers: int = 0, progress: Progress = lambda done, total: None
-) -> SizesIndex:
-    """The index of one source, measured now."""
-    total = len(reader)
-    bounds = [*range(0, total, CHUNK), total]
-    # A handful of chunks is done before processes have started.
-    pool: WorkerPool[tuple[int, int], _Chunk] = WorkerPool(
-        _MeasureJob(reader, encoding),
-        workers if len(bounds) > 8 else 0,
-        named=lambda bounds: f"samples {bounds[0]} to {bounds[1] - 1} of {reader.name}",
+def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
+    """Name and key in the cache. Another state of the same files has the same name and replaces this one; another use
+    of them has its own."""
+    folder = reader.home and reader.home.resolve()
+    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit)
+    return (
+        f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
+        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader)),
     )
-    chunks: list[_Chunk] = []
-    try:
-        for chunk in pool.map(pairwise(bounds), ahead=4 * max(1, workers)):
-            if isinstance(chunk, UserError):
-                raise chunk
-            chunks.append(chunk)
-            progress(min(len(chunks) * CHUNK, total), total)
-    finally:
-        pool.close()
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _source(
+    reader: Reader, encoding: Encoding, cache: Cache, workers: int | None, progress: Progress
+) -> Arrays:
+    name, key = _entry(reader, encoding)
+
+    def make() -> Arrays:
+        before = cache.known(name, key)
+        if before is not None:  # but the media of refused samples are others
+            return _mended(before, reader, encoding, workers)
+        found = measure(
+            reader, encoding, blocks=reader.blocks, name=reader.name, workers=workers, progress=progress
+        )
+        return _arrays(found)
+
+    return cache.kept(name, key, make, _media_unchanged)
+
+
+def _arrays(measured: Measured) -> Arrays:
+    arrays = {
+        "tokens": measured.tokens,
+        "target_tokens": measured.target_tokens,
+        "content": measured.content,
+    }
+    watched = dict.fromkeys(state for files in measured.media.values() for state in files)
+    return Arrays(
+        {**arrays, **Refusals.of(measured.problems).arrays},
+        {"media": list(watched)[:WATCHED_MEDIA]},
+    )
+
+
+def _media_unchanged(found: Arrays) -> bool:
+    """Whether the media files of refused samples are as they were: one that was missing may be there now."""
+    return all(file_state(Path(path)) == (path, size, time) for path, size, time in found.about["media"])
+
+
+def _mended(before: Arrays, reader: Reader, encoding: Encoding, workers: int | None) -> Arrays:
+    """The same with all refused samples measured again."""
+    refused = before.arrays["samples"]
+    again = measure(Chosen(reader, refused), encoding, name=reader.name, workers=workers)
+    found = Measured(
+        tokens=before.arrays["tokens"].copy(),
+        target_tokens=before.arrays["target_tokens"].copy(),
+        content=before.arrays["content"].copy(),
+        problems={int(refused[at]): problem for at, problem in again.problems.items()},
+        media=again.media,
+    )
+    found.tokens[:, refused] = again.tokens
+    found.target_tokens[refused] = again.target_tokens
+    found.content[refused] = again.content
+    return _arrays(found)
+
+
+def _refusals(found: Arrays) -> Refusals:
+    return Refusals(found.arrays["samples"], found.arrays["ends"], found.arrays["text"])
+
+
+def _together(blend: Blend, encoding: Encoding, cache: Cache, parts: Sequence[Arrays]) -> Arrays:
+    """The arrays of all sources, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def make() -> Arrays:
+        arrays = {
+            name: np.concatenate([part.arrays[name] for part in parts], axis=-1)
+            for name in ("tokens", "target_tokens", "content")
+        }
+        offsets = (np.cumsum(blend.lengths) - blend.lengths).tolist()
+        return Arrays({**arrays, **Refusals.joined([_refusals(part) for part in parts], offsets).arrays})
+
+    digests = [part.digest for part in parts]
+    if None in digests:  # the cache cannot be written
+        return make()
+    names = [_entry(reader, encoding)[0] for reader in blend.readers]
+    return cache.kept(f"blend-{_digest(names)[:16]}", _digest(digests), make)
+
+
+def _index(found: Arrays, encoding: Encoding, name: Callable[[int], str]) -> SizesIndex:
     return SizesIndex(
-        encoding.unit_names,
-        np.concatenate([chunk.tokens for chunk in chunks]),
-        np.concatenate([chunk.target_tokens for chunk in chunks]),
-        {at: problem for chunk in chunks for at, problem in chunk.problems.items()},
+        units=encoding.unit_names,
+        tokens=found.arrays["tokens"].T,
+        target_tokens=found.arrays["target_tokens"],
+        content=found.arrays["content"],
+        problems=_refusals(found),
+        name=name,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    tokens: NDArray[np.int64]
-    target_tokens: NDArray[np.int64]
-    problems: dict[int, str]
-
-
-@dataclass(frozen=True)
-class _MeasureJob:
-    reader: Reader
-    encoding: Encoding
-
-    def __call__(self, bounds: tuple[int, int]) -> _Chunk:
-        start, end = bounds
-        units = self.encoding.unit_names
-        tokens = np.zeros((end - start, len(units)), np.int64)
-        target_tokens = np.zeros(end - start, np.int64)
-        problems = {}
-        for index in range(start, end):
-            try:
-                sizes = measure_sample(self.reader[index], self.encoding)
-            except UserError as error:
-                problems[index] = str(error)
-                continue
-            tokens[index - start] = [sizes.tokens[unit] for unit in units]
-            target_tokens[index - start] = sizes.target_tokens
-        return _Chunk(tokens, target_tokens, problems)
-
-
-def _joined(parts: Sequence[SizesIndex]) -> SizesIndex:
-    problems = {}
-    offset = 0
-    for part in parts:
-        problems.update({offset + at: problem for at, problem in part.problems.items()})
-        offset += len(part)
-    return SizesIndex(
-        parts[0].units,
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.target_tokens for part in parts]),
-        problems,
-    )
-
-
-def _load(path: Path, key: str) -> SizesIndex | None:
-    """The index in a file, unless it is missing, damaged or about something else."""
-    from pyarrow import ArrowException
-    from pyarrow.parquet import read_table
-
-    try:
-        table = read_table(path)
-        header = json.loads((table.schema.metadata or {})[b"dilatant"])
-        if header["key"] != key:
-            return None
-        units = tuple(header["units"])
-        tokens = np.stack([table[f"tokens_{unit}"].to_numpy() for unit in units], axis=1)
-        problem = table["problem"]
-    except (OSError, ArrowException, KeyError, ValueError):
-        return None
-    wrong = np.flatnonzero(problem.is_valid().to_numpy())
-    return SizesIndex(
-        units,
-        tokens.astype(np.int64),
-        table["target_tokens"].to_numpy().astype(np.int64),
-        {int(at): problem[int(at)].as_py() for at in wrong},
-    )
-
-
-def _save(index: SizesIndex, path: Path, key: str) -> None:
-    """Write the index; nobody ever sees half a file."""
-    import pyarrow as pa
-    from pyarrow.parquet import write_table
-
-    columns: dict[str, Any] = {f"tokens_{unit}": index.of(unit) for unit in index.units}
-    columns["target_tokens"] = index.target_tokens
-    columns["problem"] = pa.array([index.problems.get(at) for at in range(len(index))], pa.string())
-    header = json.dumps({"key": key, "units": index.units})
-    table = pa.table(columns).replace_schema_metadata({"dilatant": header})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".sizes-", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                write_table(table, file)
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                temporary.unlink()
-                raise
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"the sizes index cannot be written to {str(path.parent)!r}: {error}; set 'data.cache_dir' to a folder "
-            "with room"
-        ) from None

@@ -1,17 +1,46 @@
-"""What a data set is like, in numbers: token distributions per unit, and how units compare."""
+"""What a data set is like, in numbers: token distributions per unit and source, and how units compare."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.sizes import SizesIndex
-
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 BINS = 40
+"""At most so many bins of a histogram; of a joint one half as many on each axis."""
+REFUSALS_KEPT = 50
+
+
+class TokenTable(Protocol):
+    """What is known of every sample: a `SizesIndex`."""
+
+    @property
+    def units(self) -> tuple[str, ...]: ...
+
+    @property
+    def tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def target_tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def problems(self) -> Mapping[int, str]: ...
+
+    def refused(self, max_length: int | None) -> Mapping[int, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of a blend, as many samples as it has, and its weight in the order of training."""
+
+    name: str
+    samples: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +86,34 @@ class UnitRatio:
 
 
 @dataclass(frozen=True, slots=True)
+class JointHistogram:
+    """counts[i][j] samples have tokens of `to` in [to_edges[i], to_edges[i + 1]), and of `unit` in bin j of its own."""
+
+    unit: str
+    to: str
+    edges: tuple[float, ...]
+    to_edges: tuple[float, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """Figures of one source. refused: samples that cannot be trained on. tokens: by unit; these and `target_tokens` are
+    of the samples that could be measured."""
+
+    name: str
+    samples: int
+    weight: float
+    refused: int
+    target_tokens: int
+    tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class DataStats:
-    """samples: all, with `problems` of them not measured. mixes: units with tokens → samples with just those."""
+    """samples: all, with `problems` of them not measured. mixes: units with tokens → samples with just those. refused:
+    samples that training would refuse; `refusals` says why, of the first of them. joint: of every ratio whose units
+    both vary."""
 
     samples: int
     problems: int
@@ -66,14 +121,23 @@ class DataStats:
     mixes: dict[str, int]
     units: tuple[UnitStats, ...]
     ratios: tuple[UnitRatio, ...]
+    joint: tuple[JointHistogram, ...] = ()
+    sources: tuple[SourceStats, ...] = ()
+    refused: int = 0
+    refusals: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def describe(index: SizesIndex) -> DataStats:
-    """The statistics of an index; samples that could not be measured are counted and otherwise left out."""
-    good = np.ones(len(index), bool)
+def describe(index: TokenTable, sources: Sequence[Source] = (), max_length: int | None = None) -> DataStats:
+    """The statistics of an index; samples that could not be measured are counted and otherwise left out.
+
+    sources: of the blend, in its order; without them all samples are of one that has no name. max_length: most tokens
+    of a sample that can be trained on.
+    """
+    sources = sources or (Source("", len(index.tokens)),)
+    good = np.ones(len(index.tokens), bool)
     good[list(index.problems)] = False
     tokens = index.tokens[good]
     units = tuple(_unit_stats(unit, tokens[:, column]) for column, unit in enumerate(index.units))
@@ -94,13 +158,23 @@ def describe(index: SizesIndex) -> DataStats:
     for number, count in sorted(zip(numbers.tolist(), counts.tolist()), key=lambda item: -item[1]):
         present = [unit for bit, (_, unit) in enumerate(encoders) if number >> bit & 1]
         mixes[" + ".join([*present, "text"])] = count
+    why = index.refused(max_length)
+    refused = np.fromiter(why, np.int64, len(why))
     return DataStats(
-        samples=len(index),
+        samples=len(index.tokens),
         problems=len(index.problems),
         target_tokens=int(index.target_tokens[good].sum()),
         mixes=mixes,
         units=units,
         ratios=ratios,
+        joint=tuple(
+            _joint(one.unit, tokens[:, index.units.index(one.unit)], text_unit, language)
+            for one in ratios
+            if one.correlation is not None
+        ),
+        sources=tuple(_source_stats(index, sources, refused, good)),
+        refused=len(refused),
+        refusals=tuple(islice(why.values(), REFUSALS_KEPT)),
     )
 
 
@@ -111,10 +185,8 @@ def _unit_stats(unit: str, tokens: NDArray[np.int64]) -> UnitStats:
             unit, 0, 0, 0.0, 0.0, 0, 0, dict.fromkeys(PERCENTILES, 0.0), Histogram((0.0, 1.0), (0,))
         )
     low, high = int(some.min()), int(some.max())
-    # Whole-number bin edges, so that no bin holds more values than its neighbour.
-    width = max(1, -(-(high - low + 1) // BINS))
-    edges = np.arange(low, high + width + 1, width)
-    counts, _ = np.histogram(some, edges)
+    edges = _bins(low, high, BINS)
+    counts = np.bincount(_bin_of(some, edges), minlength=len(edges) - 1)
     return UnitStats(
         unit=unit,
         samples=len(some),
@@ -123,7 +195,7 @@ def _unit_stats(unit: str, tokens: NDArray[np.int64]) -> UnitStats:
         std=float(some.std()),
         minimum=low,
         maximum=high,
-        percentiles={percent: float(np.percentile(some, percent)) for percent in PERCENTILES},
+        percentiles=dict(zip(PERCENTILES, np.percentile(some, PERCENTILES).tolist(), strict=True)),
         histogram=Histogram(tuple(map(float, edges)), tuple(map(int, counts))),
     )
 
@@ -139,3 +211,53 @@ def _ratio(unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArr
     varies = tokens.std() > 0 and language.std() > 0
     correlation = float(np.corrcoef(tokens, language)[0, 1]) if varies else None
     return UnitRatio(unit, text_unit, ratio, ratio - 1.96 * error, ratio + 1.96 * error, correlation)
+
+
+def _bins(low: int, high: int, most: int) -> NDArray[np.int64]:
+    """Edges of bins for whole numbers from `low` to `high`: at most `most` of them, of equal round widths, at multiples
+    of the width."""
+    width = 1
+    while high // width - low // width + 1 > most:
+        head = int(str(width)[0])
+        width = width // head * {1: 2, 2: 5, 5: 10}[head]
+    first = low // width * width
+    return np.arange(first, high + width + 1, width)
+
+
+def _bin_of(values: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bin of every value, where edges are those of `_bins`."""
+    return (values - edges[0]) // (edges[1] - edges[0])
+
+
+def _joint(
+    unit: str, tokens: NDArray[np.int64], text_unit: str, language: NDArray[np.int64]
+) -> JointHistogram:
+    edges = [_bins(int(one.min()), int(one.max()), BINS // 2) for one in (language, tokens)]
+    rows, columns = (len(one) - 1 for one in edges)
+    cells = _bin_of(language, edges[0]) * columns + _bin_of(tokens, edges[1])
+    counts = np.bincount(cells, minlength=rows * columns).reshape(rows, columns)
+    return JointHistogram(
+        unit,
+        text_unit,
+        edges=tuple(map(float, edges[1])),
+        to_edges=tuple(map(float, edges[0])),
+        counts=tuple(tuple(map(int, row)) for row in counts),
+    )
+
+
+def _source_stats(
+    index: TokenTable, sources: Sequence[Source], refused: NDArray[np.int64], good: NDArray[np.bool_]
+) -> Iterator[SourceStats]:
+    start = 0
+    for source in sources:
+        own = slice(start, start + source.samples)
+        start += source.samples
+        measured = index.tokens[own][good[own]]
+        yield SourceStats(
+            source.name,
+            source.samples,
+            source.weight,
+            int(((refused >= own.start) & (refused < own.stop)).sum()),
+            int(index.target_tokens[own][good[own]].sum()),
+            dict(zip(index.units, measured.sum(axis=0).tolist())),
+        )

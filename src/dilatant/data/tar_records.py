@@ -6,17 +6,18 @@ The index holds offsets only; media stay in the tar and are read as a slice of t
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
 from dilatant.data.json_value import json_value
 from dilatant.data.records import MEDIA_COLUMNS, Blocks, Record
 from dilatant.data.sample import FileSlice, MediaKind
+from dilatant.data.source_files import Scan, SourceFiles
 
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
 AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"})
@@ -24,36 +25,35 @@ TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
 
 
 class TarRecords:
-    """Records of several tar shards, in shard order. Picklable.
-
-    Raises UserError for a file that is no plain tar, or is cut off, naming it.
-    """
+    """Records of several tar shards, in shard order. Picklable."""
 
     blocks: Blocks | None = None
 
-    def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
-        self._paths = tuple(paths)
-        self._names = tuple(names)
-        self._suffixes: list[str] = []
-        self._shards = [_index(path, name, self._suffixes) for path, name in zip(paths, names)]
-        self._first = np.cumsum([0, *(len(shard.first_member) - 1 for shard in self._shards)])
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._files.first[-1])
+
+    def name_of(self, index: int) -> str:
+        file, number = self._files.locate(index)
+        key_ends = self._files.part("key_ends", file)
+        raw = self._files.part("keys", file)[key_ends[number] : key_ends[number + 1]].tobytes()
+        return f"{self._files.names[file]}:{raw.decode('utf-8', 'replace')}"
 
     def read(self, index: int) -> Record:
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
-        shard, path = self._shards[number], self._paths[number]
-        record = index - int(self._first[number])
-        place = f"{self._names[number]}:{shard.key(record)}"
+        file, number = self._files.locate(index)
+        first, end = self._files.part("first_members", file)[number : number + 2].tolist()
+        members = self._files.part("members", file)[first:end].tolist()
+        suffixes = self._files.part("suffixes", file).tobytes().decode("utf-8", "surrogateescape").split("\0")
+        path, place = self._files.paths[file], self.name_of(index)
         fields: dict[str, Any] = {}
         media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": []}
         found = []
         with open(path, "rb") as stream:
-            for member in range(shard.first_member[record], shard.first_member[record + 1]):
-                suffix = self._suffixes[shard.suffix[member]]
+            for offset, length, kind_number in members:
+                suffix = suffixes[kind_number]
                 found.append(suffix)
-                offset, length = int(shard.offset[member]), int(shard.length[member])
                 last = suffix.rpartition(".")[2]
                 if last in IMAGE_SUFFIXES:
                     media["image"].append(FileSlice(path, offset, length))
@@ -92,32 +92,17 @@ def _text_fields(place: str, suffix: str, raw: bytes) -> dict[str, Any]:
     return fields
 
 
-class _Shard:
-    """Where the members of one tar lie. Arrays are [members]; `first_member` is [records + 1]."""
+def scan_tar(path: Path, name: str) -> Scan:
+    """Where the members of a shard lie.
 
-    def __init__(self, members: list[tuple[str, int, int, int]]) -> None:
-        keys: list[str] = []
-        starts: list[int] = []
-        for position, (key, _, _, _) in enumerate(members):
-            if not keys or key != keys[-1]:
-                keys.append(key)
-                starts.append(position)
-        self.first_member = np.array([*starts, len(members)], np.int64)
-        self.offset = np.array([offset for _, offset, _, _ in members], np.int64)
-        self.length = np.array([length for _, _, length, _ in members], np.int64)
-        self.suffix = np.array([suffix for _, _, _, suffix in members], np.int32)
-        encoded = [key.encode("utf-8", "surrogateescape") for key in keys]
-        self._keys = b"".join(encoded)
-        self._key_end = np.cumsum([0, *map(len, encoded)])
-
-    def key(self, record: int) -> str:
-        raw = self._keys[self._key_end[record] : self._key_end[record + 1]]
-        return raw.decode("utf-8", "replace")
-
-
-def _index(path: Path, name: str, suffixes: list[str]) -> _Shard:
-    numbers = {suffix: number for number, suffix in enumerate(suffixes)}
-    members = []
+    members: int64 [members, 3], first byte, length, number of the suffix. first_members: int64 [records + 1]. keys: the
+    names of all records as bytes, parted at key_ends: int64 [records + 1]. suffixes: as bytes, parted by zeros. Raises
+    UserError for a file that is no plain tar, or is cut off, naming it.
+    """
+    members: list[tuple[int, int, int]] = []
+    numbers: dict[str, int] = {}
+    keys: list[str] = []
+    first_members: list[int] = []
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
@@ -131,18 +116,26 @@ def _index(path: Path, name: str, suffixes: list[str]) -> _Shard:
                 key, suffix = _split_name(member.name)
                 if key is None:
                     continue
-                if suffix not in numbers:
-                    numbers[suffix] = len(suffixes)
-                    suffixes.append(suffix)
-                members.append((key, member.offset_data, member.size, numbers[suffix]))
+                if not keys or key != keys[-1]:
+                    keys.append(key)
+                    first_members.append(len(members))
+                number = numbers.setdefault(suffix, len(numbers))
+                members.append((member.offset_data, member.size, number))
             end = archive.offset
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"{name} cannot be read as a tar: {error}") from None
-    size = path.stat().st_size
-    if members and members[-1][1] + members[-1][2] > size:
-        raise UserError(f"{name} is cut off: member {members[-1][0]!r} ends after the file does")
-    _refuse_early_end(path, name, end, members[-1][0] if members else "")
-    return _Shard(members)
+    if members and members[-1][0] + members[-1][1] > path.stat().st_size:
+        raise UserError(f"{name} is cut off: member {keys[-1]!r} ends after the file does")
+    _refuse_early_end(path, name, end, keys[-1] if keys else "")
+    encoded = [key.encode("utf-8", "surrogateescape") for key in keys]
+    arrays: dict[str, NDArray[Any]] = {
+        "members": np.array(members, np.int64).reshape(-1, 3),
+        "first_members": np.array([*first_members, len(members)], np.int64),
+        "keys": np.frombuffer(b"".join(encoded), np.uint8),
+        "key_ends": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
+        "suffixes": np.frombuffer("\0".join(numbers).encode("utf-8", "surrogateescape"), np.uint8),
+    }
+    return Scan(len(keys), arrays)
 
 
 def _refuse_early_end(path: Path, name: str, end: int, last: str) -> None:

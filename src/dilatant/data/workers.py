@@ -26,7 +26,7 @@ from dilatant.config.errors import UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
-PRELOAD = ("dilatant.data.encode", "dilatant.data.reader", "transformers.utils.chat_template_utils")
+PRELOAD = ("dilatant.data.pool_worker", "dilatant.data.reader", "transformers.utils.chat_template_utils")
 """Imported once by the server process, so that a worker is there in a moment. None of them starts a thread."""
 
 TASKS_IN_HAND = 3
@@ -37,6 +37,7 @@ TASK_SECONDS = 300.0
 """Longest that a task may take: a worker that takes longer is stopped, or waits for a file that never comes."""
 GRACE_SECONDS = 1.0
 """What a worker is given beyond that, in case we were the ones that stood still."""
+MOST_WORKERS_PER_RANK = 8
 
 
 class WorkerError(RuntimeError):
@@ -46,6 +47,16 @@ class WorkerError(RuntimeError):
 def warm_up() -> None:
     """Start the server that workers come from (see `fork_server.warm_up`)."""
     fork_server.warm_up(PRELOAD)
+
+
+def workers_of_machine(asked: int | None, ranks: int = 1) -> int:
+    """Data workers for a machine with so many ranks: as many as asked for, else what cores its ranks leave, at least
+    one and at most eight a rank."""
+    if asked is not None:
+        return asked
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return max(1, min(cores - ranks, MOST_WORKERS_PER_RANK * ranks))
 
 
 class WorkerPool(Generic[T, R]):
@@ -78,7 +89,10 @@ class WorkerPool(Generic[T, R]):
             for number in range(workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_work, args=(theirs, payload), name=f"dilatant-data-{number}", daemon=True
+                    target=_work,
+                    args=(theirs, payload, fork_server.own_folder()),
+                    name=f"dilatant-data-{number}",
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -197,8 +211,8 @@ def _end(processes: list[Any], connections: list[Connection]) -> None:
     connections.clear()
 
 
-def _work(connection: Connection, payload: bytes) -> None:
-    """The life of a worker: do tasks until the other end closes."""
+def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
+    """The life of a worker: do tasks until the other end closes. shared: as for `remove_behind_parent`."""
     for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
@@ -211,6 +225,7 @@ def _work(connection: Connection, payload: bytes) -> None:
             while True:
                 waiting.put(connection.recv())
         except BaseException:
+            fork_server.remove_behind_parent(shared)
             os._exit(0)
 
     job: Any = None

@@ -1,7 +1,7 @@
 """The head on some positions at a time, so that the logits of a long row never exist at once.
 
-A vocabulary of 152k makes 12 bytes a logit: 15 GB for 8k targets. The head runs on chunks of targets, and again in
-their backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), for one more product of it.
+Forward and backward take 8 bytes a logit: 10 GB for 8k targets of 152k tokens. The head runs on chunks of targets, and
+again in their backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), for one more product of it.
 """
 
 from __future__ import annotations

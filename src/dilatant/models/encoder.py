@@ -15,6 +15,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters import ADAPTERS, Adapter
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.probe import unused_parameters
+from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
@@ -74,6 +75,12 @@ class EncoderStage(Stage):
         else:
             output = self(None, inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens)))
         return StageOutput(output.flatten(0, -2))
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        tokens = self.geometry.encoder_tokens
+        return Spread(
+            False, tuple(data.samples[sample].sizes.get(self.unit, 0) // tokens for sample in samples)
+        )
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         return self({self.geometry.input_name: value}) if self.is_first else self(None, value)
@@ -177,8 +184,8 @@ class EncoderUnit(Unit, EncoderStage):
         yield from super().pieces()
         yield self.layers[-1], "projector"
 
-    def reads_media(self, first: int, end: int) -> bool:
-        return first == 0
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit} if first == 0 else ())
 
     def freeze(self, part: Literal["encoder", "projector", "all"] = "encoder") -> None:
         """Stop the encoder from training and leave its projector trainable, or as `part` says."""

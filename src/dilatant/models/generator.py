@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
 from dilatant.models.projector import build_projector
+from dilatant.models.random_draws import Spread
 from dilatant.models.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight, name_module_weights
@@ -77,7 +78,7 @@ class GeneratorStage(Stage):
         """Raise UserError for samples whose places in the text are not those of their targets."""
         problems = []
         for sample in samples:
-            places = _rows(self.unit, self.token_id, sample)
+            places = _rows(self.unit, sample)
             given = {len(array) for array in sample.media.get(self.unit, {}).values()} if places else {0}
             if given != {places / self.tokens_per_item}:
                 listed = " and ".join(str(count) for count in sorted(given))
@@ -87,6 +88,10 @@ class GeneratorStage(Stage):
                 )
         if problems:
             raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        rows = (_rows(self.unit, data.samples[sample]) for sample in samples)
+        return Spread(False, tuple(count // self.tokens_per_item for count in rows))
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         assert self.connector is not None
@@ -138,7 +143,7 @@ class GeneratorUnit(Unit, GeneratorStage):
         self.inputs = (source,)
         self.width = generator.width
         self.width_in = width_in
-        self.loss = Loss(partial(_items, name, self.token_id, self.tokens_per_item), generator.loss_weight)
+        self.loss = Loss(partial(_items, name, self.tokens_per_item), generator.loss_weight)
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
@@ -155,14 +160,14 @@ class GeneratorUnit(Unit, GeneratorStage):
         yield self.layers[0], "connector"
         yield self.layers[1], "model"
 
-    def reads_media(self, first: int, end: int) -> bool:
-        return end == len(self.layers)
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit} if end == len(self.layers) else ())
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         return Boundary(
             self.width,
             self.row_dtype,
-            partial(_rows, self.unit, self.token_id),
+            partial(_rows, self.unit),
         )
 
     def stage(self, first: int, end: int) -> GeneratorStage:
@@ -179,9 +184,9 @@ class GeneratorUnit(Unit, GeneratorStage):
         )
 
 
-def _rows(unit: str, token_id: int, sample: EncodedSample) -> int:
-    return int((sample.input_ids == token_id).sum()) if sample.sizes.get(unit, 0) else 0
+def _rows(unit: str, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0)
 
 
-def _items(unit: str, token_id: int, tokens_per_item: int, sample: EncodedSample) -> float:
-    return _rows(unit, token_id, sample) / tokens_per_item
+def _items(unit: str, tokens_per_item: int, sample: EncodedSample) -> float:
+    return _rows(unit, sample) / tokens_per_item

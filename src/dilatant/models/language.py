@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.data.encode import TOKENS
 from dilatant.data.sample import EncodedSample
 from dilatant.models.chunked_head import (
     LOSS_CHUNK,
@@ -25,6 +26,7 @@ from dilatant.models.chunked_head import (
 )
 from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
+from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
@@ -151,6 +153,9 @@ class LanguageStage(Stage):
                 for unit, token_id in self.outputs.items()
             }
         return StageOutput(rows, {self.unit: output.loss})
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:
@@ -322,13 +327,12 @@ class LanguageUnit(Unit, LanguageStage):
         """Stop the language model from training."""
         self.freeze_parts("model")
 
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        # Ids at the first stage, labels at the last, and between them what keeps samples of a row apart.
+        return frozenset({TOKENS})
+
     def boundary(self, end: int, consumer: str) -> Boundary:
-        rows = (
-            partial(_tokens, self.unit)
-            if consumer == self.unit
-            else partial(_rows_at, consumer, self.outputs[consumer])
-        )
-        return Boundary(self.width, self.row_dtype, rows)
+        return Boundary(self.width, self.row_dtype, partial(_tokens, consumer))
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)
@@ -357,11 +361,7 @@ def _target_tokens(sample: EncodedSample) -> int:
 
 
 def _tokens(unit: str, sample: EncodedSample) -> int:
-    return sample.sizes[unit]
-
-
-def _rows_at(unit: str, token_id: int, sample: EncodedSample) -> int:
-    return int((sample.input_ids == token_id).sum()) if sample.sizes.get(unit, 0) else 0
+    return sample.sizes.get(unit, 0)
 
 
 def _places(packed: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:

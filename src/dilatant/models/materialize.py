@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -34,9 +34,11 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
     inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
     fresh = [(layer, path, piece) for layer, path, piece in pieces if layer in held and _is_meta(piece)]
+    here = {
+        id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
+    }
     for _, _, piece in fresh:
-        piece.to_empty(device="cpu")
-    drawn: set[int] = set()
+        _give_memory(piece)
     if any(_is_of_family(unit, path) for _, path, _ in fresh):
         # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
         # in them begins (Whisper's encoder sets its positions), so they come last.
@@ -49,19 +51,17 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     held_here = dict(model.named_parameters(remove_duplicate=False))
     named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
-    for parameter in skipped:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws nothing for it
-    for layer, path, piece in fresh:
-        with seeded(seed, f"{layer}/{path}"):
-            if _is_of_family(unit, path):
-                _draw(model, piece, drawn)
-            else:
-                _reset(piece, layer)
-    with seeded(seed, unit.unit):
-        for module in reversed(shared):
-            model._init_weights(module)
-    for parameter in skipped:
-        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    with _kept(skipped):
+        drawn = here  # a tied weight may have come with another layer, in an earlier call
+        for layer, path, piece in fresh:
+            with seeded(seed, f"{layer}/{path}"):
+                if _is_of_family(unit, path):
+                    _draw(model, piece, drawn)
+                else:
+                    _reset(piece, layer)
+        with seeded(seed, unit.unit):
+            for module in reversed(shared):
+                model._init_weights(module)
 
 
 def allocate(units: Mapping[str, Unit]) -> dict[str, Tensor]:
@@ -85,14 +85,41 @@ def seeded(seed: int | None, name: str) -> Iterator[None]:
         yield
 
 
+def _give_memory(piece: nn.Module) -> None:
+    """Memory for what is on the meta device; a tied weight of another layer that has some keeps it."""
+    for module in piece.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                memory = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+
+
 def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:
     """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
     for child in module.children():
         _draw(model, child, drawn)
-    own = {id(parameter) for parameter in module.parameters(recurse=False)}
-    if not own or own - drawn:
-        model._init_weights(module)
-        drawn |= own
+    own = list(module.parameters(recurse=False))
+    again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
+    if not own or len(again) < len(own):
+        with _kept(again):
+            model._init_weights(module)
+        drawn |= {id(parameter) for parameter in own}
+
+
+@contextmanager
+def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, transformers draws nothing for these."""
+    kept = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
+    for parameter in kept:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in kept:
+            del parameter._is_hf_initialized  # type: ignore[attr-defined]
 
 
 def _is_of_family(unit: Unit, path: str) -> bool:

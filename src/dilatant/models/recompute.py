@@ -6,6 +6,8 @@ in frozen blocks, and which not every family has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, ClassVar, cast
 
@@ -20,7 +22,10 @@ _CONTEXTS = {"block": noop_context_fn, "block_keep_attention": keep_attention}
 
 
 class Recomputed:
-    """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward."""
+    """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward.
+
+    An attribute `recompute_contexts` makes contexts for both computations, as torch's `context_fn`.
+    """
 
     how: ClassVar[Recompute]
 
@@ -28,8 +33,23 @@ class Recomputed:
         run = cast(Any, super()).forward
         if not (torch.is_grad_enabled() and _records(cast(nn.Module, self), args, kwargs)):
             return run(*args, **kwargs)
-        # Random numbers are drawn alike the second time: `preserve_rng_state` is torch's default.
-        return checkpoint(run, *args, use_reentrant=False, context_fn=_CONTEXTS[self.how], **kwargs)
+        # Random numbers are drawn alike the second time: by key within a step, elsewhere from torch's generators, which
+        # it keeps the state of by default.
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        own = self.__dict__.get("recompute_contexts", noop_context_fn)()
+        first, again = zip(own, _CONTEXTS[self.how]())
+        return _all_of(*first), _all_of(*again)
+
+
+@contextmanager
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """The contexts, entered in their order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def recompute(module: nn.Module, how: Recompute) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
+from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
+from dilatant.models.random_draws import Spread
 from dilatant.models.weights import Weight
 
 Inputs = dict[str, Tensor]
@@ -35,13 +37,16 @@ class StepData:
 
     Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: unit →
     what its loss is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
-    last stage says which token it finds likeliest in the place of every target. device: where the stages are.
+    last stage says which token it finds likeliest in the place of every target. device: where the stages are. seed:
+    of the run, and draws: of each sample, all different: the keys of what is drawn at random.
     """
 
     samples: tuple[EncodedSample, ...]
     counts: Mapping[str, float]
     predicts: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    draws: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -50,6 +55,8 @@ class StepData:
         losses: Mapping[str, Loss],
         device: torch.device | None = None,
         predicts: bool = False,
+        seed: int = 0,
+        draws: Sequence[str] = (),
     ) -> StepData:
         """The batch with what `losses`, by unit, count in it."""
         counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
@@ -58,6 +65,8 @@ class StepData:
             {name: max(1.0, count) for name, count in counts.items()},
             predicts,
             device or torch.device("cpu"),
+            seed,
+            tuple(draws),
         )
 
 
@@ -110,6 +119,10 @@ class Stage(nn.Module):
         inbound: unit → [rows, width] of the samples in order: hidden states of the stage's own unit, or on a first
         stage the rows of the units that feed it. Raises UserError for a sample that cannot be run.
         """
+        raise NotImplementedError
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        """How `samples` lie in the tensors of a forward."""
         raise NotImplementedError
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
@@ -175,11 +188,27 @@ def media_of(data: StepData, samples: Sequence[int], unit: str) -> dict[str, Ten
             f"the {unit} inputs of sample {', '.join(missing[:8])} were not loaded on the rank that runs them"
         )
     return {
-        name: torch.cat([torch.as_tensor(sample.media[unit][name]) for sample in having]).to(
-            data.device, non_blocking=True
-        )
+        name: on_device([sample.media[unit][name] for sample in having], data.device)
         for name in (having[0].media[unit] if having else ())
     }
+
+
+def on_device(inputs: Sequence[EncoderInput], device: torch.device) -> Tensor:
+    """The items of all inputs as an encoder sees them; images cross to the device as bytes.
+
+    To the bit as `Pixels.normalized` has it where the device rounds as IEEE 754 says.
+    """
+    together = joined(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
+    if not isinstance(together, Pixels):
+        arrays = [torch.as_tensor(as_array(each)) for each in inputs]
+        return torch.cat(arrays).to(device, non_blocking=True)
+    # Not as numbers: a GPU would multiply by the reciprocal of the deviation.
+    mean, std = (
+        torch.tensor(each, dtype=torch.float32, device=device)[:, None, None]
+        for each in (together.mean, together.std)
+    )
+    pixels = torch.as_tensor(together.values).to(device, non_blocking=True)
+    return pixels.to(torch.float32).mul_(together.rescale).sub_(mean).div_(std)
 
 
 def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:

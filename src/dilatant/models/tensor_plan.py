@@ -46,6 +46,10 @@ _PARTIAL = "replicated_with_grad_allreduce"
 _GATHERED = "colwise_gather_output"
 """transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
 
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
+_DROPOUTS_OF_BLOCKS = ("activation_dropout",)
+"""Attributes of modules that compute a share, by which they drop some of it."""
+
 _QUERY, _KEY_VALUE, _QKV = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value"), "qkv_proj"
 _HALVES = ("gate_up_proj", "weights_in")
 
@@ -178,6 +182,25 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
         return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
     return []
+
+
+def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
+    """What would drop other features on every rank than one process drops; nothing in a unit that does not train."""
+    if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
+        return []
+    found = {
+        f"{name} is {rate}"
+        for regions, block in zip(plan.regions, unit.blocks)
+        for region in regions
+        for module in (block.get_submodule(region.path).modules() if region.path else (block,))
+        for name in (_DROPOUTS if region.path else _DROPOUTS_OF_BLOCKS)
+        if isinstance(rate := getattr(module, name, None), float) and rate > 0
+    }
+    return [
+        f"{unit.unit}: {one}, and ranks that share its layers would drop other features than one; set it to 0 in the "
+        "model's config, or give the unit tp: 1"
+        for one in sorted(found)
+    ]
 
 
 def _all(plan: TensorPlan) -> Iterator[Region]:

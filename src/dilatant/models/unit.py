@@ -49,9 +49,10 @@ class Unit(Stage):
         """How a user calls a part: "vision.encoder", "vision.projector", "language"."""
         raise NotImplementedError
 
-    def reads_media(self, first: int, end: int) -> bool:
-        """Whether the stage of these layers reads the samples' media of this unit."""
-        return False
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        """The parts of samples that the stage of these layers uses: "tokens" (ids and labels), and its unit's name
+        where it takes this unit's media."""
+        raise NotImplementedError
 
     @property
     def row_dtype(self) -> torch.dtype:

@@ -20,7 +20,8 @@ def plan_from_specs(
     layers: unit → how many layers it has, in the order of computation. feeds: unit → units that use its output.
     colocated: unit → the unit on whose ranks it runs, stage by stage (an encoder with the language model, or with
     another encoder); others get ranks of their own (Cornstarch's modality parallelism). Ranks are numbered unit by
-    unit, replica by replica, stage by stage. Without `cuts`, stages get equal numbers of layers.
+    unit, replica by replica, stage by stage; stage `chunk * pp + group` is on the ranks of `group`. Without `cuts`,
+    stages get equal numbers of layers.
 
     Raises UserError that lists every problem.
     """
@@ -33,20 +34,26 @@ def plan_from_specs(
     # Units with ranks of their own first: the others are put on them.
     for name in sorted(layers, key=lambda name: name in colocated):
         spec = specs[name]
-        cuts = spec.cuts or even_cuts(layers[name], spec.pp)
+        cuts = spec.cuts or even_cuts(layers[name], spec.num_stages)
         bounds = [*cuts, layers[name]]
         width = spec.tp * spec.cp
         replicas = []
         for replica in range(spec.replicas):
-            stages = []
-            for position in range(spec.pp):
-                if name in colocated:
-                    ranks = units[colocated[name]].replicas[replica].stages[position].ranks
-                else:
-                    ranks = tuple(range(next_rank, next_rank + width))
-                    next_rank += width
-                stages.append(Stage(bounds[position], bounds[position + 1], ranks, spec.tp, spec.cp))
-            replicas.append(Replica(tuple(stages)))
+            if name in colocated:
+                host = units[colocated[name]].replicas[replica].stages
+                groups = [host[group].ranks for group in range(spec.pp)]
+            else:
+                end = next_rank + spec.pp * width
+                groups = [tuple(range(first, first + width)) for first in range(next_rank, end, width)]
+                next_rank = end
+            replicas.append(
+                Replica(
+                    tuple(
+                        Stage(first, end, groups[stage % spec.pp], spec.tp, spec.cp)
+                        for stage, (first, end) in enumerate(itertools.pairwise(bounds))
+                    )
+                )
+            )
         units[name] = UnitPlan(name, tuple(replicas), tuple(feeds.get(name, ())))
     return Plan(tuple(units[name] for name in layers))
 
@@ -69,17 +76,22 @@ def _problems(
         spec = specs.get(name)
         if spec is None:
             continue
-        for key in ("replicas", "tp", "cp", "pp"):
+        for key in ("replicas", "tp", "cp", "pp", "chunks"):
             if getattr(spec, key) < 1:
                 problems.append(f"{name}: {key} is {getattr(spec, key)}; it must be at least 1")
-        if spec.pp > count:
-            problems.append(f"{name}: pp is {spec.pp}, but the unit has only {count} layers")
+        if spec.num_stages > count:
+            asked = f"pp is {spec.pp}" + (f" with {spec.chunks} chunks" if spec.chunks > 1 else "")
+            problems.append(f"{name}: {asked}, but the unit has only {count} layers")
         if spec.cuts is not None:
             rising = all(a < b for a, b in itertools.pairwise(spec.cuts))
-            if len(spec.cuts) != spec.pp or spec.cuts[:1] != (0,) or not rising or spec.cuts[-1] >= count:
-                problems.append(
-                    f"{name}: cuts {list(spec.cuts)} must be {spec.pp} rising layer numbers from 0 to below {count}"
-                )
+            if (
+                len(spec.cuts) != spec.num_stages
+                or spec.cuts[:1] != (0,)
+                or not rising
+                or spec.cuts[-1] >= count
+            ):
+                wanted = f"{spec.num_stages} rising layer numbers from 0 to below {count}"
+                problems.append(f"{name}: cuts {list(spec.cuts)} must be {wanted}")
         host = colocated.get(name)
         if host is None:
             continue

@@ -81,7 +81,6 @@ class OptionTable:
         capacity_bytes: float,
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
-        split_layers: bool = True,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -89,7 +88,6 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
-        self._split_layers = split_layers
         self._tables: dict[tuple[str, int, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float], Layers] = {}
         self._options: dict[tuple[object, ...], Option] = {}
@@ -98,14 +96,14 @@ class OptionTable:
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
         """The options of each of `replicas` chains that share optimizer state as the rules say, if each takes so many
-        devices: on one node those that fit there whole beside each other. `stage_costs` counts what a
-        plan really shares."""
+        devices: on one node those that fit there whole beside each other. `stage_costs` counts what a plan
+        really shares."""
         zero = self._rules.zero
         count = 1 if zero == "none" else replicas if zero == "all" else min(replicas, self._node // devices)
         if count <= 1:
             return self
         if count not in self._shared_by:
-            limits = self._capacity, self._node, self._rules, self._split_layers
+            limits = self._capacity, self._node, self._rules
             table = OptionTable(self._model, self._costs, self._workload, *limits)
             table._tables, table._sharing = self._tables, count
             self._shared_by[count] = table
@@ -122,13 +120,7 @@ class OptionTable:
             for unit in units:
                 for layer in self._model.unit(unit).layers:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
-        return tuple(
-            sorted(
-                (tp, cp)
-                for tp, cp in shared or ()
-                if tp <= self._node and (self._split_layers or tp == cp == 1)
-            )
-        )
+        return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self._node))
 
     def layers(self, unit: str, tp: int, cp: int, samples: float) -> Layers:
         """The arrays of one unit for the mean microbatch of `samples` samples."""

@@ -15,15 +15,21 @@ from typing import Any
 class ParallelSpec:
     """How a user asks for one unit to be laid out.
 
-    `replicas` copies of the unit, each a chain of `pp` stages of `tp * cp` ranks. `cuts` names the first layer
-    of every stage explicitly, beginning with 0; without it the partitioner chooses.
+    `replicas` copies of the unit, each a chain of `pp * chunks` stages that goes `chunks` times round `pp` groups of
+    `tp * cp` ranks. `cuts` names the first layer of every stage, beginning with 0; without it stages are equally long.
     """
 
     replicas: int = 1
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    chunks: int = 1
     cuts: tuple[int, ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Of one replica."""
+        return self.pp * self.chunks
 
 
 @dataclass(frozen=True, slots=True)

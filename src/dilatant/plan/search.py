@@ -81,16 +81,17 @@ def search(
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     rules: ParameterBytes = BF16,
     finalists: int = 24,
-    split_layers: bool = True,
+    num_microbatches: int | None = None,
 ) -> SearchResult:
     """The plan with the fastest simulated step among all that use every device.
 
     Enumerated: the number of pipelines, samples per microbatch, for every unit tensor and context degree (those with
     costs) and number of stages, and where encoders run (`EncoderPosition`); `mode` restricts this to what a published
-    system would consider, `split_layers` False to tp = cp = 1. Stages are cut aware of freezing, and under memory
-    where the free cut does not fit. In the order of their closed-form estimate, candidates become plans and are
-    simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or no other can be
-    faster. When no shape uses all devices exactly, the largest usable number is taken and the rest reported as idle.
+    system would consider, `num_microbatches` to plans with that many. Stages are cut aware of freezing, and under
+    memory where the free cut does not fit. In the order of their closed-form estimate,
+    candidates become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted
+    memory or no other can be faster. When no shape uses all devices exactly, the largest usable number is taken and the
+    rest reported as idle.
 
     Subsumes Cornstarch's Alg. 1 and Entrain's Alg. 3 (reference planning.md 2e, 2f, C8, E12, E13).
 
@@ -100,12 +101,12 @@ def search(
     started = time.perf_counter()
     roles = roles_of(model)
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    limits = cluster.gpus_per_node, rules, split_layers
+    limits = cluster.gpus_per_node, rules
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     check_devices(table, roles, cluster, mode)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
     space = Space(model, roles, table, unaware, cluster, global_batch)
-    found = _enumerate(space, mode, sizes)
+    found = _enumerate(space, mode, sizes, num_microbatches)
     if not found:
         raise does_not_fit(space, mode, sizes[0])
     found.sort(key=lambda candidate: candidate.estimate)
@@ -160,10 +161,15 @@ def search(
     )
 
 
-def _enumerate(space: Space, mode: Mode, sizes: Sequence[int]) -> list[Candidate]:
+def _enumerate(space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None) -> list[Candidate]:
     """All candidates on the largest number of devices that any uses exactly."""
+    apart = [
+        one
+        for one in (_disaggregated(space, sizes) if mode in (Mode.BEST, Mode.DISTTRAIN) else ())
+        if microbatches in (None, one.num_microbatches)
+    ]
     if mode is Mode.DISTTRAIN:
-        return list(_disaggregated(space, sizes))
+        return apart
     for devices in range(space.cluster.num_devices, 0, -1):
         found = [
             candidate
@@ -171,6 +177,7 @@ def _enumerate(space: Space, mode: Mode, sizes: Sequence[int]) -> list[Candidate
             if devices % replicas == 0
             for size in sizes
             if space.global_batch % (replicas * size) == 0
+            and microbatches in (None, space.global_batch // (replicas * size))
             for candidate in space.candidates(mode, devices, replicas, size)
         ]
         if not found and devices == space.cluster.num_devices:
@@ -179,9 +186,7 @@ def _enumerate(space: Space, mode: Mode, sizes: Sequence[int]) -> list[Candidate
             if max(hopeless.values()) > 0.0:
                 return []
         if found:
-            if mode is Mode.BEST:
-                found += [one for one in _disaggregated(space, sizes) if one.gpus == devices]
-            return found
+            return found + [one for one in apart if one.gpus == devices]
     return []
 
 

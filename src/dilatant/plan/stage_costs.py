@@ -40,7 +40,8 @@ class StageCosts:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
     """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]` where nobody
-    shares optimizer state, of which `shared_bytes [layers]` can be."""
+    shares optimizer state, of which `shared_bytes [layers]` can be; `backward [layers]`: does it or anything before it
+    train?"""
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
@@ -49,6 +50,7 @@ class LayerTable:
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
     shared_bytes: NDArray[np.float64]
+    backward: NDArray[np.bool_]
 
     def static_shared_by(
         self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)
@@ -77,11 +79,18 @@ def layer_table(
         output.append(_triple(cost.output_bytes))
         static.append(rules.of(layer.parameters, layer.trainable) / tp)
         shared.append(rules.shared(layer.parameters, layer.trainable) / tp)
+    trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
+    columns = {
+        "seconds": seconds,
+        "kept_bytes": kept,
+        "weight_bytes": weight,
+        "transient_bytes": transient,
+        "output_bytes": output,
+        "static_bytes": static,
+        "shared_bytes": shared,
+    }
     return LayerTable(
-        *(
-            np.asarray(values, dtype=np.float64)
-            for values in (seconds, kept, weight, transient, output, static, shared)
-        )
+        backward=trains, **{name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
     )
 
 
@@ -101,6 +110,10 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
         seconds[entry.index] = table.seconds[layers].sum(axis=0)
         kept[entry.index] = table.kept_bytes[layers].sum(axis=0)
+        if table.backward[
+            entry.stage.end - 1
+        ]:  # what went to the next stage stays, as the root of the backward
+            kept[entry.index] += table.output_bytes[entry.stage.end - 1]
         weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
         transient[entry.index] = table.transient_bytes[layers].max(axis=0)
         output[entry.index] = table.output_bytes[entry.stage.end - 1]

@@ -8,6 +8,7 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.runnable import training_problems
 
 
 class InvalidPlanError(UserError):
@@ -19,15 +20,15 @@ def validate(
     model: ModelSpec,
     cluster: Cluster,
     *,
-    split_layers: bool = True,
+    to_train: bool = False,
 ) -> None:
     """Return if the plan is valid; else raise InvalidPlanError listing all that is wrong.
 
     Every layer of every unit must be held once in every replica, in order; a rank belongs to one group of ranks, which
     may hold stages of several units or several stages of one replica, but not two replicas of one unit; ranks exist
-    in the cluster; the tensor-parallel ranks of a stage share a node. `split_layers` False refuses tp and cp above 1.
+    in the cluster; the tensor-parallel ranks of a stage share a node. `to_train` refuses what this version only plans.
     """
-    problems = plan_problems(plan, model, cluster, split_layers=split_layers)
+    problems = plan_problems(plan, model, cluster, to_train=to_train)
     if problems:
         raise InvalidPlanError(str(list_problems("this plan cannot train:", problems)))
 
@@ -37,13 +38,14 @@ def plan_problems(
     model: ModelSpec,
     cluster: Cluster,
     *,
-    split_layers: bool = True,
+    to_train: bool = False,
 ) -> list[str]:
     """Everything `validate` would complain about."""
     return [
+        *(training_problems(plan) if to_train else ()),
         *_unit_problems(plan, model),
         *_layer_problems(plan, model),
-        *_rank_problems(plan, cluster, split_layers),
+        *_rank_problems(plan, cluster),
     ]
 
 
@@ -116,7 +118,7 @@ def _names(unit: UnitSpec, chosen: np.ndarray) -> str:
     return ("layer " if len(numbers) == 1 else "layers ") + ", ".join(names)
 
 
-def _rank_problems(plan: Plan, cluster: Cluster, split_layers: bool) -> list[str]:
+def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
     """Groups of the wrong size, ranks in two groups, ranks that do not exist, tensor parallelism across nodes."""
     problems = []
     groups: dict[int, PlacedStage] = {}
@@ -129,11 +131,6 @@ def _rank_problems(plan: Plan, cluster: Cluster, split_layers: bool) -> list[str
             )
         if len(set(stage.ranks)) < len(stage.ranks):
             problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
-        if not split_layers and (stage.tp > 1 or stage.cp > 1):
-            problems.append(
-                f"{_place(entry)} asks for tp {stage.tp}, cp {stage.cp}; this runtime runs tp = cp = 1 only, so give "
-                f"the unit more stages or replicas instead"
-            )
         for rank in dict.fromkeys(stage.ranks):
             other = groups.setdefault(rank, entry)
             same = other.stage.ranks == stage.ranks and (other.stage.tp, other.stage.cp) == (

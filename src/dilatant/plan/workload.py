@@ -26,8 +26,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         sizes = {unit: len(tokens) for unit, tokens in (*self.tokens.items(), *self.squares.items())}
-        if len(set(sizes.values())) != 1 or 0 in sizes.values():
-            raise PlanError(f"every unit needs the tokens of the same samples, at least one; got {sizes}")
+        if len(set(sizes.values())) != 1:
+            raise PlanError(f"every unit needs the tokens of the same samples; got {sizes}")
 
     @property
     def num_samples(self) -> int:

@@ -6,15 +6,16 @@ The parts that need no weights come first, so that `data stats` and `data lint` 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dilatant.config import Config, EncoderConfig, ModelConfig, UserError
+from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
 from dilatant.config.recompute import Recompute
 from dilatant.data.blend import Blend, StreamBlend, open_blend
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.sample import MediaUnit
+from dilatant.data.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
@@ -26,18 +27,20 @@ from dilatant.profiling.media_units import media_unit
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """How samples become tokens, and the samples to train on and to be judged by."""
+    """How samples become tokens, and the samples to train on and to be judged by. Sizes: see `with_sizes`."""
 
     tokenizer: Any
     encoding: Encoding
     train: Blend | StreamBlend
     held_out: Blend | StreamBlend | None
+    train_sizes: SizesIndex | None = None
+    held_out_sizes: SizesIndex | None = None
 
 
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
-    train = open_blend(config.data.train)
-    held_out = open_blend(config.data.eval) if config.data.eval else None
+    train = open_blend(config.data.train, cache_dir=config.data.cache_dir)
+    held_out = open_blend(config.data.eval, cache_dir=config.data.cache_dir) if config.data.eval else None
     tokenizer = load_model_tokenizer(config.model)
     encoding = Encoding(
         chat=chat_tokenizer(tokenizer, config.data.chat_template),
@@ -46,6 +49,41 @@ def assemble_samples(config: Config) -> Samples:
         max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
     )
     return Samples(tokenizer, encoding, train, held_out)
+
+
+def with_sizes(config: Config, samples: Samples, progress: Progress = lambda done, total: None) -> Samples:
+    """The samples with the sizes of those that are read by index, measured now or known from before.
+
+    Raises UserError that names samples which training would refuse, unless these are to be skipped.
+    """
+
+    def sizes(blend: Blend | StreamBlend | None) -> SizesIndex | None:
+        if not isinstance(blend, Blend):
+            return None
+        return blend_sizes(
+            blend,
+            samples.encoding,
+            cache_dir=config.data.cache_dir,
+            workers=config.data.workers,
+            progress=progress,
+        )
+
+    sized = replace(samples, train_sizes=sizes(samples.train), held_out_sizes=sizes(samples.held_out))
+    if config.data.on_error == "error":
+        found = [
+            f"{name}: {why}"
+            for name, index in (("data.train", sized.train_sizes), ("data.eval", sized.held_out_sizes))
+            if index is not None
+            for why in index.refused(samples.encoding.max_length).values()
+        ]
+        if found:
+            more = [f"and {len(found) - 8:,} more"] if len(found) > 8 else []
+            raise list_problems(
+                "samples that cannot be trained on (`dilatant data lint` lists all; 'data.on_error: skip' leaves them "
+                "out):",
+                [*found[:8], *more],
+            )
+    return sized
 
 
 def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> MultimodalModel:

@@ -62,6 +62,16 @@ class ModelDescription:
         """The layer types with this role."""
         return tuple(entry.kind for entry in self.types if entry.role == role)
 
+    @property
+    def item_tokens(self) -> dict[str, float]:
+        """Tokens of one image or clip by encoder; they do not attend to each other, so a sample's square is that of
+        one, times their number."""
+        return {
+            entry.unit.unit: float(entry.geometry.encoder_tokens)
+            for entry in self.types
+            if entry.geometry is not None
+        }
+
 
 def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config

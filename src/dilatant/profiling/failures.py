@@ -45,10 +45,12 @@ class TemplateSet:
 
 @dataclass(frozen=True, slots=True)
 class FailureReplay:
-    """Replays of one trace, with the most `nodes` that it has at once and what changes were taken to cost."""
+    """Replays of one trace, with the most `nodes` that it has at once, the templates that nodes train by and what
+    changes were taken to cost."""
 
     replays: tuple[Replay, ...]
     nodes: int
+    plan: TemplateSet
     recovery: RecoveryCosts
 
 
@@ -69,7 +71,7 @@ def replay_failures(problem: PlanningProblem, trace: NodeTrace, fault_tolerance:
     replays = compare_recovery(
         trace, best.templates, fault_tolerance, best.microbatches, best.size, layer_bytes, recovery
     )
-    return FailureReplay(replays, most, recovery)
+    return FailureReplay(replays, most, best, recovery)
 
 
 def recovery_costs(

@@ -18,7 +18,7 @@ from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
 from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType, ModelDescription
 from dilatant.profiling.layer_probes import layer_probe
-from dilatant.profiling.layer_shapes import layer_shapes, tensor_degrees
+from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.layer_shards import check_tensor_degrees, is_divided, tensor_shard
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.precision import pick_device
@@ -37,17 +37,16 @@ def layer_costs(
     """
     if config.plan.costs is not None:
         return read_costs(Path(config.plan.costs), model, target)
+    degrees = planned_degrees(config.plan)
     if target.is_local:
-        degrees = planned_degrees(config.plan, (1,))
         return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
-    degrees = planned_degrees(config.plan, tensor_degrees(model, target.cluster.gpus_per_node))
-    check_tensor_degrees(model, config.plan.tensor_parallel or ())
+    check_tensor_degrees(model, config.plan.tensor_parallel)
     return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype)
 
 
-def planned_degrees(plan: PlanConfig, tensor: Sequence[int]) -> list[Degree]:
-    """The (tp, cp) that a config names; `tensor` where it says nothing of tensor parallelism."""
-    return [(tp, cp) for tp in plan.tensor_parallel or tensor for cp in plan.context_parallel]
+def planned_degrees(plan: PlanConfig) -> list[Degree]:
+    """The (tp, cp) that a config names: those that this version trains, unless it asks for others."""
+    return [(tp, cp) for tp in plan.tensor_parallel for cp in plan.context_parallel]
 
 
 def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
@@ -66,7 +65,7 @@ def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel
             f"{path} holds costs in {costs.dtype}, but the run is in {target.dtype}; profile again, or set "
             "train.precision"
         )
-    problems = _misfits(costs, model)
+    problems = misfits(costs, model)
     if problems:
         raise list_problems(f"{path} is of another model; profile this one (`dilatant profile`):", problems)
     return costs
@@ -104,7 +103,11 @@ def measure_layers(
             else [(tensor[0], entry)]
         )
     ]
-    with _threads(target.threads if device.type == "cpu" else torch.get_num_threads()):
+    # Never more threads than this process trains with (OMP_NUM_THREADS).
+    threads = (
+        min(target.threads, torch.get_num_threads()) if device.type == "cpu" else torch.get_num_threads()
+    )
+    with _threads(threads):
         measured = profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
     return measured if wanted == [(1, 1)] else _on_groups(measured, model, target, wanted)
 
@@ -170,11 +173,15 @@ def costs_in_use(
 
 def _in_chunks(cost: LayerCost, tokens: float) -> LayerCost:
     """A head that holds the activations of no more tokens than these at once, and else what goes in."""
-    whole = cost.activation_bytes
+
+    def of_chunk(whole: Quadratic) -> Quadratic:
+        return Quadratic(c=whole.c + whole.b * tokens)
+
     return replace(
         cost,
         recompute=cost.forward,
-        activation_bytes=Quadratic(c=whole.c + whole.b * tokens),
+        activation_bytes=of_chunk(cost.activation_bytes),
+        working_bytes=of_chunk(cost.working_bytes),
         in_chunks=True,
     )
 
@@ -186,6 +193,7 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         "weight_gradient",
         "first_trainable",
         "activation_bytes",
+        "working_bytes",
         "weight_bytes",
         "checkpoint_bytes",
     )
@@ -204,7 +212,7 @@ def _probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> LayerP
     return replace(probe, tokens=tokens, square=False)
 
 
-def _misfits(costs: CostModel, model: ModelDescription) -> list[str]:
+def misfits(costs: CostModel, model: ModelDescription) -> list[str]:
     """Layer types that the costs lack, or know with other weights."""
     parameters = {layer.kind: layer.parameters for unit in model.spec.units for layer in unit.layers}
     problems = []

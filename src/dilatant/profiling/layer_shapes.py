@@ -11,7 +11,6 @@ from torch import nn
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.encoder import EncoderUnit
 from dilatant.profiling.describe_model import (
-    BLOCK,
     CONNECTOR,
     EMBEDDING,
     ENCODER,
@@ -27,18 +26,20 @@ _WITHOUT_PAIRS = ("linear", "mamba", "recurrent", "conv", "ssm")
 """Words in a family's layer types for mixers whose work does not grow with the square of the tokens."""
 
 
-def layer_shapes(model: ModelDescription) -> dict[str, LayerShape]:
-    """The shape of every layer type. Mixtures of experts count the experts that a token visits, and all weights."""
-    return {entry.kind: _shape(entry) for entry in model.types}
+def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, LayerShape]:
+    """The shape of every layer type. Mixtures of experts count the experts that a token visits, and all weights.
 
-
-def tensor_degrees(model: ModelDescription, most: int) -> tuple[int, ...]:
-    """The powers of two up to `most` that divide the heads of all attention layers."""
-    heads = [count for entry in model.types if entry.role == BLOCK for count in _heads(entry)[:2]]
-    degrees = [1]
-    while 2 * degrees[-1] <= most and all(count % (2 * degrees[-1]) == 0 for count in heads):
-        degrees.append(2 * degrees[-1])
-    return tuple(degrees)
+    guess: take a layer of which the config does not say enough for one product with its matrices, instead of raising.
+    """
+    shapes = {}
+    for entry in model.types:
+        try:
+            shapes[entry.kind] = _shape(entry)
+        except (AttributeError, AssertionError, IndexError, KeyError, TypeError, ValueError):
+            if not guess:
+                raise
+            shapes[entry.kind] = _plain_shape(entry)
+    return shapes
 
 
 def _shape(entry: LayerType) -> LayerShape:
@@ -77,6 +78,14 @@ def _shape(entry: LayerType) -> LayerShape:
         parameters=parameters,
         attention_width=shape.attention_width if pairs else 0,
     )
+
+
+def _plain_shape(entry: LayerType) -> LayerShape:
+    modules = [entry.unit.get_submodule(path) for layer, path in entry.unit.pieces() if layer == _name(entry)]
+    products = sum(size for module in modules for size in _products(module, 1.0))
+    parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    width = max(entry.unit.width, 1)
+    return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
 
 
 def _projector(entry: LayerType, parameters: int) -> LayerShape:

@@ -39,13 +39,18 @@ class Target:
     rules: ParameterBytes
 
 
+def devices_per_node(config: ClusterConfig) -> int:
+    """Those of the config, else this machine's GPUs, else one process for each core, between 2 and 4."""
+    return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
+
+
 def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | None = None) -> Target:
     """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
 
     Raises UserError for hardware that the file does not have, and for bf16 on a GPU here without it.
     """
     gpus = torch.cuda.device_count()
-    per_node = config.gpus_per_node or gpus or min(4, max(2, _cores()))
+    per_node = devices_per_node(config)
     threads = max(1, _cores() // per_node)
     here = _this_device(per_node, threads)
     path = Path(config.hardware_file) if config.hardware_file else None

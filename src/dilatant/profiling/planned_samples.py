@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config, UserError
 from dilatant.data.blend import Blend
-from dilatant.data.sample import Sample
-from dilatant.data.sizes import Progress, SizesIndex, blend_sizes, measure
+from dilatant.data.measure import Chosen, measure
+from dilatant.data.pieces import Progress
+from dilatant.data.sizes import SizesIndex, blend_sizes, known_sizes
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import ModelDescription
 
-INDEXED = 200_000
-"""Data sets up to this many samples are indexed whole, which training needs anyway; of larger ones a part is read."""
+MEASURED_WHOLE = 200_000
+"""Data sets up to this many samples are indexed whole, which training needs anyway; of larger ones that have no index
+yet a part is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +69,13 @@ def planned_samples(
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
     language = float(tokens[model.anchor].sum())
     return PlannedSamples(
-        workload=Workload(tokens, squares(model, tokens), model.dense),
+        workload=Workload(
+            tokens, {unit: tokens[unit] * item for unit, item in model.item_tokens.items()}, model.dense
+        ),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
         available=len(np.unique(order)),
         left_out=len(bad),
     )
-
-
-def squares(
-    model: ModelDescription, tokens: Mapping[str, NDArray[np.float64]]
-) -> dict[str, NDArray[np.float64]]:
-    """What stands for tokens² in encoders: images and clips do not attend to each other, so a sample's square is that
-    of one, times their number."""
-    return {
-        entry.unit.unit: tokens[entry.unit.unit] * entry.geometry.encoder_tokens
-        for entry in model.types
-        if entry.geometry is not None
-    }
 
 
 def _sizes(
@@ -93,34 +83,18 @@ def _sizes(
 ) -> tuple[NDArray[np.int64], SizesIndex]:
     """Samples in the order of training, as positions in an index."""
     batch, wanted = config.train.global_batch_size, config.plan.samples
-    # Worker processes take seconds to start, in which this one measures thousands of samples.
-    workers = config.data.workers if min(len(blend), INDEXED) > 20_000 else 0
     steps = min(max(config.plan.steps, -(-wanted // batch)), max(1, len(blend) // batch))
     sampler = blend.sampler(config.seed, batch)
     taken = islice(sampler.batches(sampler.start()), steps)
     order = np.concatenate([np.asarray(indices, dtype=np.int64) for indices, _ in taken])
-    if len(blend) <= INDEXED:
-        return order, blend_sizes(
-            blend,
-            samples.encoding,
-            cache_dir=config.data.cache_dir,
-            workers=workers,
-            progress=progress,
-        )
+    cache_dir = config.data.cache_dir
+    if len(blend) <= MEASURED_WHOLE:
+        return order, blend_sizes(blend, samples.encoding, cache_dir=cache_dir, progress=progress)
+    index = known_sizes(blend, samples.encoding, cache_dir=cache_dir)
+    if index is not None:
+        return order, index
     chosen, positions = np.unique(order, return_inverse=True)
-    part: Any = _Part(blend, chosen)
-    return positions.astype(np.int64), measure(part, samples.encoding, workers=workers, progress=progress)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some samples of a blend, read like a source."""
-
-    blend: Blend
-    chosen: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.blend[int(self.chosen[index])]
+    part = measure(Chosen(blend, chosen), samples.encoding, progress=progress)
+    return positions.astype(np.int64), SizesIndex(
+        samples.encoding.unit_names, part.tokens.T, part.target_tokens, part.content, part.problems
+    )

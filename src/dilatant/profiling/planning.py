@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.cost.model import CostModel
-from dilatant.data.sizes import Progress
+from dilatant.data.pieces import Progress
 from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
+from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
+from dilatant.plan.runnable import planned_only, trains
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore
 from dilatant.plan.search import RankedPlan, SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import validate
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
+from dilatant.profiling.cost_cache import keep_costs
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
-from dilatant.profiling.planned_samples import PlannedSamples, planned_samples, squares
-from dilatant.schedule import FAMILIES, plan_scorer, predict, trainability_of
+from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
+from dilatant.profiling.step_costs import described_costs
+from dilatant.schedule import FAMILIES, plan_scorer, predict
 from dilatant.schedule.assign import Policy
-from dilatant.schedule.distribute import assign
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.timeline import Timeline
 
 ALIKE = 0.02
@@ -79,12 +84,14 @@ class PlanningProblem:
 class PlannedRun:
     """The answer: the search's result, and the simulated step of its winner that is nearest to the mean.
 
-    `work` is [samples, units] seconds on one device, of different samples; `stable` says from which global batch on
-    the data ask for the same division of devices, None where there is nothing to divide.
+    `trained` is the best plan that this version trains: the winner, or another where that has degrees which are planned
+    only; None if there is none. `work` is [samples, units] seconds on one device, of different samples; `stable` says
+    from which global batch on the data ask for the same division of devices, None where there is nothing to divide.
     """
 
     problem: PlanningProblem
     result: SearchResult
+    trained: RankedPlan | None
     typical: Timeline
     work: NDArray[np.float64]
     stable: StableBatch | None
@@ -98,20 +105,54 @@ def planning_problem(
 ) -> PlanningProblem:
     """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision, config.train.zero)
-    _microbatch_sizes(config)  # before anything is measured
+    _searched_sizes(config, target)  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     sampled = planned_samples(config, samples, model, progress)
     measured = layer_costs(config, model, target, say)
-    row = config.train.row_tokens or config.data.max_length
-    costs = costs_in_use(measured, model, sampled.targets, row, config.train.loss_chunk)
+    if config.plan.costs is None:
+        keep_costs(measured, model)
+    costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
     return PlanningProblem(config, target, model, measured, costs, sampled)
 
 
 def plan_run(problem: PlanningProblem) -> PlannedRun:
     """Search for the plan of a run. Raises PlanError as `plan.search` does."""
+    result = _search(problem)
+    trained: RankedPlan | None = result.winner
+    if planned_only(result.winner.plan):
+        try:
+            trained = _search(as_trained(problem)).winner
+        except UserError:
+            trained = None
+    work = _work(problem)
+    return PlannedRun(
+        problem=problem,
+        result=result,
+        trained=trained,
+        typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
+        work=work,
+        stable=_stable_batch(problem, result.winner, work),
+    )
+
+
+def as_trained(problem: PlanningProblem) -> PlanningProblem:
+    """The problem with the degrees only that this version trains. Raises UserError where layers have no such costs."""
+    layers = {
+        kind: {degree: cost for degree, cost in known.items() if trains(*degree)}
+        for kind, known in problem.costs.layers.items()
+    }
+    lacking = [kind for kind, known in layers.items() if not known]
+    if lacking:
+        raise UserError(
+            f"the costs have no cp = 1, which alone this version trains, of {', '.join(lacking)}; profile with --cp 1"
+        )
+    return replace(problem, costs=replace(problem.costs, layers=layers))
+
+
+def _search(problem: PlanningProblem) -> SearchResult:
     config, target = problem.config, problem.target
-    result = search(
+    return search(
         problem.model.spec,
         problem.costs,
         target.cluster,
@@ -119,18 +160,33 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
         problem.global_batch,
         _scorer(problem),
         mode=Mode(config.plan.mode),
-        microbatch_sizes=config.plan.microbatch_sizes,
+        microbatch_sizes=_searched_sizes(config, target),
         rules=target.rules,
         finalists=config.plan.finalists,
+        num_microbatches=config.parallel.microbatches,
     )
-    work = _work(problem)
-    return PlannedRun(
-        problem=problem,
-        result=result,
-        typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
-        work=work,
-        stable=_stable_batch(problem, result.winner, work),
-    )
+
+
+def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
+    """Samples per microbatch to try, of which some divide the global batch. Raises BatchError."""
+    count = config.parallel.microbatches
+    if count is None:
+        return _microbatch_sizes(config)
+    return _sizes_for_count(config.train.global_batch_size, count, target.cluster.num_devices)
+
+
+def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
+    """Samples per microbatch with which pipelines on some of the devices have `count` each. Raises BatchError."""
+    shares = [count * pipelines for pipelines in range(1, devices + 1)]
+    sizes = sorted({batch // share for share in shares if batch % share == 0})
+    if not sizes:
+        nearest = tuple(near for near in (batch // count * count, (batch // count + 1) * count) if near)
+        raise BatchError(
+            f"train.global_batch_size {batch} does not divide into parallel.microbatches {count}; batches of "
+            f"{' and '.join(map(str, nearest))} do",
+            nearest,
+        )
+    return sizes
 
 
 def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None) -> PlannedRun:
@@ -162,7 +218,8 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
         lower_bound=0.0,
     )
     work = _work(problem)
-    return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
+    trained = None if planned_only(plan) else ranked
+    return PlannedRun(problem, result, trained, typical_step(problem, plan, best).timeline, work, None)
 
 
 def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> plan_scorer.Step:
@@ -184,7 +241,14 @@ def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int)
         problem.policy,
         problem.target.rules,
         problem.config.seed,
+        problem.config.row_tokens,
+        _families(problem),
     )
+
+
+def costs_of_plan(problem: PlanningProblem, plan: Plan) -> StepCosts:
+    """What the steps of a plan cost by this problem: what `plan.json` hands to training."""
+    return described_costs(plan, problem.model, problem.costs, problem.target)
 
 
 def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> Timeline:
@@ -199,54 +263,50 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
         stage_costs(plan, spec, problem.costs, target.rules),
         tokens,
         target.cluster,
-        squares=squares(problem.model, tokens),
+        squares={unit: tokens[unit] * item for unit, item in problem.model.item_tokens.items()},
         dense=problem.model.dense,
     )
 
 
-def compare_schedules(
-    problem: PlanningProblem, plan: Plan, num_microbatches: int
-) -> dict[str, tuple[float, float]]:
-    """Seconds (without gradient sync) and bytes on the fullest rank by schedule family, for the first simulated global
-    batch. A family that cannot run this plan is left out."""
-    spec, target = problem.model.spec, problem.target
-    table = stage_costs(plan, spec, problem.costs, target.rules)
-    samples = problem.samples.first(problem.global_batch)
-    assignment = assign(
-        plan,
-        plan_scorer.sample_seconds(plan, table, samples),
-        num_microbatches,
-        problem.policy,
-        problem.config.seed,
-        anchor=problem.model.anchor,
-    )
-    trainability = trainability_of(plan, spec.trainable)
+def compare_schedules(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> dict[str, PlanScore]:
+    """The score of the plan under each schedule family. A family that cannot run it is left out."""
     found = {}
-    for name, family in FAMILIES.items():
+    for name in FAMILIES:
         try:
-            schedule = family(plan, assignment, trainability)
+            found[name] = _scorer(problem, name)(plan, num_microbatches)
         except ValueError:
             continue
-        timeline = predict(
-            plan,
-            assignment,
-            schedule,
-            table,
-            samples.tokens,
-            target.cluster,
-            squares=samples.squares,
-            dense=samples.dense,
-        )
-        peak = timeline.peak_bytes
-        found[name] = timeline.seconds, float(peak.max()) if peak is not None else 0.0
     return found
+
+
+def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
+    """The schedule families that a search of this problem tries."""
+    return tuple(_families(problem))
+
+
+def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanScore | None:
+    """The score of the plan if activations are kept; None where none are recomputed."""
+    units = problem.model.spec.units
+    if all(unit.recompute == "none" for unit in units):
+        return None
+    spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
+    kept = replace(problem, model=replace(problem.model, spec=spec))
+    return _scorer(kept, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
+
+
+def _families(problem: PlanningProblem) -> Mapping[str, Family]:
+    """The schedule families that a search tries: the one that the config names, or those that trade speed for memory
+    without splitting backwards."""
+    named = problem.config.parallel.schedule
+    return plan_scorer.TRIED if named is None else {named: FAMILIES[named]}
 
 
 def _work(problem: PlanningProblem) -> NDArray[np.float64]:
     return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
 
 
-def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
+def _scorer(problem: PlanningProblem, schedule: str | None = None) -> Callable[[Plan, int], PlanScore]:
+    """Scores under `schedule`, else the best that a search of this problem tries."""
     return plan_scorer.plan_scorer(
         problem.model.spec,
         problem.costs,
@@ -256,6 +316,8 @@ def _scorer(problem: PlanningProblem) -> Callable[[Plan, int], PlanScore]:
         problem.policy,
         problem.target.rules,
         problem.config.seed,
+        problem.config.row_tokens,
+        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
     )
 
 

@@ -12,8 +12,9 @@ from dilatant.report.gantt import GanttChart
 from dilatant.report.wording import ranks_text
 
 
-def pack_chart(timeline: GanttChart, plan: Plan, title: str) -> dict[str, Any]:
-    """What `timeline.js` draws. `rows` holds one base64 column for each field of `GanttRow`.
+def pack_chart(timeline: GanttChart, plan: Plan, title: str, span: float | None = None) -> dict[str, Any]:
+    """What `timeline.js` draws. `rows` holds one base64 column for each field of `GanttRow`. span: seconds that the
+    whole width stands for, where several charts share a scale; by default those of the step.
 
     131,072 actions (1,024 ranks) take 3.7 MB of page; as objects they would take 15 MB.
     """
@@ -26,6 +27,7 @@ def pack_chart(timeline: GanttChart, plan: Plan, title: str) -> dict[str, Any]:
     return {
         "title": title,
         "seconds": timeline.seconds,
+        "span": max(span or 0.0, timeline.seconds),
         "units": units,
         "stages": [
             [units.index(placed.unit), placed.replica, placed.position, placed.stage.first, placed.stage.end]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
 from dilatant.report.gantt_tables import stage_name
+from dilatant.report.step_comparison import OTHER_WORK, work_by_unit
 from dilatant.report.wording import layers_text, listed, lost_to, percent_text, ranks_text, seconds_text
 
 NOTABLE = 0.01
@@ -37,6 +38,25 @@ def pace(timeline: GanttChart, plan: Plan) -> list[str]:
     who = f"{'ranks' if len(lane.ranks) > 1 else 'rank'} {ranks_text(lane.ranks)}"
     part = percent_text(busy[slowest] / timeline.seconds)
     return [f"The busiest stage sets the pace: {names} on {who} computes {part} of the step."]
+
+
+def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list[str]:
+    """How far a prediction was from the step that was measured: the step, and the actions of each unit."""
+    if measured.seconds <= 0.0:
+        return []
+    error = predicted.seconds / measured.seconds - 1.0
+    sentences = [
+        f"A measured step took {seconds_text(measured.seconds)}; "
+        f"the prediction was {percent_text(abs(error))} too {'long' if error > 0 else 'short'}."
+    ]
+    expected = work_by_unit(predicted, plan)
+    off = [
+        f"those of {unit} took {percent_text(abs(seconds / expected[unit] - 1.0))} "
+        f"{'longer' if seconds > expected[unit] else 'less'}"
+        for unit, seconds in work_by_unit(measured, plan).items()
+        if expected.get(unit) and unit != OTHER_WORK
+    ]
+    return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
 
 
 def by_lane(timeline: GanttChart, plan: Plan) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 class StepMetrics:
     """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens. skipped_updates:
     steps so far whose loss or gradient was not finite, which changed nothing. `busy` and `waited` are those of
-    `StepShares`."""
+    `StepShares`. predicted_seconds: of the step's actions and gradient sync, which `step_seconds` holds with the wait
+    for data and the update. drift: unit → measured over predicted seconds of its actions. warning: of it, once."""
 
     step: int
     total_steps: int
@@ -30,14 +31,19 @@ class StepMetrics:
     epoch: float
     busy: Mapping[str, float] = field(default_factory=dict)
     waited: Mapping[str, float] = field(default_factory=dict)
+    predicted_seconds: float | None = None
+    drift: Mapping[str, float] = field(default_factory=dict)
+    warning: str | None = None
 
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
         record = asdict(self)
-        record.pop("total_steps")
+        for name in ("total_steps", "warning"):
+            record.pop(name)
         for name in ("loss", "grad_norm"):  # JSON has no word for what is not finite
             record[name] = record[name] if math.isfinite(record[name]) else None
-        return {name: value for name, value in record.items() if value != {}}
+        unknown = {"predicted_seconds"} if self.predicted_seconds is None else set()
+        return {name: value for name, value in record.items() if value != {} and name not in unknown}
 
     def to_scalars(self) -> dict[str, float]:
         """The same figures under the flat names that trackers group by."""

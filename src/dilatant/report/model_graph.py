@@ -107,7 +107,7 @@ def _busy_by_stage(report: PlanReport) -> dict[int, float]:
     load: dict[int, float] = {}
     for row in report.timeline.rows:
         load[row.stage] = load.get(row.stage, 0.0) + row.seconds
-    return {stage: seconds / (report.step_seconds or 1.0) for stage, seconds in load.items()}
+    return {stage: seconds / (report.timeline.seconds or 1.0) for stage, seconds in load.items()}
 
 
 def _shape(replica: Replica) -> tuple[tuple[int, ...], ...]:
@@ -175,6 +175,10 @@ def _layout(unit: UnitPlan) -> str:
     depths = sorted({len(replica.stages) for replica in unit.replicas})
     replicas = "1 replica" if len(unit.replicas) == 1 else f"{len(unit.replicas)} replicas"
     stages = "1 stage" if depths == [1] else f"{'–'.join(map(str, sorted({depths[0], depths[-1]})))} stages"
+    widths = sorted({(stage.tp, stage.cp) for replica in unit.replicas for stage in replica.stages})
+    for name, sizes in (("tp", sorted({tp for tp, _ in widths})), ("cp", sorted({cp for _, cp in widths}))):
+        if sizes != [1]:
+            stages += f", {name} {'–'.join(map(str, sorted({sizes[0], sizes[-1]})))}"
     return f"{replicas}, {stages}, {len(ranks):,} {'rank' if len(ranks) == 1 else 'ranks'}"
 
 

@@ -1,45 +1,68 @@
-"""What all pages share: their assets, and templates that escape everything they are given."""
+"""What all pages share: one design, their assets, and templates that escape everything they are given."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js", "page.js")
+from dilatant.config.errors import UserError
+from dilatant.report.durable import write_durably
+from dilatant.report.page_links import EMPTY
+
+_TIMELINE_SCRIPTS = ("timeline_tree.js", "timeline_paint.js", "timeline.js")
+
+
+def render(name: str, timelines: Sequence[dict[str, Any]] = (), **values: Any) -> str:
+    """A page of report/assets as text: one file that needs no network and opens from a disk.
+
+    timelines: as of `pack_chart`, one for each `timeline` of the template. values: what it shows, all of which is
+    escaped; one that the template wants and does not get is an error rather than a blank. No script but the page's own
+    may run in it.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("dilatant.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = "\n".join(map(_asset, (*(_TIMELINE_SCRIPTS if timelines else ()), "page.js")))
+    return environment.get_template(name).render(
+        **values,
+        links=Markup(EMPTY),
+        style=Markup(_asset("page.css")),
+        script=Markup(script),
+        script_hash=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
+        data=Markup(_script_safe({"timelines": list(timelines)})),
+    )
+
+
+def write_page(path: str | Path, text: str) -> Path:
+    """Write a page, whole or not at all, and return its path. What is no plain file (a link, /dev/stdout) is written
+    through. Raises UserError where it cannot be written."""
+    path = Path(path)
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_durably(path, text)
+    except OSError as error:
+        raise UserError(f"page {str(path)!r} cannot be written: {error.strerror}") from None
+    return path
 
 
 @cache
-def asset(name: str) -> str:
-    """The text of a file in report/assets."""
+def _asset(name: str) -> str:
     return (files("dilatant.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def template(name: str) -> Any:
-    """A template of report/assets. A name that its values lack is an error rather than a blank."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("dilatant.report", "assets")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template(name)
-
-
-def scripted(data: Any) -> dict[str, Any]:
-    """What a page with timelines needs besides its own values: style, script, the script's hash, and its data."""
-    from markupsafe import Markup
-
-    script = "\n".join(asset(name) for name in _SCRIPTS)
-    return {
-        "style": Markup(asset("page.css")),
-        "script": Markup(script),
-        "script_hash": Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
-        "data": Markup(_script_safe(data)),
-    }
 
 
 def _script_safe(value: Any) -> str:

@@ -16,9 +16,10 @@ from dilatant.report.gantt_tables import (
     stage_name,
 )
 from dilatant.report.model_graph import model_graph
-from dilatant.report.page import scripted, template
+from dilatant.report.page import render, write_page
 from dilatant.report.plan_report import ComparedPlan, PlanReport, SizeDistribution
 from dilatant.report.plan_summary import explain, suggest, summarize
+from dilatant.report.step_comparison import comparison_rows
 from dilatant.report.wording import (
     bytes_text,
     count_text,
@@ -35,9 +36,7 @@ _CHART = 480.0  # width of a histogram in figures.html
 
 def write_plan_page(report: PlanReport, path: str | Path) -> Path:
     """Write the page to `path` and return it."""
-    path = Path(path)
-    path.write_text(render_plan_page(report), encoding="utf-8")
-    return path
+    return write_page(path, render_plan_page(report))
 
 
 def render_plan_page(report: PlanReport) -> str:
@@ -45,9 +44,13 @@ def render_plan_page(report: PlanReport) -> str:
     timelines = {"The timeline of a typical step": report.timeline}
     if report.measured is not None:
         timelines = {"The step as predicted": report.timeline, "The step as measured": report.measured}
-    causes = [cause for candidate in report.candidates for cause in candidate.idle]
-    tones = cause_tones(report.plan, [*report.timeline.idle_fractions(), *causes])
-    return template("plan.html").render(
+    longest = max(timeline.seconds for timeline in timelines.values())
+    causes = [cause for timeline in timelines.values() for cause in timeline.idle_fractions()]
+    compared = [cause for candidate in report.candidates for cause in candidate.idle]
+    tones = cause_tones(report.plan, [*causes, *compared])
+    return render(
+        "plan.html",
+        [pack_chart(timeline, report.plan, title, longest) for title, timeline in timelines.items()],
         report=report,
         tiles=_tiles(report),
         summary=[unbroken(sentence) for sentence in summarize(report)],
@@ -58,6 +61,9 @@ def render_plan_page(report: PlanReport) -> str:
         ratio_rows=_ratio_rows(report),
         ratio_confidence=percent_text(report.ratio.confidence) if report.ratio else "",
         ratio_note=_ratio_note(report),
+        comparison=None
+        if report.measured is None
+        else comparison_rows(report.timeline, report.measured, report.plan, tones),
         timeline_titles=list(timelines),
         action_legend=action_legend(report.plan, timelines.values()),
         idle_rows=idle_rows(report.timeline, report.plan, tones),
@@ -68,9 +74,6 @@ def render_plan_page(report: PlanReport) -> str:
         ],
         candidate_rows=_candidate_rows(report, tones),
         footer=_footer(report),
-        **scripted(
-            {"timelines": [pack_chart(timeline, report.plan, title) for title, timeline in timelines.items()]}
-        ),
     )
 
 
@@ -85,12 +88,14 @@ def _tiles(report: PlanReport) -> list[dict[str, str]]:
         fullest = max(use.fraction for use in report.memory)
         tone = "bad" if fullest > 1.0 else ""
         tiles.append((percent_text(fullest), "of memory on the fullest device", tone))
+    if report.planned_only:
+        tiles.append(("planned only", f"{report.planned_only}: not trained yet", "bad"))
     if report.proven:
-        tiles.append(("proven", "no faster plan is allowed", "good"))
+        tiles.append(("proven", "the fastest of what was searched", "good"))
     elif report.lower_bound_seconds:
         gap = max(report.step_seconds / report.lower_bound_seconds - 1.0, 0.0)
         if gap <= 1.0:  # a looser bound tells nothing
-            tiles.append((f"≤ {percent_text(gap)}", "above the best possible", ""))
+            tiles.append((f"≤ {percent_text(gap)}", "above the best that was searched", ""))
     return [{"value": value, "label": label, "tone": tone} for value, label, tone in tiles]
 
 
@@ -254,4 +259,4 @@ def _footer(report: PlanReport) -> str:
     facts = [f"{len(report.timeline.rows):,} actions on {len(report.timeline.lanes):,} lines"]
     if report.planning_seconds is not None:
         facts.append(f"planned in {seconds_text(report.planning_seconds)}")
-    return f"Predicted by simulation: {listed(facts)}. Written by Dilatant."
+    return f"Predicted by simulation: {listed(facts)}."

@@ -82,6 +82,7 @@ class ComparedPlan:
     """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence.
 
     `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
+    `planned_only`: what this version plans but does not train ("language tp 2"); empty for a plan that trains.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ComparedPlan:
     idle: dict[str, float]
     chosen: bool = False
     why: str = ""
+    planned_only: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,9 @@ class PlanReport:
     """All that is known about a plan before (and, with `measured`, after) it runs.
 
     `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
-    step time that no plan for these devices can beat; `proven` that the search was exhaustive. `reasons` for this plan,
-    `advice` and `warnings` are sentences of whoever planned, shown as they are.
+    step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
+    they are. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned, shown as they are.
+    `planned_only` is as in `ComparedPlan`.
     """
 
     title: str
@@ -123,11 +126,15 @@ class PlanReport:
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    searched: str = ""
+    planned_only: str = ""
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of one step."""
-        return self.timeline.seconds
+        """Predicted seconds of one step: what the comparison of plans says of this one, the mean over simulated steps;
+        those of the timeline where none was compared."""
+        marked = next((one for one in self.candidates if one.chosen), None)
+        return self.timeline.seconds if marked is None else marked.step_seconds
 
     @property
     def samples_per_second(self) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dilatant.report.gantt import GanttChart
-from dilatant.report.gantt_summary import NOTABLE, losses, pace
+from dilatant.report.gantt_summary import NOTABLE, losses, measurement, pace
 from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.wording import (
     bytes_text,
@@ -25,7 +24,9 @@ _REMEDY = {
 
 def summarize(report: PlanReport) -> tuple[str, ...]:
     """The report in sentences a newcomer understands: speed, losses, pace-maker, memory, data, rivals."""
-    sentences = [_speed(report), *_measurement(report)]
+    sentences = [_speed(report)]
+    if report.measured is not None:
+        sentences += measurement(report.timeline, report.measured, report.plan)
     sentences += [losses(report.timeline), *pace(report.timeline, report.plan)]
     sentences += [
         *_memory(report),
@@ -54,7 +55,13 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
 
 
 def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
-    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
+    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss; and whether it
+    is planned only."""
+    only = f"Planned only: {candidate.planned_only}." if candidate.planned_only else ""
+    return f"{_difference(candidate, chosen)} {only}".rstrip()
+
+
+def _difference(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
     if candidate.why:
         return candidate.why
     if candidate.chosen:
@@ -113,18 +120,19 @@ def _data(report: PlanReport) -> list[str]:
 
 def _optimality(report: PlanReport) -> list[str]:
     bound = report.lower_bound_seconds
+    searched = f" ({report.searched})" if report.searched else ""
     if report.proven:
-        return ["The search was exhaustive: no plan that was allowed is faster in this model of costs."]
+        return [f"Of what was searched{searched}, no plan is faster in this model of costs."]
     if bound is None or bound <= 0.0:
         return []
     gap = max(report.step_seconds / bound - 1.0, 0.0)
     if gap > 1.0:
         return [
-            f"No plan for these devices can take less than {seconds_text(bound)}; that bound is too loose to tell how "
-            "good this one is."
+            f"No plan of those searched{searched} can take less than {seconds_text(bound)}; that bound is too loose to "
+            "tell how good this one is."
         ]
     return [
-        f"No plan for these devices can take less than {seconds_text(bound)}; this one is within "
+        f"No plan of those searched{searched} can take less than {seconds_text(bound)}; this one is within "
         f"{percent_text(gap)} of that."
     ]
 
@@ -139,32 +147,3 @@ def _rivals(report: PlanReport) -> list[str]:
     relation = "slower" if slower >= 0.0 else "faster"
     name = f"{second.name}: {second.layout}" if second.layout else second.name
     return [f"The runner-up ({name}) is {percent_text(abs(slower))} {relation}. {explain(second, chosen)}"]
-
-
-def _measurement(report: PlanReport) -> list[str]:
-    if report.measured is None or report.measured.seconds <= 0.0:
-        return []
-    error = report.step_seconds / report.measured.seconds - 1.0
-    sentences = [
-        f"A measured step took {seconds_text(report.measured.seconds)}; "
-        f"the prediction was {percent_text(abs(error))} too {'long' if error > 0 else 'short'}."
-    ]
-    predicted, measured = _work_by_unit(report, report.timeline), _work_by_unit(report, report.measured)
-    off = [
-        f"those of {unit} took {percent_text(abs(seconds / predicted[unit] - 1.0))} "
-        f"{'longer' if seconds > predicted[unit] else 'less'}"
-        for unit, seconds in measured.items()
-        if predicted.get(unit)
-    ]
-    return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
-
-
-def _work_by_unit(report: PlanReport, timeline: GanttChart) -> dict[str, float]:
-    """Seconds of computing by unit, over all ranks."""
-    unit_of = [placed.unit for placed in report.plan.stages()]
-    work: dict[str, float] = {}
-    for row in timeline.rows:
-        if row.stage >= 0:
-            unit, ranks = unit_of[row.stage], len(timeline.lanes[row.lane].ranks)
-            work[unit] = work.get(unit, 0.0) + row.seconds * ranks
-    return work

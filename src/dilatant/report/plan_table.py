@@ -97,7 +97,7 @@ def _mean_idle(report: PlanReport, lanes: list[int]) -> dict[str, float]:
     lost: dict[str, float] = {}
     for lane in lanes if idle else ():
         for cause, seconds in idle[lane].items():
-            lost[cause] = lost.get(cause, 0.0) + seconds / len(lanes) / (report.step_seconds or 1.0)
+            lost[cause] = lost.get(cause, 0.0) + seconds / len(lanes) / (report.timeline.seconds or 1.0)
     return lost
 
 
@@ -125,7 +125,7 @@ def _candidates(report: PlanReport, wide: bool) -> Table:
     table = _table("plan", "step", "against ours" if wide else "slower", *extra)
     chosen = report.chosen
     for one in report.ranked:
-        name = f"✓ {one.name}" if one.chosen else one.name
+        name = (f"✓ {one.name}" if one.chosen else one.name) + (" (planned only)" if one.planned_only else "")
         table.add_row(
             name if wide or not one.layout else Text.assemble(name, "\n", (one.layout, "dim")),
             seconds_text(one.step_seconds),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilatant.report.metrics import StepMetrics
+from dilatant.report.wording import seconds_text
 
 _SMOOTHING = 0.9
 _PLAIN_INTERVAL_SECONDS = 5.0
@@ -64,12 +65,18 @@ class ProgressLine:
 
 
 def describe(metrics: StepMetrics, smoothed_seconds: float) -> str:
-    """The figures of the line, for example `loss 0.412  12.3k tok/s (vision 4.1k)  data 2%  left 1:02`."""
+    """The figures of the line, for example `loss 0.4120  tok/s vision 4.1k  data 2%  left 1:02`; and the step's seconds
+    beside those that were planned, where the metrics hold these."""
     seconds = max(metrics.step_seconds, 1e-9)
     units = "  ".join(f"{name} {_short(count / seconds)}" for name, count in metrics.tokens.items())
     wait = 100 * metrics.data_wait_seconds / seconds
     left = smoothed_seconds * (metrics.total_steps - metrics.step)
-    return f"loss {metrics.loss:.4f}  tok/s {units}  data {wait:.0f}%  left {_clock(left)}"
+    planned = ""
+    if metrics.predicted_seconds is not None:
+        planned = (
+            f"  step {seconds_text(metrics.step_seconds)} (planned {seconds_text(metrics.predicted_seconds)})"
+        )
+    return f"loss {metrics.loss:.4f}  tok/s {units}  data {wait:.0f}%{planned}  left {_clock(left)}"
 
 
 def _short(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dilatant.plan.replay import (
     RecoveryCosts,
     Replay,
 )
-from dilatant.report.page import asset, template
+from dilatant.report.page import render, write_page
 from dilatant.report.plain import to_plain
 from dilatant.report.plan_table import sparkline
 from dilatant.report.terminal import plain_table, print_line, print_table
@@ -29,6 +30,7 @@ from dilatant.report.wording import (
     counted,
     listed,
     percent_text,
+    ranks_text,
     seconds_text,
     unbroken,
 )
@@ -36,40 +38,61 @@ from dilatant.report.wording import (
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _SPARKS = 60
 _CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
-_TONES = {cause: f"c{order}" for order, cause in enumerate(_CAUSES)}
+_TONES = {cause: f"lost{order}" for order, cause in enumerate(_CAUSES)}
 
 
-def replay_setting(
-    models: Mapping[str, str],
-    device: str,
-    gpus_per_node: int,
-    nodes: int,
-    nodes_asked: int,
-    fault_tolerance: int,
-    recovery: RecoveryCosts,
-) -> tuple[str, ...]:
-    """What was replayed, in sentences: model, nodes, and what changes of membership were taken to cost.
+@dataclass(frozen=True, slots=True)
+class ReplaySetting:
+    """What was replayed, and what changes of membership were taken to cost.
 
-    `models[unit]` says what a unit is; the trace has up to `nodes` nodes, the config asked for `nodes_asked`.
+    models: what each unit is. nodes: the most that the trace has at once; nodes_asked: those of the config. templates:
+    numbers of nodes that a pipeline may have; a step has `microbatches` of `microbatch_size` samples. costs: where
+    layers' times are from.
     """
-    units = listed([f"{unit} ({model})" for unit, model in models.items()])
-    counted_nodes = f"up to {counted(nodes, 'node')} of {gpus_per_node} × {device}, as the trace has them"
-    if nodes != nodes_asked:
-        counted_nodes += f" (not the {nodes_asked} of the cluster)"
-    return (
-        f"Replayed: {units} on {counted_nodes}; {counted(fault_tolerance, 'loss')} at once must leave a replica whole.",
-        f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
-        f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
-        f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
-        f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}.",
-        "`dilatant train` restarts from a checkpoint today; going on under pipeline templates is only simulated.",
-    )
+
+    run: str
+    models: Mapping[str, str]
+    device: str
+    gpus_per_node: int
+    nodes: int
+    nodes_asked: int
+    templates: tuple[int, ...]
+    microbatches: int
+    microbatch_size: int
+    costs: str
+    fault_tolerance: int
+    recovery: RecoveryCosts
+
+    @property
+    def title(self) -> str:
+        """Run, model and cluster in a line."""
+        units = " + ".join(self.models.values())
+        return f"{self.run}: {units} on up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}"
+
+    def sentences(self) -> tuple[str, ...]:
+        units = listed([f"{unit} ({model})" for unit, model in self.models.items()])
+        nodes = f"up to {counted(self.nodes, 'node')} of {self.gpus_per_node} × {self.device}, as the trace has them"
+        if self.nodes != self.nodes_asked:
+            nodes += f" (not the {self.nodes_asked} of the cluster)"
+        recovery = self.recovery
+        return (
+            f"Replayed: {units} on {nodes}; {counted(self.fault_tolerance, 'loss')} at once must leave a replica "
+            "whole.",
+            f"Plan: pipelines of {ranks_text(self.templates)} nodes, one chain of all units each; a step has "
+            f"{counted(self.microbatches, 'microbatch')} of {counted(self.microbatch_size, 'sample')}. Costs: "
+            f"{self.costs}.",
+            f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
+            f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
+            f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
+            f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}.",
+            "`dilatant train` restarts from a checkpoint today; going on under pipeline templates is only simulated.",
+        )
 
 
-def replays_to_plain(replays: Sequence[Replay], setting: Sequence[str] = ()) -> dict[str, Any]:
+def replays_to_plain(replays: Sequence[Replay], setting: ReplaySetting) -> dict[str, Any]:
     """What `--json` prints: every replay with its rate, and segments as they are."""
     return {
-        "setting": list(setting),
+        "setting": list(setting.sentences()),
         "replays": [{**to_plain(one), "samples_per_second": one.samples_per_second} for one in replays],
     }
 
@@ -99,18 +122,19 @@ def summarize_replays(replays: Sequence[Replay]) -> tuple[str, ...]:
         if other.samples_per_second > 0.0:
             factor = ours.samples_per_second / other.samples_per_second
             sentences.append(
-                f"That is {factor:.2f} times {other.name} ({count_text(other.samples_per_second)})."
+                f"In the same time {other.name} trained {count_text(other.samples_per_second)} samples per second: "
+                f"{ours.name} trained {factor:.2f} times as many."
             )
         else:
             sentences.append(f"{other.name[0].upper()}{other.name[1:]} would not have finished a step.")
     return tuple(sentences)
 
 
-def print_replays(replays: Sequence[Replay], console: Console, setting: Sequence[str] = ()) -> None:
+def print_replays(replays: Sequence[Replay], console: Console, setting: ReplaySetting) -> None:
     """Print the sentences, a line of throughput over time for each replay, and the seconds lost by cause."""
     for sentence in summarize_replays(replays):
         print_line(console, sentence)
-    for sentence in setting:
+    for sentence in setting.sentences():
         print_line(console, (sentence, "dim"))
     names = [one.name for one in replays]
     # Beside the longest name, the rate and the gaps between the columns.
@@ -132,17 +156,13 @@ def print_replays(replays: Sequence[Replay], console: Console, setting: Sequence
     print_table(console, table)
 
 
-def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: Sequence[str] = ()) -> Path:
+def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: ReplaySetting) -> Path:
     """Write the page to `path` and return it."""
-    path = Path(path)
-    path.write_text(render_replay_page(replays, setting), encoding="utf-8")
-    return path
+    return write_page(path, render_replay_page(replays, setting))
 
 
-def render_replay_page(replays: Sequence[Replay], setting: Sequence[str] = ()) -> str:
-    """A page without scripts: the first replay against the others over time, and lost time by cause."""
-    from markupsafe import Markup
-
+def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
+    """The page as text: the first replay against the others over time, and lost time by cause."""
     causes = _causes(replays)
     tones = {cause: _TONES[cause] for cause in causes}
     rows = []
@@ -166,15 +186,16 @@ def render_replay_page(replays: Sequence[Replay], setting: Sequence[str] = ()) -
                 ],
             }
         )
-    return template("replay.html").render(
+    return render(
+        "replay.html",
         trace=replays[0].trace,
         summary=summarize_replays(replays),
-        setting=setting,
+        title=setting.title,
+        setting=setting.sentences(),
         chart=_chart(replays),
         rows=rows,
         causes=[{"name": cause, "tone": tone} for cause, tone in tones.items()],
         lines=[{"name": one.name, "tone": f"shade u{order % 6} B"} for order, one in enumerate(replays)],
-        style=Markup(asset("page.css")),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dilatant.plan.candidates import EncoderPosition
+from dilatant.plan.runnable import degrees_text
 from dilatant.plan.search import RankedPlan, SearchResult
 from dilatant.report.wording import counted, listed, percent_text, seconds_text
 
@@ -38,10 +39,8 @@ def _shape(one: RankedPlan) -> str:
     for unit in one.plan.units:
         stages = unit.replicas[0].stages
         times = f"{len(unit.replicas)} × " if len(unit.replicas) > 1 else ""
-        degrees = "".join(
-            f" {name} {degree}" for name, degree in (("tp", stages[0].tp), ("cp", stages[0].cp)) if degree > 1
-        )
-        units.append(f"{unit.name} {times}{counted(len(stages), 'stage')}{degrees}")
+        degrees = degrees_text(stages[0].tp, stages[0].cp)
+        units.append(f"{unit.name} {times}{counted(len(stages), 'stage')} {degrees}".rstrip())
     return (
         f"{counted(one.replicas, 'pipeline')}, {counted(one.num_microbatches, 'microbatch')} of "
         f"{counted(one.microbatch_size, 'sample')} each: {', '.join(units)}; {_WHERE[one.encoders_at]}."
@@ -87,5 +86,5 @@ def _certainty(result: SearchResult) -> str:
     seen = 1 + len(result.runners_up) + len(result.rejected)
     tried = f"{seen} of {counted(result.candidates, 'candidate')} were simulated"
     if result.proven:
-        return f"{tried}; no other can be faster."
-    return f"{tried}; no other can be faster than {seconds_text(result.lower_bound)}."
+        return f"{tried}; no other of them can be faster."
+    return f"{tried}; no other of them can be faster than {seconds_text(result.lower_bound)}."

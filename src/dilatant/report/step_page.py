@@ -1,4 +1,4 @@
-"""The step page: one measured step as one HTML file that needs no network and opens from a disk."""
+"""The step page: one measured step as one HTML file, beside its prediction where there is one."""
 
 from __future__ import annotations
 
@@ -7,35 +7,54 @@ from pathlib import Path
 
 from dilatant.plan import Plan
 from dilatant.report.gantt_data import pack_chart
-from dilatant.report.gantt_of_step import measured_chart
-from dilatant.report.gantt_summary import losses, pace
+from dilatant.report.gantt_of_step import measured_chart, predicted_chart
+from dilatant.report.gantt_summary import losses, measurement, pace
 from dilatant.report.gantt_tables import action_legend, cause_tones, idle_legend, idle_rows
-from dilatant.report.page import scripted, template
-from dilatant.report.wording import seconds_text, unbroken
+from dilatant.report.page import render, write_page
+from dilatant.report.step_comparison import Prediction, comparison_rows
+from dilatant.report.wording import counted, seconds_text, unbroken
 from dilatant.schedule.measured import MeasuredAction
 
 
-def write_step_page(path: str | Path, actions: Sequence[MeasuredAction], plan: Plan, title: str) -> Path:
+def write_step_page(
+    path: str | Path,
+    actions: Sequence[MeasuredAction],
+    plan: Plan,
+    title: str,
+    prediction: Prediction | None = None,
+) -> Path:
     """Write the page of one step to `path` and return it. Raises ValueError without actions."""
-    path = Path(path)
-    path.write_text(render_step_page(actions, plan, title), encoding="utf-8")
-    return path
+    return write_page(path, render_step_page(actions, plan, title, prediction))
 
 
-def render_step_page(actions: Sequence[MeasuredAction], plan: Plan, title: str) -> str:
+def render_step_page(
+    actions: Sequence[MeasuredAction], plan: Plan, title: str, prediction: Prediction | None = None
+) -> str:
     """The page as text; everything given is escaped. Raises ValueError without actions."""
-    timeline = measured_chart(actions, plan)
-    tones = cause_tones(plan, timeline.idle_fractions())
+    measured = measured_chart(actions, plan)
+    predicted = None if prediction is None else predicted_chart(prediction.timeline)
+    charts = {"Who computed what, when": measured}
+    if predicted is not None:
+        charts = {"The step as predicted": predicted, "The step as measured": measured}
+    tones = cause_tones(plan, [cause for chart in charts.values() for cause in chart.idle_fractions()])
     samples = {sample for one in actions for sample in one.samples}
     microbatches = {(one.unit, one.action.stage, one.action.microbatch) for one in actions}
     most = max(sum(1 for _, stage, _ in microbatches if stage == placed.index) for placed in plan.stages())
-    return template("step.html").render(
+    summary = [losses(measured), *pace(measured, plan)]
+    if predicted is not None:
+        summary = [*measurement(predicted, measured, plan), *summary]
+    longest = max(chart.seconds for chart in charts.values())
+    return render(
+        "step.html",
+        [pack_chart(chart, plan, name, longest) for name, chart in charts.items()],
         title=title,
-        subtitle=f"{seconds_text(timeline.seconds)} for {len(samples):,} samples in {most} "
-        f"{'microbatch' if most == 1 else 'microbatches'} on {len(plan.ranks):,} ranks",
-        summary=[unbroken(one) for one in (losses(timeline), *pace(timeline, plan))],
-        action_legend=action_legend(plan, [timeline]),
-        idle_rows=idle_rows(timeline, plan, tones),
+        subtitle=f"{seconds_text(measured.seconds)} for {counted(len(samples), 'sample')} in "
+        f"{counted(most, 'microbatch')} on {counted(len(plan.ranks), 'rank')}",
+        summary=[unbroken(one) for one in summary],
+        timeline_titles=list(charts),
+        comparison=None if predicted is None else comparison_rows(predicted, measured, plan, tones),
+        origin="" if prediction is None else prediction.origin,
+        action_legend=action_legend(plan, charts.values()),
+        idle_rows=idle_rows(measured, plan, tones),
         idle_legend=idle_legend(tones),
-        **scripted({"timelines": [pack_chart(timeline, plan, title)]}),
     )

@@ -22,10 +22,13 @@ def print_indented(console: Console, *parts: str | tuple[str, str]) -> None:
 
 
 def plain_table(columns: Sequence[str], right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
-    """A table with a line under its header; columns in `right` are aligned so, those in `whole` never wrap."""
+    """A table with a line under its header; columns in `right` are aligned so, those in `whole` never wrap,
+    and what is too long for the others goes on in the next line."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for name in columns:
-        table.add_column(Text(name), justify="right" if name in right else "left", no_wrap=name in whole)
+        table.add_column(
+            Text(name), justify="right" if name in right else "left", no_wrap=name in whole, overflow="fold"
+        )
     return table
 
 

@@ -55,6 +55,11 @@ def percent_text(fraction: float) -> str:
     return f"{percent:.1f} %" if 0.05 <= abs(percent) < 9.95 else f"{percent:.0f} %"
 
 
+def origin_text(origin: str) -> str:
+    """Where costs are from (`CostModel.origin`), for a reader."""
+    return origin if origin.startswith("measured") else f"{origin} (not measured)"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ascending ranks with runs joined: `0–7, 12`."""
     runs: list[list[int]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
+from dilatant.models.dropout import KeyedDropout
 from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
@@ -37,8 +39,8 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: unit → how often its loss counts. speaks: of the ranks of the stage, which all make the same,
-    this one tells losses and predictions. together: the stage has others.
+    put off. loss_weights: unit → how often its loss counts. dropout: goes around its forwards. speaks: of the ranks of
+    the stage, which all make the same, this one tells losses and predictions. together: the stage has others.
     """
 
     placed: PlacedStage
@@ -48,6 +50,7 @@ class LocalStage:
     needs_backward: bool
     gradients: WeightGradients
     loss_weights: Mapping[str, float]
+    dropout: KeyedDropout | None = None
     speaks: bool = True
     together: bool = False
 
@@ -171,7 +174,8 @@ class Executor:
             self._agreement.require()
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
-            output = stage.module.run(data, samples, inputs)
+            with nullcontext() if stage.dropout is None else stage.dropout.running(data, samples):
+                output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes, data)
         self._recorder.done()
         if needs_backward:

@@ -14,8 +14,9 @@ from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime
-from dilatant.runtime.step_planner import Family, Microbatching
 from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.step_assignment import Microbatching
 
 
 def parallelize(
@@ -36,8 +37,9 @@ def parallelize(
     model: built alike on every rank; with device "meta" each rank makes only its own layers, from `seed`. worker: from
     `launch`; not needed where this process is the only one. colocated: see `plan_from_specs`. num_microbatches,
     row_tokens: see `Microbatching`. precision: as `train.precision` (default: weights stay as the model has them).
-    options: of Runtime. Raises UserError that lists what is wrong, before anything is
-    built.
+    seed: of random weights and of dropout, which is keyed by each sample's `draw` or, where no sample has one, by its
+    place and the number of the step: give `execute` its `step_number` when a run goes on later. options: of Runtime.
+    Raises UserError that lists what is wrong, before anything is built.
     """
     worker = worker or local_worker()
     plan = plan_from_specs(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +17,29 @@ from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.comm.nodes import nodes_of
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
+from dilatant.models.dropout import KeyedDropout, refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.random_draws import draws_of
 from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
+from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
+from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.routes import Routes, boundary_of, derive_routes, stages_before
-from dilatant.runtime.step_planner import Microbatching, PlannedStep, StepPlanner
+from dilatant.runtime.routes import boundary_of, stages_before
+from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import Message, messages
-from dilatant.schedule.graph import build
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
 
 BUCKET_BYTES = 25 << 20
@@ -46,7 +52,10 @@ class StepResult:
     loss: of the global batch, the weighted sum of `losses`, which are by unit. target_tokens: of the language model.
     grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
     `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
-    whose loss is not finite; whoever gets such a loss or norm should not apply the gradients.
+    whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
+    in the order of ranks. predicted_seconds: of the step, up to synced gradients, None where costs say nothing of
+    seconds. drift: unit → measured over predicted seconds of its actions, by the costs before any correction. warning:
+    what to tell the user of it, once in a run.
     """
 
     loss: float
@@ -56,16 +65,10 @@ class StepResult:
     should_stop: bool
     shares: StepShares
     nonfinite_samples: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """What one rank derives from an assignment and a schedule, kept while they are the same values."""
-
-    assignment: Assignment
-    schedule: Schedule
-    digests: dict[str, int]
-    routes: Routes
+    found: tuple[Any, ...] = ()
+    predicted_seconds: float | None = None
+    drift: Mapping[str, float] = field(default_factory=dict)
+    warning: str | None = None
 
 
 class Runtime:
@@ -78,8 +81,10 @@ class Runtime:
     that cannot be trained.
     precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
     gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
-    microbatching: how `execute` plans a step that it is not given. check_transport: prove with a header that both ends
-    of every message mean the same. owns_comm: `close` ends communication, too.
+    microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
+    those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
+    check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
+    communication, too.
 
     holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
@@ -97,6 +102,8 @@ class Runtime:
         comm: Comm,
         *,
         microbatching: Microbatching = Microbatching(),  # noqa: B008  # a frozen value
+        costs: StepCosts | None = None,
+        correct_costs: bool = True,
         seed: int | None = 0,
         weights: Mapping[str, Tensor] | None = None,
         precision: torch.dtype | None = None,
@@ -108,17 +115,16 @@ class Runtime:
         owns_comm: bool = False,
     ) -> None:
         require_trainable(plan, model.units)
+        refuse_random_depth(model.units.values())
         if zero == "node" and node_of is None:
             node_of = nodes_of(comm)
         self.model = model
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
+        self._seed = seed or 0
         self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         self._trainability = trainability_of(plan, trainable_layers(model.units))
-        self._with_backward = {
-            index for index, backward in enumerate(self._trainability.backward) if backward
-        }
         self._placed = plan.stages()
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         self.holdings = holdings_of(plan, model.units)
@@ -153,10 +159,18 @@ class Runtime:
             self._recorder,
             comm.device,
         )
-        self._planner = StepPlanner(plan, self._trainability, model.graph, microbatching)
-        self._last: PlannedStep | None = None
-        self._step = 0
-        self._prepared: _Prepared | None = None
+        costs = _first_ranks(comm, costs, plan)
+        self.costs = CostCorrection(
+            plan,
+            costs or token_costs(plan, self._trainability.backward),
+            # Without seconds there is nothing to hold against, and alone nobody has anything to balance.
+            correct_costs and costs is not None and len(plan.ranks) > 1,
+        )
+        self._planner = StepPlanner(
+            plan, self._trainability, model.graph, microbatching, self.costs, comm.rank
+        )
+        self._last: PreparedStep | None = None
+        self._next_step = 0
 
     @property
     def modules(self) -> dict[int, Stage]:
@@ -173,51 +187,76 @@ class Runtime:
         """Parameters for an optimizer; a rank of frozen layers has none."""
         return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
 
+    def plan_step(
+        self, samples: Sequence[Sized], *, forwards: bool = False, step_number: int | None = None
+    ) -> PreparedStep:
+        """The step of a global batch, ready to be executed. Of samples only `sizes` and `draw` are read; nothing is
+        sent and nothing kept, so it may be called ahead of the steps, from another thread.
+
+        forwards: for `predict`. step_number: of the step in the run; needed ahead of it, since all ranks must plan it
+        by the same costs, and at most `cost_correction.INTERVAL` steps ahead. By default the one to be executed next.
+        Raises RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
+        """
+        return self._planner.plan_step(samples, self._number(step_number), forwards)
+
+    def prepare(
+        self,
+        samples: Sequence[Sized],
+        assignment: Assignment,
+        schedule: Schedule,
+        *,
+        forwards: bool = False,
+        step_number: int | None = None,
+    ) -> PreparedStep:
+        """As `plan_step`, of an assignment and a schedule of one's own. Raises ScheduleError when it cannot run, of
+        which the other ranks learn."""
+        with self._telling_others():
+            return self._planner.prepare(samples, assignment, schedule, self._number(step_number), forwards)
+
     def execute(
         self,
         samples: Sequence[EncodedSample],
-        assignment: Assignment | None = None,
-        schedule: Schedule | None = None,
+        step: PreparedStep | None = None,
         *,
         should_stop: Callable[[], bool] = lambda: False,
-        step: int | None = None,
+        found: Callable[[], Sequence[Any]] = tuple,
+        step_number: int | None = None,
     ) -> StepResult:
         """Forward, backward and gradient sync of one global batch, on all ranks together.
 
         samples: the whole batch in one order everywhere; media are needed only where an encoder's first stage runs
-        the sample. assignment and schedule: instead of those that the runtime's microbatching gives. Gradients that are
-        already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
+        the sample. step: what `plan_step` or `prepare` gave for these samples; planned here by default. Gradients that
+        are already there are added to. Returns when every rank holds its reduced gradients: whoever applies them now
         applies what all apply. should_stop: asked at the end; where any rank is to stop, all learn it with the result.
-        step: the caller's own number of this step, on which all ranks must agree, too.
+        found: asked at the end for JSON values that all ranks are to know, seldom any (see `StepResult.found`).
+        step_number: the caller's own number of this step, from 0 on, on which all ranks must agree, too; by default the
+        one after the last.
 
         Raises Diverged when ranks were given different steps, ActionFailed or UserError when an action fails here,
         CommAborted when another rank failed. The runtime can then only be closed.
         """
         with self._telling_others():
-            if assignment is None or schedule is None:
-                self._last = self._planner.plan_step(samples)
-                assignment, schedule = self._last.assignment, self._last.schedule
-            self._step = self._step + 1 if step is None else step
-            return self._execute(self._step_data(samples), assignment, schedule, should_stop)
+            number = self._number(step_number)
+            step = step or self.plan_step(samples, step_number=number)
+            self._last = step
+            self._next_step = number + 1
+            return self._execute(self._step_data(samples, number), step, number, should_stop, found)
 
     def predict(
-        self,
-        samples: Sequence[EncodedSample],
-        assignment: Assignment | None = None,
-        schedule: Schedule | None = None,
+        self, samples: Sequence[EncodedSample], step: PreparedStep | None = None
     ) -> dict[int, list[int]]:
         """Sample number → the likeliest token in the place of each of its targets, given all that comes before it;
         of the samples whose language model ends on this rank. Called by all ranks together.
 
-        schedule: forwards only. Raises as `execute` does.
+        step: what `plan_step` gave for these samples with `forwards`; planned here by default. Raises as `execute`.
         """
         with self._telling_others():
-            if assignment is None or schedule is None:
-                step = self._planner.plan_forwards(samples)
-                assignment, schedule = step.assignment, step.schedule
-            data = self._step_data(samples, predicts=True)
+            step = step or self.plan_step(samples, forwards=True)
+            if not step.forwards:
+                raise ValueError("the step has backwards; plan it with forwards=True")
+            data = self._step_data(samples, self._next_step, predicts=True)
             predicted = {}
-            for made in self._run(data, assignment, schedule):
+            for made in self._run(data, step, self._next_step):
                 counts = [int((samples[number].labels[1:] != -100).sum()) for number in made.samples]
                 for number, own in zip(made.samples, made.value.cpu().split(counts), strict=True):
                     predicted[number] = own.tolist()
@@ -244,6 +283,11 @@ class Runtime:
         """When every action of the last step ran, on all ranks; called by all of them."""
         rows = all_gather_object(self.comm, [action.to_row() for action in self._recorder.rows()])
         return tuple(MeasuredAction.from_row(row) for of_rank in rows for row in of_rank)
+
+    @property
+    def last_step(self) -> PreparedStep | None:
+        """The step that was executed last; None before the first."""
+        return self._last
 
     def measured_step(self) -> MeasuredStep | None:
         """The last step that the runtime planned itself, as all ranks ran it; None before the first; called by all."""
@@ -287,6 +331,9 @@ class Runtime:
     def close(self) -> None:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
         self._sync.close()
+        for stage in self._stages.values():
+            if stage.dropout is not None:
+                stage.dropout.close()
         restore_linears(self._replaced)
         self._replaced = []
         if self._owns_comm:
@@ -302,73 +349,83 @@ class Runtime:
             self.comm.abort(f"rank {self.comm.rank} failed: {error}")
             raise
 
+    def _number(self, step_number: int | None) -> int:
+        return self._next_step if step_number is None else step_number
+
     def _execute(
-        self, data: StepData, assignment: Assignment, schedule: Schedule, should_stop: Callable[[], bool]
+        self,
+        data: StepData,
+        step: PreparedStep,
+        number: int,
+        should_stop: Callable[[], bool],
+        found: Callable[[], Sequence[Any]],
     ) -> StepResult:
-        own_losses, nonfinite = _sum_losses(self._run(data, assignment, schedule), data)
+        own_losses, nonfinite = _sum_losses(self._run(data, step, number), data)
         self._sync.finish()
         weights = {unit: loss.weight for unit, loss in self.model.graph.losses.items()}
+        actions = self._recorder.rows()
+        shares = self._shares.own(actions, self._recorder.seconds())
+        own_found = list(found())
         own = (
             *(own_losses.get(unit, 0.0) for unit in weights),
             self.owned.squared_norm(),
             float(should_stop()),
-            *self._shares.own(self._recorder.rows(), self._recorder.seconds()),
+            float(len(own_found)),
+            *self.costs.own(step.work, [action.seconds for action in actions]),
+            *shares,
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
         values = torch.tensor(own, dtype=torch.float64)
         gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
         sums = gathered.sum(0).tolist()
         losses = dict(zip(weights, sums))
-        squares, stops, *times = sums[len(losses) :]
-        shares = self._shares.shares(times)
+        squares, stops, num_found, *rest = sums[len(losses) :]
+        warning = self.costs.finish(number, rest[: self.costs.num_sums])
         loss = sum(weights[unit] * value for unit, value in losses.items())
-        targets = int(data.counts[self.model.graph.anchor])
         samples: tuple[str, ...] = ()
         if not math.isfinite(loss):
             samples = tuple(name for names in all_gather_object(self.comm, nonfinite) for name in names)
-        return StepResult(loss, losses, targets, math.sqrt(squares), stops > 0, shares, samples)
+        everything = all_gather_object(self.comm, own_found) if num_found else []
+        return StepResult(
+            loss=loss,
+            losses=losses,
+            target_tokens=int(data.counts[self.model.graph.anchor]),
+            grad_norm=math.sqrt(squares),
+            should_stop=stops > 0,
+            shares=self._shares.shares(rest[self.costs.num_sums :]),
+            nonfinite_samples=samples,
+            found=tuple(one for of_rank in everything for one in of_rank),
+            predicted_seconds=step.predicted_seconds,
+            drift=self.costs.drift if step.origin != TOKENS else {},
+            warning=warning,
+        )
 
-    def _run(self, data: StepData, assignment: Assignment, schedule: Schedule) -> list[Outcome]:
+    def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
-        prepared = self._prepare(assignment, schedule, data.predicts)
+        samples = data.samples
         agreement = Agreement(
             self.comm,
             {
                 "the plan": self._plan_digest,
-                **prepared.digests,
-                "the global batch": digest(*(f"{s.key} {sorted(s.sizes.items())}" for s in data.samples)),
-                "tokens or labels": digest(*(str(s.content_digest) for s in data.samples)),
-                "the step number": self._step,
+                **step.agreed(samples, number),
+                "the seed or the samples' draws": digest(str(data.seed), *data.draws),
             },
         )
 
         def shape(message: Message) -> tuple[int, int, torch.dtype]:
             boundary = self._boundary_of(message)
-            rows = sum(boundary.rows_of(data.samples[sample]) for sample in message.samples)
+            rows = sum(boundary.rows_of(samples[sample]) for sample in message.samples)
             return rows, boundary.width, boundary.dtype
 
-        if not self._transport.has_open(prepared.routes):
+        if not self._transport.has_open(step.routes):
             agreement.require()
-        self._transport.begin(prepared.routes, shape)
+        self._transport.begin(step.routes, shape)
         self._recorder.begin(kept=not data.predicts)
-        actions = schedule.actions.get(self.comm.rank, ())
-        return self._executor.run(actions, prepared.routes, data, agreement)
+        return self._executor.run(step.actions, step.routes, data, agreement)
 
-    def _prepare(self, assignment: Assignment, schedule: Schedule, predicts: bool) -> _Prepared:
-        last = self._prepared
-        if last is not None and last.assignment is assignment and last.schedule is schedule:
-            return last
-        digests = {
-            "the assignment": digest(assignment.to_json()),
-            "the schedule": digest(schedule.to_json()),
-        }
-        graph = build(self.plan, assignment, schedule)
-        routes = derive_routes(graph, self.comm.rank, () if predicts else self._with_backward)
-        self._prepared = _Prepared(assignment, schedule, digests, routes)
-        return self._prepared
-
-    def _step_data(self, samples: Sequence[EncodedSample], predicts: bool = False) -> StepData:
-        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts)
+    def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
+        draws = draws_of(samples, number)
+        return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
 
     def _boundary_of(self, message: Message) -> Boundary:
         """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
@@ -397,11 +454,22 @@ class Runtime:
                 inbound=inbound,
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
+                dropout=KeyedDropout(module, self.model.units[placed.unit]),
                 loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
                 speaks=placed.stage.ranks[0] == self.comm.rank,
                 together=len(placed.stage.ranks) > 1,
             )
         return stages
+
+
+def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:
+    """The costs of rank 0: machines may know different ones, but all must plan by the same."""
+    digests = all_gather_object(comm, None if costs is None else digest(json.dumps(costs.to_document())))
+    if len(set(digests)) == 1:
+        return costs
+    own = costs.to_document() if costs is not None and comm.rank == 0 else None
+    first = all_gather_object(comm, own)[0]
+    return None if first is None else StepCosts.from_document(first, plan)
 
 
 def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:

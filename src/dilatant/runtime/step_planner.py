@@ -1,91 +1,203 @@
-"""From the sizes of a global batch to its Assignment and Schedule: the same on every rank, from the same numbers."""
+"""From the sizes of a global batch to the step that all ranks run: the same on every rank, from the same numbers.
+
+All of it is known before a sample is decoded, so it may be done ahead of the step, in another thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.data.sample import EncodedSample
 from dilatant.models.graph import ModelGraph
 from dilatant.plan.plan import Plan
-from dilatant.schedule.assign import Policy
-from dilatant.schedule.distribute import assign
-from dilatant.schedule.families import gpipe, one_f_one_b
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.plan.step_costs import TOKENS
+from dilatant.runtime.agreement import digest
+from dilatant.runtime.cost_correction import CostCorrection, OwnWork
+from dilatant.runtime.routes import Routes, derive_routes
+from dilatant.schedule.families import gpipe
+from dilatant.schedule.graph import ScheduleGraph, build
+from dilatant.schedule.packed import FORWARD
+from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.step_assignment import Microbatching, assign_step
+from dilatant.schedule.step_time import TimedStep, time_step
+from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import Trainability
 
-Family = Callable[[Plan, Assignment, Trainability], Schedule]
+
+class Sized(Protocol):
+    """As much of a sample as a step is planned from."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def draw(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatching:
-    """How a global batch becomes microbatches, and in which order ranks run them.
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """A step of one global batch, planned and compiled for one rank.
 
-    num_microbatches: of each replica of the anchor (the language model), or more where the token budget asks for them.
-    row_tokens: the token budget, most tokens of the anchor in one microbatch; a longer sample is alone in its own.
+    tokens: unit → of each sample, what the unit processes. draws: of each sample. actions, routes: of this rank.
+    digests: what all ranks must agree on. work: of this rank's actions, what the costs before any correction say.
+    timed: the simulated step, by the costs that hold for it. forwards: it has no backward.
     """
-
-    num_microbatches: int = 1
-    family: Family = one_f_one_b
-    policy: Policy = "balanced"
-    seed: int = 0
-    row_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """tokens: unit → of each sample, what the unit processes."""
 
     assignment: Assignment
     schedule: Schedule
-    tokens: dict[str, tuple[int, ...]] = field(compare=False)
+    tokens: Mapping[str, tuple[int, ...]]
+    draws: tuple[int, ...]
+    actions: tuple[Action, ...]
+    routes: Routes
+    digests: Mapping[str, int]
+    work: OwnWork
+    timed: TimedStep
+    origin: str
+    forwards: bool = False
+
+    def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
+        """What all ranks must have alike before anything of the step moves, by what it is called. samples: those that
+        the step is executed with, as the run's number `number`. Raises ValueError when it was planned for others."""
+        if self.draws != tuple(sample.draw for sample in samples):
+            raise ValueError("the step was planned for other samples than it is given")
+        return {
+            **self.digests,
+            "the global batch": digest("\n".join(sample.key for sample in samples)),
+            "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
+            "the step number": number,
+        }
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Seconds from the first action to synced gradients; None where costs say nothing of seconds."""
+        return None if self.origin == TOKENS else self.timed.seconds_synced
+
+    def predicted_timeline(self) -> Timeline | None:
+        """When every action is predicted to run, and why ranks idle; None where costs say nothing of seconds."""
+        return None if self.origin == TOKENS else self.timed.timeline()
 
 
 class StepPlanner:
-    """Plans the steps of one run under one plan."""
+    """Plans the steps of one rank of a run under one plan. Keeps no state of its own, so threads may share it.
+
+    with_backward: the stages that have a backward, by number.
+    """
 
     def __init__(
-        self, plan: Plan, trainability: Trainability, graph: ModelGraph, microbatching: Microbatching
+        self,
+        plan: Plan,
+        trainability: Trainability,
+        graph: ModelGraph,
+        microbatching: Microbatching,
+        costs: CostCorrection,
+        rank: int,
     ) -> None:
         self._plan = plan
         self._trainability = trainability
         self._graph = graph
         self._microbatching = microbatching
-        self._last: PlannedStep | None = None
+        self._costs = costs
+        self._rank = rank
+        self._with_backward = {
+            index for index, backward in enumerate(trainability.backward) if backward
+        }  # fmt: skip
 
-    def plan_step(self, samples: Sequence[EncodedSample]) -> PlannedStep:
-        """The step of a global batch. Equal assignments give the same objects, which a runtime prepares once."""
-        assignment, tokens = self._assign(samples)
-        last = self._last
-        if last is not None and last.assignment == assignment:
-            assignment, schedule = last.assignment, last.schedule
+    def plan_step(self, samples: Sequence[Sized], step: int, forwards: bool = False) -> PreparedStep:
+        """The step of a global batch, which is the run's number `step`. forwards: without backwards, and only of what
+        the anchor's answers hang on. Raises RuntimeError as `CostCorrection.costs_at`."""
+        idle = self._graph.behind_anchor if forwards else ()
+        tokens = self._tokens(samples, idle)
+        costs = self._costs.origin if forwards else self._costs.costs_at(step)
+        assignment = assign_step(
+            self._plan, costs, costs.workload(_arrays(tokens)), self._microbatching, self._graph.anchor
+        )
+        if forwards:
+            nothing = (False,) * len(self._plan.stages())
+            schedule = gpipe(self._plan, assignment, Trainability(nothing, nothing))
         else:
             schedule = self._microbatching.family(self._plan, assignment, self._trainability)
-        self._last = PlannedStep(assignment, schedule, tokens)
-        return self._last
+        return self.prepare(samples, assignment, schedule, step, forwards, idle)
 
-    def plan_forwards(self, samples: Sequence[EncodedSample]) -> PlannedStep:
-        """As `plan_step`, with forwards only, and only of what the anchor's answers hang on."""
-        assignment, tokens = self._assign(samples, idle=self._graph.behind_anchor)
-        nothing = (False,) * len(self._plan.stages())
-        return PlannedStep(assignment, gpipe(self._plan, assignment, Trainability(nothing, nothing)), tokens)
+    def prepare(
+        self,
+        samples: Sequence[Sized],
+        assignment: Assignment,
+        schedule: Schedule,
+        step: int,
+        forwards: bool = False,
+        idle: Collection[str] = (),
+    ) -> PreparedStep:
+        """The step of an assignment and a schedule that are given. Raises ScheduleError for one that cannot run."""
+        tokens = self._tokens(samples, idle)
+        costs = self._costs.origin if forwards else self._costs.costs_at(step)
+        graph = build(self._plan, assignment, schedule)
+        timed = time_step(graph, costs, costs.workload(_arrays(tokens)))
+        return PreparedStep(
+            assignment=assignment,
+            schedule=schedule,
+            tokens=tokens,
+            draws=tuple(sample.draw for sample in samples),
+            actions=schedule.actions.get(self._rank, ()),
+            routes=derive_routes(graph, self._rank, () if forwards else self._with_backward),
+            digests={
+                "the assignment": digest(*_assignment_arrays(assignment)),
+                "the schedule": digest(*_schedule_arrays(graph)),
+                "the sizes of the samples": digest(
+                    *(np.asarray(values, dtype=np.int64) for values in self._tokens(samples).values()),
+                    np.asarray([sample.draw for sample in samples], dtype=np.int64),
+                ),
+            },
+            work=self._own_work(graph, timed),
+            timed=timed,
+            origin=costs.origin,
+            forwards=forwards,
+        )
 
-    def _assign(
-        self, samples: Sequence[EncodedSample], idle: Sequence[str] = ()
-    ) -> tuple[Assignment, dict[str, tuple[int, ...]]]:
-        tokens = {
+    def _tokens(self, samples: Sequence[Sized], idle: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        return {
             unit.name: tuple(0 if unit.name in idle else sample.sizes.get(unit.name, 0) for sample in samples)
             for unit in self._plan.units
         }
-        how = self._microbatching
-        assignment = assign(
-            self._plan,
-            tokens,
-            how.num_microbatches,
-            how.policy,
-            how.seed,
-            anchor=self._graph.anchor,
-            weight=None if how.row_tokens is None else tokens[self._graph.anchor],
-            capacity=how.row_tokens,
-        )
-        return assignment, tokens
+
+    def _own_work(self, graph: ScheduleGraph, timed: TimedStep) -> OwnWork:
+        packed = graph.packed
+        if self._rank not in packed.ranks:
+            return OwnWork(np.empty((0, 3)), np.empty(0, dtype=np.int64))
+        index = packed.ranks.index(self._rank)
+        rows = slice(packed.offsets[index], packed.offsets[index + 1])
+        stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
+        unit = graph.arrays.unit_of[graph.arrays.chain[stage]]
+        seconds = self._costs.origin.stages.seconds[stage, kind]
+        return OwnWork(seconds * timed.sums[piece], 2 * unit + (kind != FORWARD))
+
+
+def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:
+    return {unit: np.asarray(counts, dtype=np.float64) for unit, counts in tokens.items()}
+
+
+def _assignment_arrays(assignment: Assignment) -> list[NDArray[np.int64]]:
+    """The samples of all microbatches in turn, and how many are in each, by unit and replica."""
+    found = []
+    for replicas in assignment.microbatches.values():
+        for batches in replicas:
+            found += [
+                np.asarray([len(batch) for batch in batches], dtype=np.int64),
+                np.asarray(list(chain.from_iterable(batches)), dtype=np.int64),
+            ]
+    return found
+
+
+def _schedule_arrays(graph: ScheduleGraph) -> list[NDArray[np.int64]]:
+    packed = graph.packed
+    pieces = packed.pieces
+    arrays = (
+        np.asarray(packed.ranks), packed.offsets, packed.kind, packed.stage, packed.piece,
+        pieces.microbatch, pieces.first, pieces.offsets, pieces.samples,
+    )  # fmt: skip
+    return [np.asarray(values, dtype=np.int64) for values in arrays]

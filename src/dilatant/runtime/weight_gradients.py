@@ -24,6 +24,9 @@ from torch.nn import functional
 
 from dilatant.models.tensor_parallel import ParallelLinear
 
+_PIECE = 1 << 24
+"""Numbers of a weight whose gradients are made at once, where they are not made in the format they are added in."""
+
 Deferred = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor]
 """A weight gradient that is put off: weight and bias, None for what does not train; the inputs [rows, in_features], and
 the gradient of the outputs [rows, out_features]."""
@@ -32,8 +35,8 @@ the gradient of the outputs [rows, out_features]."""
 class WeightGradients:
     """Weight gradients of one stage that are still to be computed. Set `deferring` around a backward to put them off.
 
-    splits: whether the backward of a forward that runs now may be split. Without it linear layers in fp32 are plain
-    ones, which cost less.
+    splits: whether the backward of a forward that runs now may be split. Without it most linear layers in fp32 are
+    plain ones, which cost less.
     """
 
     def __init__(self) -> None:
@@ -94,8 +97,7 @@ class DeferredLinear(ParallelLinear):
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         bias_trains = bias is not None and bias.requires_grad
         trains = torch.is_grad_enabled() and (self.weight.requires_grad or bias_trains)
-        splits = self.gradients.splits and self.defers
-        if trains and (splits or _adds_itself(self.weight)):
+        if trains and (self.gradients.splits or not self.defers or _adds_itself(self.weight)):
             return _Linear.apply(input, self.weight, bias, self.gradients, self.defers)
         return functional.linear(input, self.weight, bias)
 
@@ -170,7 +172,8 @@ class _Linear(torch.autograd.Function):
             ctx.gradients.defer(
                 (weight if trains[0] else None, bias if trains[1] else None, rows.detach(), flat.detach())
             )
-        elif trains[0] and _adds_itself(weight):  # hooks that wait for the gradient run all the same
+        elif trains[0] and (not ctx.defers or _adds_itself(weight)):
+            # In place, as chunks of a row and microbatches add up; hooks that wait for the gradient run all the same.
             _add_product(weight, flat, rows)
         elif trains[0]:
             grad_weight = flat.t() @ rows
@@ -181,16 +184,23 @@ class _Linear(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_product(weight: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
-    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's own format."""
+    """Add `gradient.t() @ inputs` to the gradient of `weight`, in the gradient's own format and in little memory."""
     dtype = _gradient_dtype(weight)
     if dtype == inputs.dtype:
-        _add(weight, gradient.t() @ inputs)
-    elif inputs.device.type == "cuda":  # halves are multiplied, and their products summed in fp32
-        _add(weight, torch.mm(gradient.t(), inputs, out_dtype=dtype))
-    elif weight.grad is None:
-        weight.grad = gradient.t().to(dtype) @ inputs.to(dtype)
-    else:
-        weight.grad.addmm_(gradient.t().to(dtype), inputs.to(dtype))
+        if weight.grad is None:
+            weight.grad = gradient.t() @ inputs
+        else:
+            weight.grad.addmm_(gradient.t(), inputs)
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight, dtype=dtype)
+    rows = max(1, _PIECE // weight.shape[1])
+    wide = inputs if inputs.device.type == "cuda" else inputs.to(dtype)
+    for total, part in zip(weight.grad.split(rows), gradient.t().split(rows), strict=True):
+        if inputs.device.type == "cuda":  # halves are multiplied, and their products summed in fp32
+            total += torch.mm(part, inputs, out_dtype=dtype)
+        else:
+            total.addmm_(part.to(dtype), wide)
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:

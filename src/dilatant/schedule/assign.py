@@ -181,7 +181,27 @@ def _random(problem: _Problem) -> NDArray[np.int64]:
     return slot_of
 
 
+EVEN = 0.002
+"""How far above its bound the largest microbatch may be without samples being swapped for it."""
+SWAPS_TRIED = 2_000_000
+
+
 def _balanced(problem: _Problem) -> NDArray[np.int64]:
+    """The greedy placement, and then swaps of samples until the largest microbatch of each unit is within `EVEN` of its
+    bound, or nothing helps: with a dozen samples in a microbatch the greedy alone leaves 5 %."""
+    from dilatant.schedule import assign_kernels as kernels
+
+    slot_of = _greedy(problem)
+    count, table = problem.num_microbatches, problem.seconds.T
+    if len(slot_of) and count > 1:
+        total = table.sum(axis=1)
+        share = np.ascontiguousarray(table * (count / np.where(total > 0, total, 1.0))[:, None])
+        limit = (1 + EVEN) * np.maximum(1.0, share.max(axis=1))
+        kernels.even_out(share, problem.weight, problem.capacity, slot_of, count, limit, SWAPS_TRIED)
+    return slot_of
+
+
+def _greedy(problem: _Problem) -> NDArray[np.int64]:
     """The greedy over all units at once (planning notes 2e): loads relative to each unit's mean microbatch, largest
     sample first, each to the microbatch whose largest relative load stays smallest."""
     from dilatant.schedule import assign_kernels as kernels
@@ -299,7 +319,10 @@ def _searched(problem: _Problem, evaluations: int | None) -> _Found:
 
 
 def _shallowest(problem: _Problem, found: _Found) -> _Found:
-    """The same microbatches with as few in flight as cost no time: from the shape's depths down to 1F1B's."""
+    """The same microbatches with as few in flight as cost no time: from the shape's depths down to 1F1B's. A family
+    that is to run has its own."""
+    if problem.shape.family is not None:
+        return found
     plan = problem.shape.plan()
     deepest = np.asarray(eager_depths(plan) if problem.shape.depths is None else problem.shape.depths)
     least = np.minimum(path_depths(plan), deepest)

@@ -13,7 +13,7 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _draw(state, bound):
     """A whole number below `bound` (splitmix64; `state` is a one-element uint64 array)."""
     state[0] += _GOLDEN
@@ -25,7 +25,7 @@ def _draw(state, bound):
 
 
 # Without these two flags a maximum of doubles is not vectorised; they allow no other change of the result.
-@njit(cache=True, fastmath={"nnan", "nsz"})
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
 def place_two_units(order, first, second, slot_of, num_slots):
     """The two-dimensional greedy for two units and equal slots without limits: the benchmark's inner loop.
 
@@ -53,7 +53,7 @@ def place_two_units(order, first, second, slot_of, num_slots):
         slot_of[sample] = best
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def place_units(order, share, speed, weight, room, slot_of):
     """`place_two_units` for any number of units, slots of unlike `speed`, and limited `room`.
 
@@ -83,7 +83,63 @@ def place_units(order, share, speed, weight, room, slot_of):
     return -1
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
+def even_out(share, weight, capacity, slot_of, num_slots, limit, pairs):
+    """Swap samples between slots, or move them, until no load of a unit is above `limit[unit]`, or nothing helps.
+
+    `share [units, samples]` as in `place_units`. The slot with the largest load over its limit gives the sample, or
+    changes it for one of another slot, that leaves the two slots lowest. At most `pairs` pairs are looked at.
+    """
+    num_units, num_samples = share.shape
+    load = np.zeros((num_slots, num_units))
+    filled = np.zeros(num_slots)
+    for sample in range(num_samples):
+        filled[slot_of[sample]] += weight[sample]
+        for unit in range(num_units):
+            load[slot_of[sample], unit] += share[unit, sample]
+    while pairs > 0:
+        worst, full = 1.0, -1
+        for slot in range(num_slots):
+            for unit in range(num_units):
+                if load[slot, unit] > worst * limit[unit]:
+                    worst, full = load[slot, unit] / limit[unit], slot
+        if full < 0:
+            return
+        best, gives, takes, other = worst, -1, -1, -1
+        for one in range(num_samples):
+            if slot_of[one] != full:
+                continue
+            pairs -= num_samples + num_slots
+            for partner in range(num_samples + num_slots):
+                back = partner if partner < num_samples else -1
+                slot = slot_of[back] if back >= 0 else partner - num_samples
+                if slot == full:
+                    continue
+                moved = weight[one] - (weight[back] if back >= 0 else 0.0)
+                if filled[slot] + moved > capacity or filled[full] - moved > capacity:
+                    continue
+                largest = 0.0
+                for unit in range(num_units):
+                    delta = share[unit, one] - (share[unit, back] if back >= 0 else 0.0)
+                    largest = max(largest, (load[full, unit] - delta) / limit[unit])
+                    largest = max(largest, (load[slot, unit] + delta) / limit[unit])
+                if largest < best:
+                    best, gives, takes, other = largest, one, back, slot
+        if best >= worst * (1.0 - 1e-9):
+            return
+        for unit in range(num_units):
+            delta = share[unit, gives] - (share[unit, takes] if takes >= 0 else 0.0)
+            load[full, unit] -= delta
+            load[other, unit] += delta
+        moved = weight[gives] - (weight[takes] if takes >= 0 else 0.0)
+        filled[full] -= moved
+        filled[other] += moved
+        slot_of[gives] = other
+        if takes >= 0:
+            slot_of[takes] = full
+
+
+@njit(cache=True, nogil=True)
 def step_time(first, before, cost_of, share, last, cost, end):
     """Latest end of a step, ops in topological order. Fills `end` from op `first` on; earlier entries must hold.
 
@@ -105,7 +161,7 @@ def step_time(first, before, cost_of, share, last, cost, end):
     return latest
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _set_costs(cost, load, fixed, position, a, b):
     num_units, num_slots = load.shape
     for unit in range(num_units):
@@ -113,14 +169,14 @@ def _set_costs(cost, load, fixed, position, a, b):
         cost[unit * num_slots + position[b]] = load[unit, b] + fixed[unit] if load[unit, b] > 0.0 else 0.0
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _copy(source, target, first, end):
     # A loop: assigning slices costs seconds to compile.
     for i in range(first, end):
         target[i] = source[i]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def anneal(
     seconds,
     weight,

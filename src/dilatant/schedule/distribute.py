@@ -9,18 +9,19 @@ replicas: with fewer encoder replicas than language ones the encoder's microbatc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import Plan
-from dilatant.schedule.assign import Policy, assign_microbatches
+from dilatant.schedule.assign import Microbatches, Policy, assign_microbatches
 from dilatant.schedule.bin_packing import pack_rows
 from dilatant.schedule.disttrain import intra_reorder
-from dilatant.schedule.pipeline_shape import PipelineShape
+from dilatant.schedule.pipeline_shape import Family, PipelineShape
 from dilatant.schedule.schedule import Assignment, Microbatch
 
 
@@ -54,6 +55,8 @@ def assign(
     anchor: str | None = None,
     speed: Sequence[float] | None = None,
     backward: Mapping[str, float] | None = None,
+    fixed: Mapping[str, float] | None = None,
+    family: Family | None = None,
     evaluations: int | None = None,
     weight: ArrayLike | None = None,
     capacity: float | None = None,
@@ -65,7 +68,9 @@ def assign(
     the anchor's). `num_microbatches` is the count of
     every anchor replica, or one count each; `speed` their relative throughput, by default in proportion to these
     counts (`compose_pipelines` gives a slow pipeline fewer). `anchor` names the anchor where it is not the unit that
-    most others feed. `backward[unit]` is backward seconds per forward second, 2 where not given.
+    most others feed. `backward[unit]` is backward seconds per forward second, 2 where not given, and `fixed[unit]` what
+    a microbatch costs a stage beyond its samples, 0 where not given. `family` is the schedule that will run, eager 1F1B
+    by default; policies that simulate, simulate it.
     With a token budget, the `weight[sample]` of an anchor's microbatch add up to at most `capacity`, except that a
     sample above it is alone in its own: a replica then gets as many microbatches as that takes, and at least its count.
     Raises UserError when a unit is missing or lists differ in length.
@@ -75,14 +80,7 @@ def assign(
     if missing:
         raise UserError(f"seconds says nothing about units {missing}")
     table = np.stack([np.asarray(seconds[name], dtype=np.float64) for name in names], axis=1)
-    number = {name: unit for unit, name in enumerate(names)}
-    shape = PipelineShape(
-        stages=tuple(len(unit.replicas[0].stages) for unit in plan.units),
-        feeds=tuple(tuple(number[target] for target in unit.feeds) for unit in plan.units),
-        backward=tuple((backward or {}).get(name, 2.0) for name in names),
-        fixed_seconds=(0.0,) * len(names),
-    )
-    center = shape.anchor if anchor is None else number[anchor]
+    center = names.index(anchor) if anchor is not None else _pipeline(plan, 0, None, {}, {}, None)[0].anchor
     replicas = len(plan.units[center].replicas)
     counts = [num_microbatches] * replicas if isinstance(num_microbatches, int) else list(num_microbatches)
     rates = list(speed) if speed is not None else [float(count) for count in counts]
@@ -92,28 +90,36 @@ def assign(
             f"{len(rates)} speeds"
         )
     replica_of = split_over_replicas(table, rates)
-    slots: list[list[list[Microbatch]]] = [[] for _ in names]
-    for replica, count in enumerate(counts):
-        mine = np.flatnonzero(replica_of == replica)
-        stages = tuple(len(unit.replicas[replica % len(unit.replicas)].stages) for unit in plan.units)
+
+    def group(replica: int) -> tuple[NDArray[np.int64], Microbatches]:
+        mine, count = np.flatnonzero(replica_of == replica), counts[replica]
+        weights = None
         if weight is not None and capacity is not None:
             # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
             weights = np.minimum(np.asarray(weight, dtype=np.float64)[mine], capacity)
             count = max(count, len(pack_rows(weights.tolist(), capacity)))
-        else:
-            weights = None
-        grouped = assign_microbatches(
-            table[mine],
+        shape, scale = _pipeline(plan, replica, center, backward or {}, fixed or {}, family)
+        return mine, assign_microbatches(
+            table[mine] * scale,
             count,
             policy,
             seed + replica,
-            shape=replace(shape, stages=stages),
+            shape=shape,
             evaluations=evaluations,
             weight=weights,
             capacity=np.inf if capacity is None else capacity,
         )
-        for unit in range(len(names)):
-            slots[unit].append([tuple(int(mine[s]) for s in batch) for batch in grouped.microbatches[unit]])
+
+    if policy == "searched" and replicas > 1:
+        # The search runs in compiled code that lets other threads run; each replica's depends on nothing else.
+        with ThreadPoolExecutor(min(replicas, os.cpu_count() or 1), "assign") as pool:
+            grouped = list(pool.map(group, range(replicas)))
+    else:
+        grouped = [group(replica) for replica in range(replicas)]
+    slots: list[list[list[Microbatch]]] = [
+        [[tuple(mine[list(batch)].tolist()) for batch in found.microbatches[unit]] for mine, found in grouped]
+        for unit in range(len(names))
+    ]
     present = table > 0
     present[~present.any(axis=1), center] = True
     return Assignment(
@@ -122,6 +128,41 @@ def assign(
             for unit, name in enumerate(names)
         }
     )
+
+
+def _pipeline(
+    plan: Plan,
+    replica: int,
+    center: int | None,
+    backward: Mapping[str, float],
+    fixed: Mapping[str, float],
+    family: Family | None,
+) -> tuple[PipelineShape, NDArray[np.float64]]:
+    """The pipeline of one anchor replica: its stages with those of the replicas that serve it; and, by unit, the
+    seconds of a stage there per second of a stage of the unit's first replica.
+
+    A replica that serves several anchor replicas has their microbatches in one, which takes as many times as long.
+    """
+    number = {unit.name: index for index, unit in enumerate(plan.units)}
+    anchors = 1 if center is None else len(plan.units[center].replicas)
+    stages, ranks, scale, constants = [], [], [], []
+    for unit in plan.units:
+        count = len(unit.replicas)
+        serving = replica * count // anchors if count <= anchors else -(-replica * count // anchors)
+        here = unit.replicas[serving].stages
+        deeper = len(unit.replicas[0].stages) / len(here)
+        stages.append(len(here))
+        ranks += [stage.ranks[0] for stage in here]
+        scale.append(deeper * anchors / count)
+        constants.append(fixed.get(unit.name, 0.0) * deeper)
+    return PipelineShape(
+        stages=tuple(stages),
+        feeds=tuple(tuple(number[target] for target in unit.feeds) for unit in plan.units),
+        backward=tuple(backward.get(unit.name, 2.0) for unit in plan.units),
+        fixed_seconds=tuple(constants),
+        family=family,
+        ranks=tuple(ranks),
+    ), np.asarray(scale)
 
 
 def _spread(

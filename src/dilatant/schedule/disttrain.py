@@ -50,7 +50,7 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np
 
     count = load.shape[1]
     plan = shape.plan()
-    shape = replace(shape, depths=path_depths(plan))
+    shape = replace(shape, depths=path_depths(plan), family=None, ranks=None)
     root = next(unit for unit in range(shape.num_units) if all(unit not in feeds for feeds in shape.feeds))
     depth = shape.depths[sum(shape.stages[:root])] if shape.depths else 1
     if count < 2 * depth - 1:

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def reachable_sums(units, size):
     """`last[s]`: the sample whose addition first reached sum s of `units`, -1 if unreached, -2 for the empty sum.
 
@@ -26,7 +26,7 @@ def reachable_sums(units, size):
     return last
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def closest_sums(last, units, seconds, targets):
     """For each target the reached sum nearest to it (the smaller of two), and the seconds of its samples."""
     nearest = np.zeros(len(targets), dtype=np.int64)
@@ -46,7 +46,7 @@ def closest_sums(last, units, seconds, targets):
     return nearest, moved
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def matchable(allowed, must):
     """Can every row in `must` be matched to a column of its own among `allowed[row, column]`? (Kuhn's algorithm.)"""
     rows, columns = allowed.shape
@@ -89,7 +89,7 @@ def matchable(allowed, must):
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def least_cost_matching(cost):
     """The column of each row in a perfect matching of least total cost (square; shortest augmenting paths)."""
     n = len(cost)

@@ -15,7 +15,7 @@ MOST_PROBLEMS = 4096
 NO_PROBLEM, NO_INPUT, NO_GRADIENT, BEFORE_FORWARD, BEFORE_INPUT_GRADIENT, TWICE = range(6)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def all_lead(row_offsets, stage, lead):
     """Is every row of a packed schedule on the first rank of its stage?"""
     for rank in range(len(row_offsets) - 1):
@@ -25,7 +25,7 @@ def all_lead(row_offsets, stage, lead):
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots):
     """The op of every (stage, kind, piece), -1 where there is none; and the first op that is there twice, or -1."""
     slots = np.empty(num_slots, dtype=np.int32)
@@ -41,7 +41,7 @@ def fill_slots(kind, stage, piece, slot_base, num_pieces, first_piece, num_slots
     return slots, twice
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _gradient_op(slots, slot_base, num_pieces, first_piece, stage, piece):
     """The op that makes the gradient of the stage's input for `piece`: I where backward is split, else B, else -1."""
     local = piece - first_piece[stage]
@@ -52,7 +52,7 @@ def _gradient_op(slots, slot_base, num_pieces, first_piece, stage, piece):
     return slots[base + _BACKWARD * num_pieces[stage]]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def data_edges(
     kind,
     stage,
@@ -135,7 +135,7 @@ def data_edges(
     return source, target, count, code, culprit, bad
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def group_by_target(target, num_ops):
     """CSR of edges by target: `offsets [ops + 1]` and edge numbers, in edge order within a target."""
     offsets = np.zeros(num_ops + 1, dtype=np.int32)
@@ -153,7 +153,7 @@ def group_by_target(target, num_ops):
     return offsets, edges
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def topological_order(list_offsets, offsets, edges, source):
     """An order of all ops that respects every list and every edge (Kahn's algorithm over list heads).
 
@@ -207,7 +207,7 @@ def topological_order(list_offsets, offsets, edges, source):
     return order, count, heads, position
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def renumber(order, position, list_of, offsets, edges, source, list_offsets):
     """The graph in topological positions: list predecessor, CSR offsets, source positions and edge numbers."""
     n = len(order)
@@ -228,7 +228,7 @@ def renumber(order, position, list_of, offsets, edges, source, list_offsets):
     return previous, new_offsets, new_source, new_edge
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def longest_path(order, previous, offsets, source, edge, seconds, lag, end):
     """End of every op, by topological position, into `end`; returns the latest. `lag` is empty or per edge."""
     latest = 0.0
@@ -250,7 +250,7 @@ def longest_path(order, previous, offsets, source, edge, seconds, lag, end):
     return latest
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
     """Start and end of every op, by op number, into `start` and `end`; returns the latest end."""
     latest = 0.0
@@ -273,7 +273,7 @@ def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
     return latest
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def binding(order, previous, offsets, source, end, start, arrival_of_edge, edge):
     """For every op (by op number) the op whose end decided its start, -1 at time zero or without predecessors.
 
@@ -294,7 +294,7 @@ def binding(order, previous, offsets, source, end, start, arrival_of_edge, edge)
     return binder
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def idle_by_cause(
     row_offsets, row_op, row_drain, row_warm, unit, start, end, binder, chain_end, num_units, latest, idle
 ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,12 @@ from dilatant.plan.depth import eager_depths
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.families import pipelined
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.packed import FORWARD
-from dilatant.schedule.schedule import Assignment, Microbatch
+from dilatant.schedule.packed import BACKWARD, FORWARD
+from dilatant.schedule.schedule import Assignment, Microbatch, Schedule
 from dilatant.schedule.trainability import Trainability
 
 ByUnit = tuple[tuple[Microbatch, ...], ...]
+Family = Callable[[Plan, Assignment, Trainability], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class PipelineShape:
     `stages[unit]`; `feeds[unit]` the units that consume its output; `backward[unit]` its backward seconds per forward
     second, 0 for a unit that is frozen before everything; `fixed_seconds[unit]` what a microbatch costs each of its
     stages beyond its samples; `depths` the in-flight microbatches by stage, in unit order, None for eager 1F1B's.
+    `family` is the schedule that runs, instead of 1F1B of these depths. `ranks` hold the stages, in unit order; stages
+    on equal ranks run in turn. By default every stage has its own.
     """
 
     stages: tuple[int, ...]
@@ -33,6 +36,8 @@ class PipelineShape:
     backward: tuple[float, ...]
     fixed_seconds: tuple[float, ...]
     depths: tuple[int, ...] | None = None
+    family: Family | None = None
+    ranks: tuple[int, ...] | None = None
 
     @property
     def num_units(self) -> int:
@@ -54,10 +59,11 @@ class PipelineShape:
 
     def plan(self) -> Plan:
         """A plan of this shape; units are named by their numbers."""
-        units, rank = [], 0
+        units, first = [], 0
+        ranks = range(sum(self.stages)) if self.ranks is None else self.ranks
         for unit, count in enumerate(self.stages):
-            stages = tuple(Stage(s, s + 1, (rank + s,)) for s in range(count))
-            rank += count
+            stages = tuple(Stage(s, s + 1, (ranks[first + s],)) for s in range(count))
+            first += count
             units.append(
                 UnitPlan(str(unit), (Replica(stages),), tuple(str(other) for other in self.feeds[unit]))
             )
@@ -79,18 +85,24 @@ def default_shape(num_units: int, num_stages: int = 4) -> PipelineShape:
 
 
 def shape_graph(shape: PipelineShape, by_unit: ByUnit) -> ScheduleGraph:
-    """The compiled schedule of these microbatches, eager 1F1B or of the shape's depths."""
+    """The compiled schedule of these microbatches, of the shape's family or depths."""
     plan = shape.plan()
     assignment = Assignment({str(unit): (batches,) for unit, batches in enumerate(by_unit)})
+    if shape.family is not None:
+        return build(plan, assignment, shape.family(plan, assignment, shape.trainability()))
     depths = eager_depths(plan) if shape.depths is None else shape.depths
     return build(plan, assignment, pipelined(plan, assignment, depths, shape.trainability()))
 
 
 def op_shares(shape: PipelineShape, graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The unit of every op, and the share of its microbatch's seconds that it takes: `[ops]` each."""
+    """The unit of every op, and the share of its microbatch's seconds that it takes: `[ops]` each. The halves of a
+    split backward share it evenly."""
     unit = graph.arrays.unit_of[graph.arrays.chain[graph.stage]]
     ratio = np.asarray(shape.backward)[unit]
-    return unit, np.where(graph.kind == FORWARD, 1.0, ratio) / (1.0 + ratio)
+    share = np.select(
+        [graph.kind == FORWARD, graph.kind == BACKWARD], [np.ones(len(ratio)), ratio], ratio / 2
+    )
+    return unit, share / (1.0 + ratio)
 
 
 def shape_seconds(shape: PipelineShape, seconds: NDArray[np.float64], by_unit: ByUnit) -> float:

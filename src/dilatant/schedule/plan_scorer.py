@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
@@ -15,20 +14,20 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.score import PlanScore, PlanScorer
-from dilatant.plan.stage_costs import StageCosts, stage_costs
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
-from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import eager, half_eager, one_f_one_b
-from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.memory_sweep import StepBytes
-from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
-from dilatant.schedule.simulate import edge_lag, run, step_seconds
+from dilatant.schedule.graph import build
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
+from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
 
-TRIED = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+TRIED: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 """The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
 
 FRUGAL = "1f1b"
@@ -43,15 +42,20 @@ def plan_scorer(
     policy: Policy = "balanced",
     rules: ParameterBytes = BF16,
     seed: int = 0,
+    row_tokens: int | None = None,
+    families: Mapping[str, Family] = TRIED,
 ) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
-    `workload` holds a whole number of global batches (`Workload.batches`), one step each. Raises PlanError if not.
+    `workload` holds a whole number of global batches (`Workload.batches`), one step each. `row_tokens`: as in
+    `Microbatching`. families: as in `best_steps`. Raises PlanError if not.
     """
     parts = workload.steps(global_batch)
 
     def score(plan: Plan, num_microbatches: int) -> PlanScore:
-        steps = simulated_steps(plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed)
+        steps = simulated_steps(
+            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, row_tokens, families
+        )
         return _mean(steps, global_batch)
 
     return score
@@ -67,109 +71,98 @@ def simulated_steps(
     policy: Policy = "balanced",
     rules: ParameterBytes = BF16,
     seed: int = 0,
+    row_tokens: int | None = None,
+    families: Mapping[str, Family] = TRIED,
 ) -> list[Step]:
     """One step for every global batch."""
-    table = stage_costs(plan, model, costs, rules)
-    sync = sync_seconds(plan, model, cluster, rules)
-    return best_steps(plan, model, table, batches, cluster, num_microbatches, sync, policy, seed)
+    return best_steps(
+        plan,
+        model,
+        step_costs(plan, model, costs, cluster, rules),
+        batches,
+        cluster.bytes_per_device,
+        Microbatching(num_microbatches, policy=policy, seed=seed, row_tokens=row_tokens),
+        families,
+    )
+
+
+def step_costs(
+    plan: Plan, model: ModelSpec, costs: CostModel, cluster: Cluster | None, rules: ParameterBytes = BF16
+) -> StepCosts:
+    """The costs of this plan's steps on `cluster`; without one, nothing travels and no gradient is summed. Squares of
+    items and dense rows are the caller's to add. Raises UserError when the cost model lacks a layer type or degree."""
+    return StepCosts(
+        stage_costs(plan, model, costs, rules),
+        cluster=cluster,
+        sync_seconds={} if cluster is None else sync_seconds(plan, model, cluster, rules),
+        origin=origin_text(costs),
+    )
+
+
+def origin_text(costs: CostModel) -> str:
+    """Where the costs are from, in words."""
+    if costs.origin == "measured":
+        return f"measured on {costs.hardware}"
+    return (
+        f"modelled for {costs.hardware}"
+        if costs.origin == "analytic"
+        else f"{costs.origin}, {costs.hardware}"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `TRIED`."""
+    """One simulated step: `seconds` until all gradients are summed, `schedule` a key of `schedule.FAMILIES`."""
 
     timeline: Timeline
     seconds: float
     schedule: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TimedGraph:
-    """A schedule of one batch with all that its simulation needs; `seconds` without gradient sync."""
-
-    graph: ScheduleGraph
-    durations: NDArray[np.float64]
-    lag: NDArray[np.float64]
-    size: StepBytes
-    seconds: float
-
-
 def best_steps(
     plan: Plan,
     model: ModelSpec,
-    costs: StageCosts,
+    costs: StepCosts,
     batches: Sequence[Workload],
-    cluster: Cluster,
-    num_microbatches: int,
-    sync: dict[int, float],
-    policy: Policy = "balanced",
-    seed: int = 0,
+    bytes_per_device: float,
+    how: Microbatching,
+    families: Mapping[str, Family] = TRIED,
 ) -> list[Step]:
-    """One step for every batch, all of one family: the quickest in `TRIED`, on average, that stays in memory in each of
-    them; the most frugal if none does."""
+    """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
+    of them; the most frugal if none does. `how` says the rest: its own family is not looked at. Raises ValueError for a
+    family that cannot run this plan."""
     trainability = trainability_of(plan, model.trainable)
-    timed: dict[str, list[_TimedGraph]] = {name: [] for name in TRIED}
-    for batch in batches:
-        assignment = assign(
-            plan,
-            sample_seconds(plan, costs, batch),
-            num_microbatches,
-            policy,
-            seed,
-            anchor=roles_of(model).language,
-        )
-        for name, family in TRIED.items():
+    anchor = roles_of(model).language
+
+    def timed(name: str, how: Microbatching) -> list[TimedStep]:
+        family, found = families[name], []
+        for batch in batches:
+            assignment = assign_step(plan, costs, batch, replace(how, family=family), anchor)
             graph = build(plan, assignment, family(plan, assignment, trainability))
-            timed[name].append(_timed(graph, costs, batch, cluster))
+            found.append(time_step(graph, costs, batch))
+        return found
+
+    # A search of samples for every family would take the most time by far: which one to search for is told by samples
+    # placed by the quick policy.
+    searches = how.policy in DEPENDS_ON_FAMILY
+    quick = {name: timed(name, replace(how, policy="balanced") if searches else how) for name in families}
     # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
-    for name in sorted(TRIED, key=lambda name: sum(one.seconds for one in timed[name])):
-        steps: list[Step] = []
-        for one in timed[name]:
-            step = _step(one, sync, name)
-            assert step.timeline.peak_bytes is not None, "the sweep was asked for"
-            if float(step.timeline.peak_bytes.max()) > cluster.bytes_per_device:
-                break
-            steps.append(step)
-        else:
-            return steps
-    return [_step(one, sync, FRUGAL) for one in timed[FRUGAL]]
+    steps: list[Step] = []
+    by_speed = sorted(families, key=lambda name: sum(one.seconds for one in quick[name]))
+    for name in (*by_speed, FRUGAL if FRUGAL in families else by_speed[0]):
+        steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
+        if all(_peak(step) <= bytes_per_device for step in steps):
+            break
+    return steps
 
 
-def _timed(graph: ScheduleGraph, costs: StageCosts, batch: Workload, cluster: Cluster) -> _TimedGraph:
-    sums = piece_sums(graph, batch.tokens, batch.squares, batch.dense)
-    size = step_bytes(graph, costs, sums, message_sums(graph, batch.tokens, batch.squares))
-    durations = action_seconds(graph, costs, sums)
-    lag = message_lag(graph, size.message, cluster)
-    return _TimedGraph(graph, durations, lag, size, step_seconds(graph, durations, edge_lag(graph, lag)))
+def _peak(step: Step) -> float:
+    assert step.timeline.peak_bytes is not None, "the sweep was asked for"
+    return float(step.timeline.peak_bytes.max())
 
 
-def _step(one: _TimedGraph, sync: dict[int, float], schedule: str) -> Step:
-    timeline = run(one.graph, one.durations, lag=one.lag, size=one.size)
-    return Step(timeline, _until_synced(timeline, sync), schedule)
-
-
-def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:
-    """By unit: forward plus backward of each sample on the unit's mean stage, [samples]; 0 without tokens."""
-    seconds = {}
-    for unit in plan.units:
-        stages = [
-            placed.index for placed in plan.stages() if placed.unit == unit.name and placed.replica == 0
-        ]
-        square, linear, _ = (costs.seconds[stages, 0] + costs.seconds[stages, 1]).mean(axis=0)
-        tokens = np.asarray(samples.tokens[unit.name], dtype=np.float64)
-        squares = np.asarray(samples.squares.get(unit.name, tokens**2), dtype=np.float64)
-        # Work that costs nothing per token must still be done: keep it above 0.
-        seconds[unit.name] = np.where(tokens > 0, np.maximum(square * squares + linear * tokens, 1e-12), 0.0)
-    return seconds
-
-
-def _until_synced(timeline: Timeline, sync: dict[int, float]) -> float:
-    """When the last rank has summed its gradients; each begins at the end of its last action."""
-    last = [
-        float(timeline.end[timeline.offsets[k] : timeline.offsets[k + 1]].max(initial=0.0)) + sync[rank]
-        for k, rank in enumerate(timeline.ranks)
-    ]
-    return max(timeline.seconds, *last)
+def _step(one: TimedStep, schedule: str) -> Step:
+    return Step(one.timeline(), one.seconds_synced, schedule)
 
 
 def _mean(steps: Sequence[Step], global_batch: int) -> PlanScore:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 Microbatch = tuple[int, ...]
 
@@ -53,7 +54,7 @@ class Assignment:
     def from_json(cls, text: str) -> Assignment:
         return cls(
             {
-                unit: tuple(tuple(tuple(microbatch) for microbatch in replica) for replica in replicas)
+                unit: tuple(tuple(tuple(map(whole, batch)) for batch in replica) for replica in replicas)
                 for unit, replicas in json.loads(text).items()
             }
         )
@@ -82,9 +83,21 @@ class Schedule:
         return cls(
             {
                 int(rank): tuple(
-                    Action(ActionKind(kind), stage, microbatch, None if samples is None else tuple(samples))
+                    Action(
+                        ActionKind(kind),
+                        whole(stage),
+                        whole(microbatch),
+                        None if samples is None else tuple(map(whole, samples)),
+                    )
                     for kind, stage, microbatch, samples in actions
                 )
                 for rank, actions in json.loads(text).items()
             }
         )
+
+
+def whole(value: Any) -> int:
+    """A number that was read from a file: of a sample, stage or microbatch, or a count. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError(f"{value!r} where a whole number from 0 on was expected")
+    return value

@@ -59,6 +59,19 @@ def step_seconds(
     )
 
 
+def op_ends(
+    graph: ScheduleGraph, seconds: NDArray[np.float64], lag: NDArray[np.float64] = _NO_LAG
+) -> NDArray[np.float64]:
+    """When every op ends: `[ops]`, by op number; arguments as in `step_seconds`."""
+    from dilatant.schedule import graph_kernels as kernels
+
+    start, end = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
+    kernels.spans(
+        graph.order, graph.previous, graph.offsets, graph.source, graph.edge, seconds, lag, start, end
+    )
+    return end
+
+
 def edge_lag(graph: ScheduleGraph, lag: ArrayLike | None) -> NDArray[np.float64]:
     """Lags by edge: `[edges]` float64, zero on edges that carry no message; empty when there is no lag at all."""
     if lag is None:

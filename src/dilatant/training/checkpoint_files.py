@@ -189,7 +189,8 @@ def _read_json(path: Path, place: str) -> dict[str, Any]:
     _expect(isinstance(content, dict), place, "is not a JSON object")
     found = content.get("format")
     known = _is_count(found) and found in READABLE
-    _expect(known, place, f"is of format {found!r}, and this version reads {FORMAT}")
+    listed = " and ".join(map(str, READABLE))
+    _expect(known, place, f"is of format {found!r}, and this version reads {listed}")
     return content
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dilatant.data.encode import EncodedPrompt
+from dilatant.data.pixels import EncoderInput
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.stage import on_device
 
 
 def generate_answers(
@@ -44,12 +45,12 @@ def generate_answers(
 def _encoder_inputs(
     prompts: Sequence[EncodedPrompt], device: torch.device
 ) -> dict[str, dict[str, torch.Tensor]]:
-    collected: dict[str, dict[str, list[np.ndarray]]] = {}
+    collected: dict[str, dict[str, list[EncoderInput]]] = {}
     for prompt in prompts:
         for unit, inputs in prompt.sample.media.items():
-            for name, array in inputs.items():
-                collected.setdefault(unit, {}).setdefault(name, []).append(array)
+            for name, values in inputs.items():
+                collected.setdefault(unit, {}).setdefault(name, []).append(values)
     return {
-        unit: {name: torch.as_tensor(np.concatenate(arrays)).to(device) for name, arrays in inputs.items()}
+        unit: {name: on_device(values, device) for name, values in inputs.items()}
         for unit, inputs in collected.items()
     }

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
+from dilatant.config.parallel import ParallelConfig
 from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import plan_problems
 from dilatant.runtime.holders import holdings_of, trainable_layers
 from dilatant.runtime.layouts import layout_problems
-from dilatant.runtime.step_planner import Family, Microbatching
 from dilatant.schedule import FAMILIES, trainability_of, validate
 from dilatant.schedule.assign import POLICIES, Policy
 from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import serial
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.step_assignment import Microbatching
 
 MICROBATCHES = 4
 SCHEDULE = "eager"
+INTERLEAVED = "interleaved"
 ASSIGNMENT: Policy = "balanced"
 """Of a run over several ranks whose config and plan file say nothing else."""
 
@@ -36,6 +40,7 @@ class TrainingPlan:
     """A plan, and how its steps are cut and ordered: what is planned, whole.
 
     schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, where a planner said.
+    costs: of its steps, by which samples are assigned.
     """
 
     plan: Plan
@@ -43,6 +48,7 @@ class TrainingPlan:
     schedule: str
     assignment: Policy
     predicted_seconds: float | None = None
+    costs: StepCosts | None = field(default=None, compare=False)
 
     def to_json(self) -> str:
         """plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
@@ -51,6 +57,7 @@ class TrainingPlan:
             "schedule": self.schedule,
             "assignment": self.assignment,
             "predicted_seconds": self.predicted_seconds,
+            "costs": None if self.costs is None else self.costs.to_document(),
         }
         return json.dumps({**json.loads(self.plan.to_json()), "step": step}, indent=1) + "\n"
 
@@ -70,8 +77,13 @@ class TrainingPlan:
             raise ValueError(f"step.schedule is {schedule!r}; there are {', '.join(FAMILIES)}")
         if assignment not in POLICIES:
             raise ValueError(f"step.assignment is {assignment!r}; there are {', '.join(POLICIES)}")
-        seconds = step.get("predicted_seconds")
-        return cls(plan, count, schedule, assignment, seconds if isinstance(seconds, float) else None)
+        seconds, costs = step.get("predicted_seconds"), None
+        if step.get("costs") is not None:
+            try:
+                costs = StepCosts.from_document(step["costs"], plan)
+            except ValueError as error:
+                raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
+        return cls(plan, count, schedule, assignment, seconds if isinstance(seconds, float) else None, costs)
 
     @property
     def family(self) -> Family:
@@ -81,36 +93,52 @@ class TrainingPlan:
     def microbatching(self, config: Config) -> Microbatching:
         """How the runtime cuts steps: by this, and by the token budget of the config."""
         return Microbatching(
-            self.num_microbatches, self.family, self.assignment, config.seed, token_budget(config)
+            self.num_microbatches, self.family, self.assignment, config.seed, config.row_tokens
         )
 
 
-def plan_from_config(config: Config, model: MultimodalModel) -> TrainingPlan:
+def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
+    """Every unit's layout. One that is only colocated is a single stage on the first ranks of each of its host's
+    replicas."""
+    specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
+    guests = {
+        name: replace(specs[host], pp=1, chunks=1, cuts=None)
+        for name, host in parallel.colocated.items()
+        if name not in specs and host in specs
+    }
+    return {**specs, **guests}
+
+
+def plan_from_config(
+    config: Config, model: MultimodalModel, made: TrainingPlan | None = None
+) -> TrainingPlan:
     """The plan that the config asks for, proven to be one that can train `model`; the model may be on the meta device.
 
-    Without a `parallel` section it is a plan of one rank. Of a plan file all is taken that the config does not say
-    otherwise. Raises UserError that lists every problem.
+    Where it names none, that is `made`, or without it a plan of one rank. Of a plan file, and of `made`, all is taken
+    that the config does not say otherwise. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
     graph, parallel = model.graph, config.parallel
-    if parallel is None:
+    if made is None and not parallel.is_laid_out:
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
         problems = _nothing_to_share(config, plan, model)
         if problems:
             raise list_problems("this plan cannot train:", problems)
         return TrainingPlan(plan, 1, "serial", ASSIGNMENT)
-    if parallel.plan is None:
-        specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
-        plan = plan_from_specs(layers, specs, graph.feeds, parallel.colocated)
-        planned = TrainingPlan(plan, MICROBATCHES, SCHEDULE, ASSIGNMENT)
+    if made is not None:
+        planned = made
+    elif parallel.plan is None:
+        plan = plan_from_specs(layers, _specs(parallel), graph.feeds, parallel.colocated)
+        goes_round = any(unit.chunks > 1 for unit in (parallel.units or {}).values())
+        planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
-    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
+    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
     problems += _too_few_devices(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
-    if not problems:
+    if not problems and made is None:  # a search may find that nothing is best shared
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
@@ -159,11 +187,6 @@ def _nothing_to_share(config: Config, plan: Plan, model: MultimodalModel) -> lis
     ]
 
 
-def token_budget(config: Config) -> int | None:
-    """Most tokens of the language model in one microbatch, hence in one sample."""
-    return config.train.row_tokens or config.data.max_length
-
-
 def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
     """Prove that the steps of this layout cannot deadlock, on a batch in which every sample has work everywhere.
 
@@ -174,15 +197,6 @@ def prove_schedule(planned: TrainingPlan, model: MultimodalModel) -> None:
     assignment = assign(plan, ones, count, anchor=model.graph.anchor)
     trainability = trainability_of(plan, trainable_layers(model.units))
     validate(plan, assignment, planned.family(plan, assignment, trainability), trainability)
-
-
-def units_decoded_on(model: MultimodalModel, plan: Plan, rank: int) -> frozenset[str]:
-    """The units whose media `rank` reads: it holds a stage of theirs that does."""
-    return frozenset(
-        p.unit
-        for p in plan.stages()
-        if rank in p.stage.ranks and model.units[p.unit].reads_media(p.stage.first, p.stage.end)
-    )
 
 
 def _read_plan(path: str) -> TrainingPlan:

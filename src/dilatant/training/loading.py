@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dilatant.config.data import DataSource
-from dilatant.config.errors import UserError
-from dilatant.data.blend import open_blend
+from dilatant.config.errors import UserError, list_problems
+from dilatant.data.blend import Blend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
-from dilatant.data.loader import Loader
+from dilatant.data.encode import TOKENS, Encoding
+from dilatant.data.loader import GlobalBatch, Loader
+from dilatant.data.sample import EncodedSample
+from dilatant.data.sampler import Sampler
+from dilatant.data.sizes import blend_sizes
+from dilatant.data.workers import workers_of_machine
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.media_units import media_unit
 from dilatant.runtime.runtime import Runtime
-from dilatant.training.layout import units_decoded_on
+from dilatant.runtime.step_planner import PreparedStep
+from dilatant.training.decoding import Decoding, MachineSource
+from dilatant.training.feed import Feed, IndexedData, agree_on_bad, draws, merge_found
+from dilatant.training.needs import Needs
 
 
 def make_loader(
@@ -30,16 +37,18 @@ def make_loader(
     chat_template: str = "auto",
     seed: int = 0,
     steps: int | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     on_error: Literal["error", "skip"] = "error",
     parallel: Runtime | None = None,
-) -> Loader:
+) -> Batches | Loader:
     """Global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without `steps`.
 
     sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own if not given. processors: encoder
-    → an id, a folder or settings; the encoder's shape decides otherwise. parallel: where given, media are decoded only
-    on ranks whose stages read them. The order hangs on `seed` alone, so all ranks that make this loader alike get the
-    same batches. Close it, or use it in a `with`. Raises UserError.
+    → an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that
+    decode (None: as many as it has room for). parallel: where given, all of its ranks call, and each batch holds on
+    every rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order
+    hangs on `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a
+    `with`. Raises UserError.
     """
     tokenizer = tokenizer or model.tokenizer
     if tokenizer is None:
@@ -57,18 +66,78 @@ def make_loader(
                 merge=encoder.merge,
             )
         )
-    decode = None
-    if parallel is not None and on_error == "error":  # to skip alike, all ranks must decode alike
-        decode = units_decoded_on(model, parallel.plan, parallel.comm.rank)
-    encoding = Encoding(chat_tokenizer(tokenizer, chat_template), tuple(units), train_on, max_length, decode)
+    encoding = Encoding(chat_tokenizer(tokenizer, chat_template), tuple(units), train_on, max_length)
     blend = open_blend(
         [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources]
     )
+    if isinstance(blend, Blend):
+        sampler = blend.sampler(seed, global_batch_size)
+        return Batches(blend, encoding, sampler, steps, Decoding(workers), on_error == "skip", parallel)
+    stream = blend.sampler(seed, global_batch_size)
     return Loader(
-        blend,
-        encoding,
-        blend.sampler(seed, global_batch_size),
-        steps=steps,
-        workers=workers,
-        on_error=on_error,
+        blend, encoding, stream, steps=steps, workers=workers_of_machine(workers), on_error=on_error
     )
+
+
+class Batches:
+    """Global batches of indexed data, as `make_loader` gives them. An iterator; close it."""
+
+    def __init__(
+        self,
+        blend: Blend,
+        encoding: Encoding,
+        sampler: Sampler,
+        steps: int | None,
+        how: Decoding,
+        skips: bool,
+        parallel: Runtime | None,
+    ) -> None:
+        sizes = blend_sizes(blend, encoding, workers=how.workers)
+        data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
+        if data.refused and not skips:
+            raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])
+        everything = frozenset({TOKENS, *(unit.name for unit in encoding.units)})
+        self._comm = None if parallel is None else parallel.comm
+        needs = None if parallel is None else Needs(parallel.model, parallel.plan, parallel.comm.rank)
+
+        def parts(step: Sequence[EncodedSample] | PreparedStep) -> dict[int, frozenset[str]]:
+            if isinstance(step, PreparedStep):
+                assert needs is not None
+                return needs.of(step.assignment)
+            return dict.fromkeys(range(len(step)), everything)
+
+        def plan(heads: Sequence[EncodedSample], step: int) -> Sequence[EncodedSample] | PreparedStep:
+            return heads if parallel is None else parallel.plan_step(heads, step_number=step)
+
+        self._skips = skips
+        self._source = MachineSource(self._comm, {"train": blend}, encoding, how)
+        self._feed: Feed[Any] = Feed(
+            data,
+            draws(sampler, sampler.start(), 0, steps),
+            self._source,
+            plan,
+            parts,
+            skips=skips,
+        )
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GlobalBatch:
+        if self._skips:
+            found = self._feed.found()
+            self._feed.leave_out(
+                merge_found([found]) if self._comm is None else agree_on_bad(self._comm, found)
+            )
+        return next(self._feed).batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that decode."""
+        self._feed.close()
+        self._source.close()

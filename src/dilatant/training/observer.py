@@ -59,6 +59,8 @@ class Observer:
         for tracker in self._trackers:
             tracker.log(metrics.step, metrics.to_scalars())
         self._line.update(metrics)
+        if metrics.warning is not None:
+            warn(self._console, metrics.warning)
 
     def evaluated(self, step: int, evaluation: Evaluation | None) -> None:
         """Held-out samples were judged; None where there are none."""

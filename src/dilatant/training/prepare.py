@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dilatant.config import Config
+from dilatant.config import Config, UserError
+from dilatant.config.model import LANGUAGE
+from dilatant.data.sizes import Progress
+from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples
+from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
+from dilatant.training.costs import costs_of_run
 from dilatant.training.layout import TrainingPlan, plan_from_config
+
+LOOKED_AT = 4096
+"""Samples that tell what share of tokens carries loss: opening a run must not take longer for more data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +29,38 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
 
-def prepare(config: Config, planned: TrainingPlan | None = None) -> Prepared:
-    """Data, model and plan of a run. Raises UserError that names the key or the sample."""
+def prepare(
+    config: Config,
+    planned: TrainingPlan | None = None,
+    made: TrainingPlan | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Prepared:
+    """Data with their sizes, model and plan of a run. Raises UserError that names the key or the sample.
+
+    planned: proven already, by rank 0 or the launcher. made: by the run itself, to be proven as the config's own.
+    progress: of samples that must be measured first.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
-        samples = assemble_samples(config)
+        samples = with_sizes(config, assemble_samples(config), progress)
         model = assemble_model(config, samples, hollow=True)
-        planned = planned or plan_from_config(config, model)
+        refuse_random_depth(model.units.values())
+        if not any(weight.requires_grad for weight in model.parameters()):
+            raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
+        if planned is None:
+            planned = plan_from_config(config, model, made)
+            targets = _target_share(samples)
+            planned = replace(
+                planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets)
+            )
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(samples, model, planned, tuple(said))
+
+
+def _target_share(samples: Samples) -> float:
+    """The share of the language model's tokens that carry loss, by the first samples; 1 where sizes are not known."""
+    sizes = samples.train_sizes
+    if sizes is None:
+        return 1.0
+    tokens = int(sizes.of(LANGUAGE)[:LOOKED_AT].sum())
+    return float(sizes.target_tokens[:LOOKED_AT].sum()) / tokens if tokens else 1.0

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
 from dilatant.comm.launch import Worker
-from dilatant.config import Config
-from dilatant.data.workers import warm_up
+from dilatant.config import Config, UserError
+from dilatant.profiling.assemble import Samples
+from dilatant.profiling.describe_data import describe_data
 from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
+from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
+from dilatant.report.stats_page import write_stats_page
+from dilatant.report.step_comparison import Prediction
 from dilatant.report.step_page import write_step_page
 from dilatant.training.evaluation import Evaluation
-from dilatant.training.layout import TrainingPlan, units_decoded_on
+from dilatant.training.layout import TrainingPlan
 from dilatant.training.observer import Observer
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.starting_point import Start, agreed_checkpoint
@@ -35,7 +41,8 @@ class RunResult:
     """How a run ended. exit_code: 0, or what the signal that stopped it asks for (128 + its number). loss: of the last
     step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
     checkpoint: the last one that was written here. began_at: steps that were done before. is_first: this process speaks
-    for the run; under an outer launcher that is rank 0's."""
+    for the run; under an outer launcher that is rank 0's. training_began: when its first step could, by
+    `time.monotonic`."""
 
     folder: Path
     step: int
@@ -48,6 +55,7 @@ class RunResult:
     checkpoint: Path | None = None
     began_at: int = 0
     is_first: bool = True
+    training_began: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -65,15 +73,8 @@ def train_rank(
     """One rank's part of a run, of which rank 0 shows the progress. prepared: where this process has it already."""
     planned = TrainingPlan.from_json(plan_json)
     prepared = prepared or prepare(config, planned)
-    samples = prepared.samples
-    decoded = units_decoded_on(prepared.model, planned.plan, worker.rank)
-    if config.data.workers and decoded:
-        warm_up()
-    if config.data.on_error == "error":
-        # With `skip`, every rank must find the same samples corrupt, so all of them decode all media.
-        samples = replace(samples, encoding=replace(samples.encoding, decode=decoded))
     folder = RunFolder(config.output_dir)
-    trainer = Trainer(config, samples, prepared.model, planned, worker, folder.checkpoints)
+    trainer = Trainer(config, prepared.samples, prepared.model, planned, worker, folder.checkpoints)
     try:
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
         if checkpoint is not None:
@@ -85,7 +86,9 @@ def train_rank(
                 shutil.rmtree(folder.checkpoints, ignore_errors=True)
             folder.write_config(config.to_yaml())
             folder.write_text("plan.json", plan_json)
+            _show_data(config, prepared.samples, folder, console_for(show))
         with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
+            training_began = time.monotonic()
             with StopSignal() as stop:
                 result = _train(config, trainer, observer, stop)
             summary = _show_last_step(trainer, folder) if result.step else ""
@@ -105,6 +108,7 @@ def train_rank(
             trainer.published,
             began_at,
             first,
+            training_began,
         )
     except BaseException as error:
         trainer.fail(error)
@@ -127,6 +131,20 @@ def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: St
     return trainer.run(observer.stepped, lambda: stop.received, after_step)
 
 
+def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:
+    """Write what the data are like, where their sizes are known. A page that cannot be written ends no run."""
+    if samples.train_sizes is None:
+        return
+    title = f"{folder.path.name}: the training data"
+    try:
+        write_stats_page(
+            folder.path / "data.html", describe_data(config, samples, samples.train_sizes, title)
+        )
+        link_pages(folder.path)
+    except UserError as error:
+        warn(console, str(error))
+
+
 def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
     ranks, of which the first writes."""
@@ -135,8 +153,17 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
         return ""
     plan = trainer.runtime.plan
     write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
-    write_step_page(folder.path / "timeline.html", step.actions, plan, f"{folder.path.name}: the last step")
+    planned = trainer.runtime.last_step
+    predicted = None if planned is None else planned.predicted_timeline()
+    write_step_page(
+        folder.path / "timeline.html",
+        step.actions,
+        plan,
+        f"{folder.path.name}: the last step",
+        None if planned is None or predicted is None else Prediction(predicted, planned.origin),
+    )
     folder.write_text("step.json", step.to_json() + "\n")
+    link_pages(folder.path)
     return by_lane(measured_chart(step.actions, plan), plan)
 
 

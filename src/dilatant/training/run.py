@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from dilatant.comm import fork_server
-from dilatant.comm.launch import WorkerFailed, launch
+from dilatant.comm.launch import Worker, WorkerFailed, launch
 from dilatant.config import Config, UserError
-from dilatant.config.environment import hide_gpus, place_from
+from dilatant.config.environment import Place, hide_gpus, place_from
 from dilatant.data.blend import Blend
 from dilatant.models.freeze import audit
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
+from dilatant.report.wording import counted
+from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.training.checkpoint import newest_valid
 from dilatant.training.export import export_checkpoint
 from dilatant.training.export_folder import check_target
-from dilatant.training.layout import prove_schedule, zero_text
+from dilatant.training.layout import TrainingPlan, prove_schedule, zero_text
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.starting_point import Start, find_start
@@ -49,12 +52,13 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     if config.train.device == "cpu":
         hide_gpus()
     place = place_from()
-    if config.parallel is None and place is not None:
+    plans = is_planned_here(config, place)
+    if not plans and place is not None and not config.parallel.is_laid_out:
         raise UserError(
-            f"{place.launcher} started {place.size} processes, but the config has no 'parallel' section, so each would "
-            "train the whole model; add one, or start a single process"
+            f"{place.launcher} started {place.size} processes, but parallel: single asks for one; start one, or let "
+            "the run plan for them (parallel: auto)"
         )
-    if config.parallel is not None and place is None:
+    if place is None and (plans or config.parallel.is_laid_out):
         fork_server.warm_up()  # before our own imports, which take as long as the server's
     speaks = place is None or place.rank == 0
     console = console_for(show if speaks else "nothing")
@@ -65,19 +69,21 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             folder.lock()
             check_target(folder.export, folder.path)
             start = find_start(config, folder, overwrite, console)
-        with console.status("building the model"):
-            prepared = prepare(config)
-        for warning in prepared.warnings:
-            warn(console, warning)
-        if place is not None and place.size != len(prepared.planned.plan.ranks):
-            raise UserError(
-                f"the layout has {len(prepared.planned.plan.ranks)} ranks, but {place.launcher} started {place.size} "
-                "processes; start as many as it has ranks, or change 'parallel'"
-            )
-        with console.status("proving the schedule"):
-            prove_schedule(prepared.planned, prepared.model)
-        _describe(console, config, prepared)
-        result = _launch(config, prepared, start, show)
+        planning = _Planning(config, devices_at_hand(config, place), folder, start) if plans else None
+        if planning is not None and place is not None:
+            # The ranks meet first, for only one of them plans.
+            result, prepared = _launch(_train_as_planned, place.size, planning, show)
+        else:
+            try:
+                made = planning.choose(console) if planning is not None else None
+            except KeyboardInterrupt:
+                raise Stopped(128 + signal.SIGINT) from None
+            prepared = _prepare(config, made, place, console)
+            planned = prepared.planned
+            ranks = len(planned.plan.ranks)
+            # In one process that is this one, which has prepared.
+            here = (prepared,) if ranks == 1 else ()
+            result = _launch(train_rank, ranks, config, planned.to_json(), start, show, *here)
         if result.finished and result.is_first:
             _export(config, prepared, result, folder)
         return result
@@ -85,22 +91,61 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
         folder.close()
 
 
-def _launch(config: Config, prepared: Prepared, start: Start, show: Show) -> RunResult:
-    """Train on all ranks; how rank 0 (or this rank, under an outer launcher) ended."""
-    planned = prepared.planned
-    here = len(planned.plan.ranks) == 1
-    with _stopping(starts_workers=not here and place_from() is None) as stop:
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    """What a run plans for."""
+
+    config: Config
+    devices: Devices
+    folder: RunFolder
+    start: Start
+
+    def choose(self, console: Console, sign: Callable[[], None] = lambda: None) -> TrainingPlan | None:
+        return choose_plan(self.config, self.devices, self.folder, self.start, console, sign)
+
+
+def _train_as_planned(worker: Worker, planning: _Planning, show: Show) -> tuple[RunResult, Prepared]:
+    """One rank of an outer launcher: rank 0 plans for all of them, which then build and train."""
+    assert worker.store is not None
+    config = planning.config
+    console = console_for(show if worker.rank == 0 else "nothing")
+    made = share_plan(
+        worker.store,
+        worker.rank,
+        config.parallel.timeout_seconds,
+        lambda sign: planning.choose(console, sign),
+    )
+    prepared = _prepare(config, made, place_from(), console)
+    planned = prepared.planned.to_json()
+    return train_rank(worker, config, planned, planning.start, show, prepared), prepared
+
+
+def _prepare(config: Config, made: TrainingPlan | None, place: Place | None, console: Console) -> Prepared:
+    """Data, model and plan, proven and shown. Raises UserError."""
+    with console.status("opening the data") as status:
+        prepared = prepare(
+            config,
+            made=made,
+            progress=lambda done, total: status.update(f"measuring samples: {done:,} of {total:,}"),
+        )
+    for warning in prepared.warnings:
+        warn(console, warning)
+    if place is not None and place.size != len(prepared.planned.plan.ranks):
+        raise UserError(
+            f"the layout has {len(prepared.planned.plan.ranks)} ranks, but {place.launcher} started {place.size} "
+            "processes; start as many as it has ranks, or let the run plan for them (parallel: auto)"
+        )
+    with console.status("proving the schedule"):
+        prove_schedule(prepared.planned, prepared.model)
+    _describe(console, config, prepared)
+    return prepared
+
+
+def _launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """`function` on all ranks; what it returned on rank 0 (or on this rank, under an outer launcher)."""
+    with _stopping(starts_workers=ranks > 1 and place_from() is None) as stop:
         try:
-            result, *_ = launch(
-                train_rank,
-                len(planned.plan.ranks),
-                config,
-                planned.to_json(),
-                start,
-                show,
-                *((prepared,) if here else ()),
-                started=stop.workers_run,
-            )
+            result, *_ = launch(function, ranks, *args, started=stop.workers_run)
         except WorkerFailed as failure:
             # A worker that does not train, yet or any more, just ends when it is asked to.
             if stop.signal.received and failure.killed_by == signal.SIGTERM:
@@ -108,7 +153,9 @@ def _launch(config: Config, prepared: Prepared, start: Start, show: Show) -> Run
             raise
         except KeyboardInterrupt:
             raise Stopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
-    return replace(result, exit_code=stop.signal.exit_code or result.exit_code)
+    if stop.signal.exit_code:
+        return replace(result, exit_code=stop.signal.exit_code)
+    return result
 
 
 class _Stop:
@@ -178,9 +225,11 @@ def _describe(console: Console, config: Config, prepared: Prepared) -> None:
         seconds = planned.predicted_seconds
         predicted = "" if seconds is None else f"; a step is planned to take {seconds:.3g} s"
         console.print(
-            f"{len(planned.plan.ranks)} ranks, {planned.num_microbatches} microbatches, schedule {planned.schedule}, "
-            f"samples placed by {planned.assignment}{predicted}",
+            f"{len(planned.plan.ranks)} ranks, {counted(planned.num_microbatches, 'microbatch')}, "
+            f"schedule {planned.schedule}, samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )
         console.print(zero_text(config, planned.plan, prepared.model), highlight=False)
+    if planned.costs is not None:
+        console.print(f"costs: {planned.costs.origin}", highlight=False)
     console.print()

@@ -7,7 +7,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,7 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.cost.memory import DEFAULT_ZERO
-from dilatant.data.loader import GlobalBatch, Loader
+from dilatant.data.loader import GlobalBatch
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
@@ -32,7 +32,9 @@ from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.evaluation import Evaluation, evaluate
-from dilatant.training.layout import TrainingPlan, units_decoded_on
+from dilatant.training.feed import agree_on_bad, merge_found
+from dilatant.training.inputs import Inputs, Steps
+from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.optimizer import (
     allocate_moments,
@@ -42,7 +44,6 @@ from dilatant.training.optimizer import (
     set_rate_factor,
 )
 from dilatant.training.run_state import held_state, written_state
-from dilatant.training.shared_batches import SharedBatches
 from dilatant.training.stored_weights import read_pretrained
 
 LAST_PATIENCE_SECONDS = 20.0
@@ -95,6 +96,8 @@ class Trainer:
             plan,
             self.comm,
             microbatching=planned.microbatching(config),
+            costs=planned.costs,
+            correct_costs=config.plan.correct_costs,
             seed=config.seed,
             weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
@@ -116,7 +119,8 @@ class Trainer:
         owned = self.runtime.owned
         exact = {held[name].key: tensor for name, tensor in weights.items()}
         self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
-        self._batches = SharedBatches(self.comm, bool(units_decoded_on(model, plan, worker.rank)))
+        self._inputs = Inputs(self.comm, self.runtime, config, samples)
+        self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
         self._written = written_cells(self.runtime.holdings, worker.rank)
@@ -147,6 +151,9 @@ class Trainer:
         self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
         self.step = self._saved_step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
+        self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
+        if "costs" in values:
+            self.runtime.costs.from_json(values["costs"])
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
             self._writer.continue_from(checkpoint)
@@ -167,9 +174,11 @@ class Trainer:
         self.runtime.train()
         stop = self._any_rank(should_stop(), "the agreement to begin")
         try:
-            with self._batches.open(self._open_loader) as batches:
+            ahead = self.step, self.total_steps
+            with self._inputs.training(self._sampler, self._position, *ahead, self._left_out) as steps:
+                steps.leave_out(agree_on_bad(self.comm, steps.found()))
                 while self.step < self.total_steps and not stop:
-                    metrics, stop = self._train_step(batches, should_stop)
+                    metrics, stop = self._train_step(steps, should_stop)
                     if self.step % config.logging_steps == 0 or self.step == self.total_steps:
                         observe(metrics)
                     if config.save_steps and self.step % config.save_steps == 0:
@@ -195,8 +204,12 @@ class Trainer:
         return None if self._writer.published is None else self._writer.published.path
 
     def evaluate(self) -> Evaluation | None:
-        """See `evaluation.evaluate`; called by all ranks together."""
-        return evaluate(self.runtime, self._config, self._samples)
+        """See `evaluation.evaluate`; None without held-out data. Called by all ranks together."""
+        if self._samples.held_out is None:
+            return None
+        how = self._config.evaluation
+        questions = self._inputs.held_out(how.limit, how.batch_size)
+        return evaluate(self.runtime, questions, self._samples.tokenizer, how.max_new_tokens)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on: who waits for it raises. Never raises."""
@@ -205,25 +218,29 @@ class Trainer:
     def close(self) -> None:
         """Finish writing, and end the runtime and its communication."""
         try:
+            self._inputs.close()
             self._writer.close()
         finally:
             self.runtime.close()
 
-    def _train_step(
-        self, batches: Iterator[GlobalBatch], should_stop: Callable[[], bool]
-    ) -> tuple[StepMetrics, bool]:
+    def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
+        inputs = next(steps, None)
+        if inputs is None:
             raise UserError(
                 f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
             )
+        batch = inputs.batch
         rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
-        seed_step(self._config.seed, self.step, self.rank)
-        result = self.runtime.execute(batch.samples, should_stop=should_stop, step=self.step)
+        seed_step(self._config.seed, self.step)
+        result = self.runtime.execute(
+            batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
+        )
         self._apply(result, batch)
+        steps.leave_out(merge_found([result.found]))
+        self._left_out = steps.left_out
         return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
@@ -265,6 +282,9 @@ class Trainer:
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,
+            predicted_seconds=result.predicted_seconds,
+            drift=result.drift,
+            warning=result.warning,
         )
 
     def _any_rank(self, flag: bool, what: str) -> bool:
@@ -272,18 +292,6 @@ class Trainer:
         value = torch.tensor([float(flag)])
         self.comm.world.max_(value, what).wait()
         return bool(value.item())
-
-    def _open_loader(self) -> Loader:
-        data = self._config.data
-        return Loader(
-            self._samples.train,
-            self._samples.encoding,
-            self._sampler,
-            position=self._position,
-            steps=self.total_steps - self.step,
-            workers=data.workers,
-            on_error=data.on_error,
-        )
 
     def _save(self) -> None:
         """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
@@ -307,7 +315,12 @@ class Trainer:
             if not p.requires_grad
             for cell in self._written[name]
         ]
-        values = {"step": self.step, "position": self._position.to_json()}
+        values = {
+            "step": self.step,
+            "position": self._position.to_json(),
+            "left_out": dict(self._left_out),
+            "costs": self.runtime.costs.to_json(),
+        }
         self._writer.save(self.step, tensors, values, frozen, self._shapes)
         self._unpublished = True
         self._saved_step = self.step
@@ -361,10 +374,12 @@ def count_steps(config: Config, samples: Samples) -> int:
     return max(1, math.ceil(passes * len(samples.train) / config.train.global_batch_size))
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the generators that model code may draw from (dropout) by the step's own key: a resumed run draws what the
-    undisturbed one would, and nothing need be saved."""
-    key = int.from_bytes(sha256(f"{seed}/{step}/{rank}".encode()).digest()[:4], "little")
+def seed_step(seed: int, step: int) -> None:
+    """Seed the global generators by the step's own key, so that a resumed run draws what the undisturbed one would.
+
+    Models that train draw by sample (`models.dropout`); this is for what is not heard there, as Python's `random`.
+    """
+    key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
     np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
     torch.manual_seed(key)

@@ -1,7 +1,8 @@
-// Starts the page: the timelines and the light/dark switch.
+// Starts the page: its timelines, if any, and the light/dark switch.
 
-const data = JSON.parse(document.getElementById("data").textContent);
-const timelines = [...document.querySelectorAll(".timeline")].map((root, index) => new Timeline(root, data.timelines[index]));
+const { timelines: packed } = JSON.parse(document.getElementById("data").textContent);
+const timelines = packed.map((one, index) => new Timeline(document.querySelectorAll(".timeline")[index], one));
+for (const one of timelines) one.others = timelines.filter((other) => other !== one);
 const repaint = () => timelines.forEach((timeline) => timeline.repaint());
 
 const page = document.documentElement, toggle = document.querySelector(".theme");

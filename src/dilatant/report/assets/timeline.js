@@ -25,7 +25,9 @@ class Timeline {
     for (const lane of this.columns.lane) this.firstRow[lane + 1]++;
     for (let lane = 0; lane < data.lanes.length; lane++) this.firstRow[lane + 1] += this.firstRow[lane];
     this.from = 0;
-    this.to = data.seconds;
+    this.span = data.span; // seconds of the whole width
+    this.to = this.span;
+    this.others = []; // charts that show the same seconds
     this.roots = buildTree(data);
     openSome(this.roots);
     this.find = (selector) => root.querySelector(selector);
@@ -134,12 +136,16 @@ class Timeline {
   time(x) { return this.from + ((x - this.gutter) / (this.width - this.gutter - 8)) * (this.to - this.from); }
 
   show(from, to) {
-    const shortest = this.data.seconds * 1e-5;
-    const span = Math.min(Math.max(to - from, shortest), this.data.seconds);
+    const shortest = this.span * 1e-5;
+    const span = Math.min(Math.max(to - from, shortest), this.span);
     const middle = (from + to) / 2;
-    this.from = Math.min(Math.max(middle - span / 2, 0), this.data.seconds - span);
+    this.from = Math.min(Math.max(middle - span / 2, 0), this.span - span);
     this.to = this.from + span;
-    this.draw();
+    for (const chart of [this, ...this.others]) {
+      chart.from = this.from;
+      chart.to = this.to;
+      chart.draw();
+    }
   }
 
   zoom(factor, at = (this.from + this.to) / 2) {
@@ -156,7 +162,7 @@ class Timeline {
     this.drawStrip();
     this.root.dataset.from = this.from;
     this.root.dataset.to = this.to;
-    const part = (this.to - this.from) / this.data.seconds;
+    const part = (this.to - this.from) / this.span;
     this.find(".window").textContent = part > 0.999
       ? `whole step, ${secondsText(this.data.seconds)}`
       : `${secondsText(this.from)} to ${secondsText(this.to)} (${secondsText(this.to - this.from)})`;
@@ -247,10 +253,10 @@ class Timeline {
     pen.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
     pen.clearRect(0, 0, width, 40);
     this.whole = this.wholeWidth === pixels && this.whole ? this.whole
-      : occupancy(this, this.data.lanes.map((_, lane) => lane), 0, this.data.seconds, pixels);
+      : occupancy(this, this.data.lanes.map((_, lane) => lane), 0, this.span, pixels);
     this.wholeWidth = pixels;
     stack(pen, this.whole, 0, 0, 40, pixels);
-    const left = (this.from / this.data.seconds) * width, right = (this.to / this.data.seconds) * width;
+    const left = (this.from / this.span) * width, right = (this.to / this.span) * width;
     pen.fillStyle = this.card;
     pen.globalAlpha = 0.72;
     pen.fillRect(0, 0, left, 40);
@@ -358,7 +364,7 @@ class Timeline {
       "+": () => this.zoom(0.6), "=": () => this.zoom(0.6), "-": () => this.zoom(1 / 0.6),
       ArrowLeft: () => this.show(this.from - span / 8, this.to - span / 8),
       ArrowRight: () => this.show(this.from + span / 8, this.to + span / 8),
-      0: () => this.show(0, this.data.seconds), Home: () => this.show(0, this.data.seconds),
+      0: () => this.show(0, this.span), Home: () => this.show(0, this.span),
       n: () => this.select(1), p: () => this.select(-1),
     };
     if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in actions)) return;
@@ -393,10 +399,10 @@ class Timeline {
     });
     this.chart.addEventListener("pointerup", () => { this.drag = null; });
     this.chart.addEventListener("pointerleave", () => this.unpoint());
-    this.chart.addEventListener("dblclick", () => this.show(0, this.data.seconds));
+    this.chart.addEventListener("dblclick", () => this.show(0, this.span));
     const seconds = (event) => {
       const box = this.strip.getBoundingClientRect();
-      return Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1) * this.data.seconds;
+      return Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1) * this.span;
     };
     this.strip.addEventListener("pointerdown", (event) => { this.range = seconds(event); this.strip.setPointerCapture(event.pointerId); });
     this.strip.addEventListener("pointermove", (event) => {
@@ -404,13 +410,13 @@ class Timeline {
     });
     this.strip.addEventListener("pointerup", (event) => {
       const end = seconds(event), span = this.to - this.from;
-      if (Math.abs(end - this.range) < this.data.seconds / 400) this.show(end - span / 2, end + span / 2);
+      if (Math.abs(end - this.range) < this.span / 400) this.show(end - span / 2, end + span / 2);
       this.range = undefined;
     });
     const tool = (name, action) => this.find(`[data-tool="${name}"]`).addEventListener("click", action);
     tool("in", () => this.zoom(0.5));
     tool("out", () => this.zoom(2));
-    tool("fit", () => this.show(0, this.data.seconds));
+    tool("fit", () => this.show(0, this.span));
     tool("open", () => this.setAll(true));
     tool("close", () => this.setAll(false));
     this.find("input").addEventListener("input", (event) => {

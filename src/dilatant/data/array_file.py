@@ -1,0 +1,169 @@
+"""Named arrays in one file, memory-mapped by every process that reads them.
+
+Nothing of a file is trusted that its checksums do not cover. What they say of a whole file is remembered beside it
+together with the file's state (inode, size, times), so that opening it again reads its header and nothing more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.media import open_regular
+
+MAGIC = b"DILARR01"
+HEAD = struct.Struct("<8sQ32s")
+"""Magic, bytes of the header, SHA-256 of the header."""
+ALIGN = 64
+SETTLED_NS = 100_000_000
+"""Times of files tick in milliseconds: what was written a moment ago may be written again in the same tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Arrays by name, and what a JSON object says about them. digest: where they are read-only views of a file, its
+    checksum."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    digest: str | None = None
+
+
+def write_arrays(path: Path, key: str, content: Arrays) -> None:
+    """Write a file that `read_arrays` reads under this key; nobody ever sees half of it. Raises OSError."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in content.arrays.items()}
+    shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    digest = hashlib.sha256()
+    for piece in _pieces(arrays):
+        digest.update(piece)
+    header = json.dumps(
+        {"key": key, "about": content.about, "arrays": shapes, "digest": digest.hexdigest()}
+    ).encode()
+    header += b" " * (-(HEAD.size + len(header)) % ALIGN)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        try:
+            file.write(HEAD.pack(MAGIC, len(header), hashlib.sha256(header).digest()) + header)
+            for piece in _pieces(arrays):
+                file.write(piece)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _pieces(arrays: Mapping[str, NDArray[Any]]) -> Iterator[memoryview | bytes]:
+    """The bytes of all arrays, each begun at a multiple of `ALIGN`."""
+    for array in arrays.values():
+        yield array.reshape(-1).view(np.uint8).data
+        yield bytes(-array.nbytes % ALIGN)
+
+
+def read_arrays(path: Path, key: str | None = None) -> Arrays | None:
+    """The arrays of a file, mapped; None where it is missing, damaged, foreign or of another key."""
+    try:
+        with open_regular(path) as file:
+            header = _header(file)
+            if header is None or key not in (None, header["key"]):
+                return None
+            places, end = _places(header["arrays"], file.tell())
+            if os.fstat(file.fileno()).st_size != end:
+                return None
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if not _is_whole(path, file, mapped, header["digest"]):
+                return None
+    except (OSError, ValueError):
+        return None
+    arrays = {
+        name: np.ndarray(shape, dtype, mapped, offset) for name, (dtype, shape, offset) in places.items()
+    }
+    return Arrays(arrays, header["about"], header["digest"])
+
+
+def _header(file: BinaryIO) -> dict[str, Any] | None:
+    head = file.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    magic, length, digest = HEAD.unpack(head)
+    if magic != MAGIC or length > os.fstat(file.fileno()).st_size:
+        return None
+    text = file.read(length)
+    return _checked(json.loads(text)) if hashlib.sha256(text).digest() == digest else None
+
+
+def _checked(header: Any) -> dict[str, Any]:
+    """A header as `write_arrays` makes it: another version may write others. Raises ValueError."""
+    kinds = {"key": str, "about": dict, "arrays": dict, "digest": str}
+    if not (
+        isinstance(header, dict) and all(isinstance(header.get(name), kind) for name, kind in kinds.items())
+    ):
+        raise ValueError("no header of ours")
+    for form in header["arrays"].values():
+        match form:
+            case [str(), [*shape]] if all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
+                continue
+        raise ValueError("no form of an array")
+    return header
+
+
+def _places(
+    shapes: Mapping[str, tuple[str, list[int]]], start: int
+) -> tuple[dict[str, tuple[np.dtype[Any], tuple[int, ...], int]], int]:
+    """Array → its type, shape and first byte, and where the file ends."""
+    places = {}
+    for name, (type_name, shape) in shapes.items():
+        dtype = _dtype(type_name)
+        places[name] = (dtype, tuple(shape), start)
+        length = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        start += length + -length % ALIGN
+    return places, start
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """Raises ValueError for what names no plain numbers."""
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        raise ValueError(f"{name!r} names no type") from None
+    if dtype.kind not in "biuf":
+        raise ValueError(f"{name!r} is no type of plain numbers")
+    return dtype
+
+
+def _is_whole(path: Path, file: BinaryIO, mapped: mmap.mmap, digest: str) -> bool:
+    """Whether the arrays are those that were written: known from before, or by their checksum."""
+    about = os.fstat(file.fileno())
+    state = json.dumps([about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, digest])
+    beside = path.with_suffix(".checked")
+    try:
+        if beside.read_text(encoding="utf-8") == state:
+            return True
+    except (OSError, ValueError):
+        pass
+    if hashlib.sha256(memoryview(mapped)[file.tell() :]).hexdigest() != digest:
+        return False
+    if time.time_ns() - about.st_ctime_ns > SETTLED_NS:
+        _remember(file, beside, state)
+    return True
+
+
+def _remember(file: BinaryIO, beside: Path, state: str) -> None:
+    try:
+        os.fsync(file.fileno())  # or a crash could leave this mark beside a file that never reached the disk
+        with tempfile.NamedTemporaryFile(dir=beside.parent, prefix=f".{beside.name}-", delete=False) as mark:
+            mark.write(state.encode())
+        os.replace(mark.name, beside)
+    except OSError:
+        pass  # the checksum is then computed again each time

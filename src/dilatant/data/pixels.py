@@ -1,0 +1,69 @@
+"""Images on their way to an encoder: bytes as they were decoded, normalised where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    """values: uint8 [items, channels, height, width]. An encoder sees (values * rescale - mean) / std in float32, each
+    step rounded, one mean and std for each channel or one for all. A quarter of the bytes that this would take."""
+
+    values: NDArray[np.uint8]
+    rescale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    @property
+    def normalization(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+        """(rescale, mean, std)."""
+        return self.rescale, self.mean, self.std
+
+    def normalized(self) -> NDArray[np.float32]:
+        """What an encoder sees: float32 [items, channels, height, width]."""
+        mean, std = (np.array(each, np.float32)[:, None, None] for each in (self.mean, self.std))
+        values: NDArray[np.float32] = self.values.astype(np.float32)
+        values *= np.float32(self.rescale)
+        values -= mean
+        values /= std
+        return values
+
+
+EncoderInput = NDArray | Pixels
+"""An input of an encoder, items first."""
+
+
+def joined(inputs: Sequence[EncoderInput]) -> EncoderInput:
+    """The items of all, in order; images stay bytes where all are normalised alike."""
+    if len(inputs) == 1:
+        return inputs[0]
+    alike = {each.normalization if isinstance(each, Pixels) else None for each in inputs}
+    if len(alike) == 1 and None not in alike:
+        first, *_ = pixels = list(_pixels(inputs))
+        return Pixels(np.concatenate([each.values for each in pixels]), *first.normalization)
+    return np.concatenate([as_array(each) for each in inputs])
+
+
+def as_array(value: EncoderInput) -> NDArray:
+    """The numbers that an encoder sees."""
+    return value.normalized() if isinstance(value, Pixels) else value
+
+
+def _pixels(inputs: Sequence[EncoderInput]) -> Iterator[Pixels]:
+    yield from (each for each in inputs if isinstance(each, Pixels))

@@ -1,0 +1,493 @@
+"""A rank's way to the data workers of its machine: sends requests as memory permits, keeps the answers until taken.
+
+A thread owns the connections. Answers come through an arena of this process, from which they are copied at once. When a
+worker ends, the sample that was in its hands is tried again elsewhere, and all others that it had are sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import socket
+import stat
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec import MsgspecError
+
+from dilatant.config.errors import UserError
+from dilatant.data.arena import Arena
+from dilatant.data.errors import SampleError
+from dilatant.data.pool import Request, Waiting, add_once, not_asked
+from dilatant.data.pool_owner import REASON
+from dilatant.data.pool_wire import (
+    MAX_FRAME_BYTES,
+    NOTE_BYTES,
+    Ask,
+    Encoded,
+    Failed,
+    Forget,
+    Forgotten,
+    Frames,
+    Greeting,
+    Hello,
+    ProtocolError,
+    Refused,
+    ToRank,
+    framed,
+    opened,
+    read_note,
+    to_rank,
+)
+from dilatant.data.sample import EncodedSample
+from dilatant.data.workers import WorkerError
+
+TASKS_IN_HAND = 3
+"""Requests that a worker holds for a rank: one at work and the next ones waiting, so that it never waits for us."""
+UNKNOWN_BYTES = 1 << 20
+"""What a sample is taken to need where nothing is known."""
+LATE_SECONDS = 15.0
+"""Beyond the deadline of a sample, after which its worker is given up: its system does not let it end."""
+REPORT_SECONDS = 10.0
+"""After so long, and then as often, who waits says for what."""
+TRIES = 2
+"""How many workers may end, or samples be late, in the same way."""
+SEND_SECONDS = 5.0
+UNGREETED = 20
+"""Connections in a row that end before a greeting, after which no other is tried."""
+
+_Outcome = EncodedSample | UserError | WorkerError
+
+
+def join(
+    address: str, budget_bytes: int, on_wait: Callable[[Waiting], None] = lambda waiting: None
+) -> PoolSource:
+    """A way to the workers of `PoolOwner.address`; call it once for each rank.
+
+    budget_bytes: what samples may take that are being made, or lie ready and are not taken. on_wait: called by the
+    thread in `take` each ten seconds that it waits. Raises WorkerError where there are no such workers.
+    """
+    return PoolSource(address, budget_bytes, on_wait)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request on its way. ticket: of its last sending. slot: in the arena. charge: bytes of the budget.
+
+    kills, late: workers that died at it, and times that it took too long. shunned: the place of the last of them.
+    """
+
+    request: Request
+    name: str
+    ticket: int = -1
+    slot: int | None = None
+    charge: int = 0
+    kills: int = 0
+    late: int = 0
+    shunned: int = -1
+    link: _Link | None = None
+    is_urgent: bool = False
+    is_forgotten: bool = False
+
+
+@dataclass(eq=False)
+class _Link:
+    """The connection to one worker's place. pid: of who greeted; 0 before. heard: when it last said something.
+
+    fallen: samples that a worker had in hand when it ended, with its pid, until its successor says how. ungreeted: ends
+    of this connection before a greeting, one after another. is_down: nobody listens there any more.
+    """
+
+    number: int
+    path: str
+    connection: socket.socket | None = None
+    frames: Frames = field(default_factory=lambda: Frames(MAX_FRAME_BYTES))
+    pid: int = 0
+    decode_seconds: float = float("inf")
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    fallen: list[tuple[_Entry, int]] = field(default_factory=list)
+    heard: float = 0.0
+    ungreeted: int = 0
+    is_down: bool = False
+
+    @property
+    def shown(self) -> str:
+        return f"data worker {self.number}" + (f" (process {self.pid})" if self.pid else "")
+
+
+class PoolSource:
+    """See `join`; a `Source`."""
+
+    def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
+        paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
+        self._folder = Path(address)
+        self._budget = budget_bytes
+        self._on_wait = on_wait
+        notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
+        self._arena = Arena(notes + budget_bytes, notes)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._entries: dict[tuple[str, int], _Entry] = {}  # asked for and without an outcome
+        self._outcomes: dict[tuple[str, int], tuple[_Outcome, int]] = {}  # with their charges
+        self._queue: deque[_Entry] = deque()
+        self._charged = 0
+        self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
+        self._next_ticket = 0
+        self._error: WorkerError | None = None
+        self._is_closing = False
+        self._wake, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._links = [_Link(int(path.stem), str(path)) for path in paths]
+        for link in self._links:
+            self._connect(link)
+        self._check_links()
+        if self._error is not None:
+            self._release_all()
+            raise self._error
+        self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
+        self._thread.start()
+
+    # What the rank calls.
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                if (request.dataset, request.draw) in self._outcomes:
+                    raise ValueError(
+                        f"draw {request.draw} of {request.dataset!r} lies ready and was not taken"
+                    )
+                entry = _Entry(request, request.name)
+                add_once(self._entries, request, entry)
+                self._queue.append(entry)
+        self._poke()
+
+    def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
+        key, began, reports = (dataset, draw), time.monotonic(), 0
+        while True:
+            with self._changed:
+                if key not in self._outcomes:
+                    self._hurry(key)
+                    self._changed.wait(REPORT_SECONDS * (reports + 1) - (time.monotonic() - began))
+                if key in self._outcomes:
+                    outcome, charge = self._outcomes.pop(key)
+                    self._charged -= charge
+                    if self._queue:  # there is room for more
+                        self._poke()
+                    break
+                waited = time.monotonic() - began
+                waiting = self._waiting(key, waited)
+            if waiting is not None and waited >= REPORT_SECONDS * (reports + 1):
+                reports += 1
+                self._on_wait(waiting)
+        if isinstance(outcome, WorkerError):
+            raise outcome
+        return outcome
+
+    def forget(self, dataset: str) -> None:
+        with self._lock:
+            for key in [key for key in self._entries if key[0] == dataset]:
+                self._entries.pop(key).is_forgotten = True
+            self._queue = deque(entry for entry in self._queue if not entry.is_forgotten)
+            for key in [key for key in self._outcomes if key[0] == dataset]:
+                self._charged -= self._outcomes.pop(key)[1]
+            if not self._entries:  # else what workers still make is dropped when it comes
+                for link in self._links:
+                    if link.entries:
+                        self._send(link, framed(Forget()))
+        self._poke()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closing = True
+            self._error = self._error or WorkerError("the source of samples is closed")
+            self._changed.notify_all()
+        self._poke()
+        self._thread.join()
+
+    # What both threads call, with the lock held.
+
+    def _hurry(self, key: tuple[str, int]) -> None:
+        if self._error is not None:
+            raise self._error
+        entry = self._entries.get(key)
+        if entry is None:
+            raise not_asked(*key)
+        if not entry.is_urgent:
+            entry.is_urgent = True
+            if entry.link is None and entry in self._queue:
+                self._queue.remove(entry)
+                self._queue.appendleft(entry)
+            self._poke()
+
+    def _waiting(self, key: tuple[str, int], seconds: float) -> Waiting | None:
+        entry = self._entries.get(key)
+        if entry is None or self._error is not None:
+            return None
+        begun, _ = self._begun(entry.link) if entry.link is not None else (None, 0.0)
+        place = entry.link.shown if entry.link is not None and begun is entry else ""
+        return Waiting(entry.name, seconds, 1 + entry.kills + entry.late, place)
+
+    def _begun(self, link: _Link) -> tuple[_Entry | None, float]:
+        """The request of this rank that the worker is at, or was when it ended, and since when."""
+        with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
+            note = read_note(buffer)
+        entry = link.entries.get(note.ticket)
+        if entry is not None:
+            entry.name = note.sample or entry.name
+        return entry, note.since
+
+    def _poke(self) -> None:
+        with suppress(OSError):  # full, so it will wake anyway; or closed
+            self._wakes.send(b".")
+
+    def _send(self, link: _Link, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        if link.connection is None:
+            return
+        try:
+            if descriptors:
+                socket.send_fds(link.connection, [data], descriptors)
+            else:
+                link.connection.sendall(data)
+        except OSError:
+            # Found by the thread as the end of the connection, behind the answers that came before it.
+            with suppress(OSError):
+                link.connection.shutdown(socket.SHUT_WR)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if self._is_closing:
+                        break
+                    self._dispatch()
+                    self._drop_late()
+                for key, _ in self._selector.select(1.0):
+                    if key.data is None:
+                        self._wake.recv(1 << 12)
+                    else:
+                        self._receive(key.data)
+        except BaseException:
+            self._fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
+        finally:
+            with self._lock:
+                self._release_all()
+
+    def _release_all(self) -> None:
+        self._selector.close()
+        for link in self._links:
+            if link.connection is not None:
+                link.connection.close()
+                link.connection = None
+        self._wake.close()
+        self._wakes.close()
+        self._arena.close()
+
+    def _dispatch(self) -> None:
+        """Send what may be sent, in order."""
+        while self._queue:
+            entry = self._queue[0]
+            free = [link for link in self._links if link.pid and len(link.entries) < TASKS_IN_HAND]
+            if not free:
+                return
+            need = self._need(entry.request)
+            if self._charged and self._charged + need > self._budget and not entry.is_urgent:
+                return
+            self._queue.popleft()
+            link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
+            entry.slot = self._arena.allocate(need)
+            entry.charge, entry.link, entry.ticket = need, link, self._next_ticket
+            self._next_ticket += 1
+            self._charged += need
+            if not link.entries:
+                link.heard = time.monotonic()
+            link.entries[entry.ticket] = entry
+            request = entry.request
+            room = need if entry.slot is not None else 0
+            ask = Ask(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
+                      entry.slot or 0, room)  # fmt: skip
+            self._send(link, framed(ask))
+
+    def _need(self, request: Request) -> int:
+        """Bytes to hold free: as estimated, and more where estimates for such parts were too low."""
+        return int((request.nbytes or UNKNOWN_BYTES) * self._scale[request.parts])
+
+    def _receive(self, link: _Link) -> None:
+        assert link.connection is not None
+        try:
+            data = link.connection.recv(1 << 20)
+            link.heard = time.monotonic()
+            for body in link.frames.feed(data):
+                with self._changed:
+                    self._handle(link, to_rank.decode(body))
+        except (OSError, ProtocolError, MsgspecError):
+            data = b""
+        if not data:
+            with self._changed:
+                self._lose(link)
+
+    def _handle(self, link: _Link, message: ToRank) -> None:
+        if isinstance(message, Greeting):
+            link.pid, link.decode_seconds, link.ungreeted = message.pid, message.decode_seconds, 0
+            self._settle(link, message)
+        elif isinstance(message, Forgotten):
+            for ticket in message.tickets:
+                if ticket in link.entries:
+                    self._discharge(link.entries.pop(ticket))
+        elif message.ticket in link.entries:
+            self._finish(link.entries.pop(message.ticket), message)
+
+    def _finish(self, entry: _Entry, message: Encoded | Refused | Failed) -> None:
+        outcome: _Outcome
+        nbytes = 0
+        if isinstance(message, Encoded):
+            nbytes = message.nbytes
+            if nbytes > (need := self._need(entry.request)):
+                self._scale[entry.request.parts] *= nbytes / need
+            if entry.is_forgotten:
+                return self._discharge(entry)
+            if message.inline is not None:
+                outcome = opened(message, entry.request.draw, memoryview(message.inline))
+            else:
+                with self._arena.view(entry.slot or 0, entry.charge) as slot:
+                    outcome = opened(message, entry.request.draw, slot)
+        elif isinstance(message, Failed):
+            outcome = WorkerError(message.problem)
+        elif message.sample:
+            outcome = SampleError(message.sample, message.problem, message.remedy)
+        else:
+            outcome = UserError(message.problem)
+        self._discharge(entry)
+        self._conclude(entry, outcome, nbytes)
+
+    def _conclude(self, entry: _Entry, outcome: _Outcome, nbytes: int = 0) -> None:
+        if not entry.is_forgotten:
+            key = (entry.request.dataset, entry.request.draw)
+            del self._entries[key]
+            self._outcomes[key] = (outcome, nbytes)
+            self._charged += nbytes
+            self._changed.notify_all()
+
+    def _discharge(self, entry: _Entry, keep_slot: bool = False) -> None:
+        """The request is in no worker's hands. keep_slot: somebody may still write there."""
+        if entry.slot is not None and not keep_slot:
+            self._arena.release(entry.slot)
+        self._charged -= entry.charge
+        entry.slot, entry.charge, entry.link = None, 0, None
+
+    # Ends of workers.
+
+    def _connect(self, link: _Link) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(SEND_SECONDS)
+        try:
+            connection.connect(link.path)
+        except OSError:
+            connection.close()
+            link.is_down = True
+            return
+        link.connection = connection
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        self._send(link, framed(Hello(self._arena.nbytes, NOTE_BYTES * link.number)), [self._arena.fd])
+
+    def _lose(self, link: _Link, is_late: bool = False) -> None:
+        """The worker is gone: its place has, or will have, another one. is_late: it is given up."""
+        assert link.connection is not None
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        link.ungreeted += not link.pid
+        begun, _ = self._begun(link)
+        pid, lost = link.pid, list(link.entries.values())
+        link.entries.clear()
+        for entry in reversed(lost):
+            self._discharge(entry, keep_slot=is_late)
+            if entry.is_forgotten:
+                continue
+            if entry is not begun:
+                self._queue.appendleft(entry)
+            elif is_late:
+                self._retry(entry, link, f"{link.shown} did not end", is_late=True)
+            else:
+                link.fallen.append((entry, pid))
+        link.connection, link.pid, link.frames = None, 0, Frames(MAX_FRAME_BYTES)
+        link.is_down = link.ungreeted >= UNGREETED
+        if not link.is_down:
+            self._connect(link)
+        if link.is_down:
+            self._settle(link, None)
+        self._check_links()
+
+    def _settle(self, link: _Link, greeting: Greeting | None) -> None:
+        """Try again what a worker had in hand when it ended, now that its successor says how it did."""
+        deaths = {death.pid: death for death in greeting.deaths} if greeting is not None else {}
+        fallen, link.fallen = link.fallen, []
+        for entry, pid in fallen:
+            death = deaths.get(pid)
+            how = f"data worker {link.number} (process {pid}) {death.how if death else 'ended'}"
+            self._retry(entry, link, how, death is not None and death.is_slow)
+
+    def _retry(self, entry: _Entry, link: _Link, how: str, is_late: bool) -> None:
+        if entry.is_forgotten:
+            return
+        entry.late += is_late
+        entry.kills += not is_late
+        entry.shunned = link.number
+        if entry.late == TRIES:
+            problem = f"decoding took longer than {link.decode_seconds:g} s"
+            remedy = "look at its media, or raise 'data.decode_seconds'"
+            self._conclude(entry, SampleError(entry.name, problem, remedy))
+        elif entry.kills == TRIES:
+            self._conclude(
+                entry,
+                WorkerError(f"{entry.name} has ended {TRIES} data workers that were at it; the last, {how}"),
+            )
+        else:
+            self._queue.appendleft(entry)
+
+    def _drop_late(self) -> None:
+        """Give up workers that their system does not let end. One that is silent may be at work for other ranks."""
+        now = time.monotonic()
+        for link in self._links:
+            if not link.entries or link.connection is None:
+                continue
+            begun, since = self._begun(link)
+            at_sample = begun is not None and now - since > link.decode_seconds + LATE_SECONDS
+            is_silent = now - link.heard > 2 * link.decode_seconds + LATE_SECONDS
+            # What it says may lie unread, if this process stood still.
+            if (at_sample or is_silent) and not select.select([link.connection], [], [], 0)[0]:
+                self._lose(link, is_late=True)
+
+    def _check_links(self) -> None:
+        if not all(link.is_down for link in self._links):
+            return
+        reason: Any = "the process that started them has ended"
+        with suppress(OSError):
+            reason = (self._folder / REASON).read_text(encoding="utf-8")
+        self._fail(WorkerError(f"there are no data workers any more: {reason}"))
+
+    def _fail(self, error: WorkerError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+def _checked(address: str) -> Path:
+    """The folder of the sockets. Raises WorkerError unless it is this user's alone."""
+    try:
+        found = os.lstat(address)
+    except OSError as error:
+        raise WorkerError(f"there are no data workers at {address}: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise WorkerError(f"{address} is no folder of this user alone, so its data workers are not trusted")
+    return Path(address)

@@ -1,0 +1,116 @@
+"""Random numbers with keys: what is drawn for a sample depends on its key alone, not on what it is computed beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dilatant.config.errors import UserError
+from dilatant.data.sample import EncodedSample
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the samples of a microbatch lie in the tensors of a stage.
+
+    lengths: of each sample, its tokens where `packed`: in a row [1, tokens, ...]; else its items: in [items, ...].
+    """
+
+    packed: bool
+    lengths: tuple[int, ...]
+
+
+class DoesNotFit(Exception):
+    """A tensor whose shape does not say which part of it belongs to which sample."""
+
+
+class KeyedDraws:
+    """Uniform numbers for tensors of one microbatch.
+
+    seed: of the run. keys: of the samples, all different. An item of a sample has a key of its own.
+    """
+
+    def __init__(self, seed: int, keys: Sequence[str], spread: Spread) -> None:
+        self.packed = spread.packed
+        self._seed = seed
+        if spread.packed:
+            self.segments = tuple(zip(keys, spread.lengths))
+        else:
+            self.segments = tuple(
+                (f"{key} item {item}", 1) for key, items in zip(keys, spread.lengths) for item in range(items)
+            )
+        self.total = sum(length for _, length in self.segments)
+
+    def uniform(
+        self, place: str, shape: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """Numbers in [0, 1), float32 of `shape`, and the shape of what one token or item has of them.
+
+        place: where in the model and the how manieth there. Raises DoesNotFit.
+        """
+        if self.packed and len(shape) >= 4 and shape[0] == 1 and shape[-1] == shape[-2] == self.total:
+            return self._weights(place, shape, device), (*shape[1:-2], -1, -1)
+        if not self.packed:
+            if not shape or shape[0] % self.total:
+                raise DoesNotFit
+            each = (shape[0] // self.total, *shape[1:])
+        elif len(shape) >= 3 and shape[0] == 1 and shape[1] == self.total:
+            each = tuple(shape[2:])
+        elif shape and shape[0] == self.total:
+            each = tuple(shape[1:])
+        else:
+            raise DoesNotFit
+        numbers = torch.empty(prod(shape), device=device)
+        sizes = [length * prod(each) for _, length in self.segments]
+        for (key, _), part in zip(self.segments, numbers.split(sizes)):
+            self._fill(part, key, place)
+        return numbers.view(*shape), each
+
+    def of_segment(self, index: int, place: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The numbers of one sample or item, float32 of `shape`."""
+        numbers = torch.empty(*shape, device=device)
+        self._fill(numbers, self.segments[index][0], place)
+        return numbers
+
+    def _weights(self, place: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """For attention weights [1, ..., tokens, tokens]; 0 from one sample to another."""
+        numbers = torch.zeros(*shape, device=device)
+        start = 0
+        for index, (_, length) in enumerate(self.segments):
+            end = start + length
+            own = self.of_segment(index, place, (*shape[:-2], length, length), device)
+            numbers[..., start:end, start:end] = own
+            start = end
+        return numbers
+
+    def _fill(self, numbers: Tensor, key: str, place: str) -> None:
+        # A generator for each, as the stream of one must not depend on what others took before.
+        generator = torch.Generator(numbers.device)
+        generator.manual_seed(seed_of(self._seed, key, place))
+        numbers.uniform_(generator=generator)
+
+
+def seed_of(seed: int, key: str, place: str) -> int:
+    """64 bits for torch's generators: its Philox on CUDA uses all of them, its Mersenne Twister on CPU the lower 32."""
+    return int.from_bytes(blake2b(f"{seed}/{key}/{place}".encode(), digest_size=8).digest(), "little")
+
+
+def draws_of(samples: Sequence[EncodedSample], step: int) -> tuple[str, ...]:
+    """What keys the random numbers of the samples of a global batch: their draws or, where none has any, the step and
+    their places in it. Raises UserError for two samples with one draw."""
+    if not any(sample.draw for sample in samples):
+        return tuple(f"step {step} place {place}" for place in range(len(samples)))
+    draws = [sample.draw for sample in samples]
+    if len(set(draws)) != len(draws):
+        twice = next(draw for draw in draws if draws.count(draw) > 1)
+        names = ", ".join(repr(sample.id) for sample in samples if sample.draw == twice)
+        raise UserError(
+            f"samples {names} of one batch have the same draw, {twice}, and would drop the same numbers; number all "
+            "samples in the order of training, or none"
+        )
+    return tuple(f"draw {draw}" for draw in draws)

@@ -1,0 +1,104 @@
+"""What the steps of one plan cost: numbers that planner and trainer share, so that what is simulated is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.cost.hardware import Link
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.plan import Plan
+from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
+from dilatant.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCosts:
+    """Costs of every stage of a plan, and what is needed to turn them into the seconds of a step.
+
+    item_tokens: unit → tokens of one item (image, clip), of units in which the items of a sample do not attend to each
+    other; a sample's square is then that of one item, times their number. dense: as in `Workload`. cluster: whose
+    links messages and gradients take; None counts neither. sync_seconds: rank → seconds until its gradients are summed
+    (`plan.sync_time`). origin: in words, where the numbers are from ("measured on H100").
+    """
+
+    stages: StageCosts
+    item_tokens: Mapping[str, float] = field(default_factory=dict)
+    dense: Mapping[str, float] = field(default_factory=dict)
+    cluster: Cluster | None = None
+    sync_seconds: Mapping[int, float] = field(default_factory=dict)
+    origin: str = ""
+
+    def workload(self, tokens: Mapping[str, NDArray[np.float64]]) -> Workload:
+        """Samples of `tokens[unit]` [samples] as these costs count them."""
+        squares = {unit: tokens[unit] * item for unit, item in self.item_tokens.items() if unit in tokens}
+        return Workload(tokens, squares, self.dense)
+
+    def scaled(self, factors: NDArray[np.float64]) -> StepCosts:
+        """The costs with `seconds` times `factors` [stages, kinds, 3]."""
+        return replace(self, stages=replace(self.stages, seconds=self.stages.seconds * factors))
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain values for JSON, which `from_document` reads back to the very same numbers."""
+        return {
+            "origin": self.origin,
+            "stages": {
+                one.name: getattr(self.stages, one.name).tolist() for one in fields(StageCosts)
+            },
+            "item_tokens": dict(self.item_tokens),
+            "dense": dict(self.dense),
+            "cluster": None if self.cluster is None else asdict(self.cluster),
+            "sync_seconds": {str(rank): seconds for rank, seconds in self.sync_seconds.items()},
+        }  # fmt: skip
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
+        """Read what `to_document` wrote for `plan`. Raises ValueError when it is something else, or of another plan."""
+        try:
+            arrays = {
+                one.name: np.asarray(document["stages"][one.name], dtype=np.float64)
+                for one in fields(StageCosts)
+            }
+            cluster = document["cluster"]
+            links = {} if cluster is None else {name: Link(**cluster[name]) for name in ("inside", "between")}
+            costs = cls(
+                StageCosts(**arrays),
+                {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
+                {unit: float(times) for unit, times in document["dense"].items()},
+                None if cluster is None else Cluster(**{**cluster, **links}),
+                {int(rank): float(seconds) for rank, seconds in document["sync_seconds"].items()},
+                str(document["origin"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
+        count = len(plan.stages())
+        for name, values in arrays.items():
+            shape = {"seconds": (count, len(KIND_ORDER), 3), "static_bytes": (count,)}.get(name, (count, 3))
+            if values.shape != shape:
+                raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
+            if not (np.isfinite(values).all() and values.min(initial=0.0) >= 0):
+                raise ValueError(f"{name} must be finite and not negative")
+        return costs
+
+
+def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
+    """Where nothing is known: a token costs every stage one second forward, and two backward where it has one.
+
+    backward: by stage number, as `Trainability.backward`. Good for shares of work, not for predictions.
+    """
+    count = len(plan.stages())
+    seconds = np.zeros((count, len(KIND_ORDER), 3))
+    seconds[:, 0, 1] = 1.0
+    seconds[:, 1, 1] = np.where(backward, 2.0, 0.0)
+    seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
+    nothing = np.zeros((count, 3))
+    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, np.zeros(count))
+    return StepCosts(stages, origin=TOKENS)
+
+
+TOKENS = "unknown, so tokens are counted"
+"""The origin of `token_costs`."""

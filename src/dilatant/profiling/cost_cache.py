@@ -1,0 +1,56 @@
+"""Measured layer costs that are kept for later runs of the same layers on the same hardware."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import fields
+from hashlib import sha256
+from pathlib import Path
+
+from dilatant.config import UserError
+from dilatant.config.environment import cache_folder
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.model import CostModel, Degree, load_costs, save_costs
+from dilatant.profiling.describe_model import ModelDescription
+from dilatant.profiling.layer_costs import misfits
+from dilatant.profiling.planned_hardware import Target
+
+SCATTERED = 0.3
+"""A fit that is off by more was measured while the machine was busy, or of layers too small to tell: good enough for
+the plan that says so, not for later runs."""
+
+
+def keep_costs(costs: CostModel, model: ModelDescription) -> None:
+    """Keep measured costs that are no scatter; where the cache cannot be written, they are just not kept."""
+    fits = [cost.fit_error or 0.0 for degrees in costs.layers.values() for cost in degrees.values()]
+    if costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
+        return
+    path = _path(costs.hardware, costs.dtype, model)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_costs(costs, part)
+        part.replace(path)
+
+
+def kept_costs(model: ModelDescription, target: Target, degrees: Iterable[Degree]) -> CostModel | None:
+    """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`."""
+    try:
+        costs = load_costs(_path(target.hardware.name, target.dtype, model), target.hardware.name)
+    except (OSError, UnicodeDecodeError, UserError):
+        return None
+    if costs.dtype != target.dtype or misfits(costs, model):
+        return None
+    kinds = {layer.kind for unit in model.spec.units for layer in unit.layers}
+    wanted = set(degrees)
+    return costs if all(wanted <= costs.layers[kind].keys() for kind in kinds) else None
+
+
+def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
+    layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
+    # Costs that a version measured which knew less of a layer are of another name.
+    known = [field.name for field in fields(LayerCost)]
+    key = sha256(repr((hardware, dtype, layers, known)).encode()).hexdigest()[:24]
+    return cache_folder() / "costs" / f"{key}.yaml"

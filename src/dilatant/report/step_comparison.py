@@ -1,0 +1,116 @@
+"""Predicted beside measured: where the seconds of one step were expected, and where they went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dilatant.plan import Plan
+from dilatant.report.gantt import GanttChart
+from dilatant.report.gantt_tables import HUES, bar_part
+from dilatant.report.wording import lost_to, seconds_text
+from dilatant.schedule import Timeline
+
+OTHER_WORK = "other work"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """The actions of a measured step as costs predict them. origin: where the costs are from ("measured on ...")."""
+
+    timeline: Timeline
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Seconds of a step, mean over devices. is_work: computed for the unit `name`; else lost to the cause `name`."""
+
+    name: str
+    is_work: bool
+    predicted_seconds: float
+    measured_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Positive where it took longer than predicted."""
+        return self.measured_seconds - self.predicted_seconds
+
+
+def compare_steps(predicted: GanttChart, measured: GanttChart, plan: Plan) -> tuple[Difference, ...]:
+    """The work of every unit, then every cause of idle time, the largest difference first. Of both charts the seconds
+    add up to the step."""
+    work = _means(predicted, work_by_unit(predicted, plan)), _means(measured, work_by_unit(measured, plan))
+    idle = tuple(
+        {cause: part * chart.seconds for cause, part in chart.idle_fractions().items()}
+        for chart in (predicted, measured)
+    )
+    differences = [
+        [Difference(name, is_work, one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}]
+        for is_work, (one, other) in ((True, work), (False, idle))
+    ]
+    return (*differences[0], *sorted(differences[1], key=lambda one: -abs(one.seconds)))
+
+
+def work_by_unit(timeline: GanttChart, plan: Plan) -> dict[str, float]:
+    """Seconds of computing by unit, in the plan's order, over all ranks; of no unit: `OTHER_WORK`."""
+    unit_of = [placed.unit for placed in plan.stages()]
+    work = dict.fromkeys((unit.name for unit in plan.units), 0.0)
+    for row in timeline.rows:
+        unit = unit_of[row.stage] if row.stage >= 0 else OTHER_WORK
+        work[unit] = work.get(unit, 0.0) + row.seconds * len(timeline.lanes[row.lane].ranks)
+    return work
+
+
+def comparison_rows(
+    predicted: GanttChart, measured: GanttChart, plan: Plan, tones: dict[str, str]
+) -> dict[str, Any]:
+    """What `comparison` in figures.html shows: two bars of one scale, and a line for each difference."""
+    differences = compare_steps(predicted, measured, plan)
+    units = [unit.name for unit in plan.units]
+    longest = max(predicted.seconds, measured.seconds) or 1.0
+
+    def tone(one: Difference) -> str:
+        if not one.is_work:
+            return tones[one.name]
+        return f"shade u{units.index(one.name) % HUES} B" if one.name in units else "shade other"
+
+    def line(name: str, before: float, after: float, shown: str) -> dict[str, str]:
+        relative = f"{100 * (after / before - 1.0):+.1f} %" if before > 0.0 else ""
+        return {
+            "name": name,
+            "tone": shown,
+            "predicted": _text(before),
+            "measured": _text(after),
+            "difference": f"{'−' if after < before else '+' if after > before else ''}{_text(abs(after - before))}",
+            "relative": relative.replace("-", "−"),
+        }
+
+    named = [(f"{one.name} computes" if one.is_work else lost_to(one.name), one) for one in differences]
+    bars = [
+        {
+            "name": title,
+            "seconds": seconds_text(chart.seconds),
+            "parts": [
+                bar_part(name, getattr(one, field) / longest, tone(one), seconds_text(getattr(one, field)))
+                for name, one in named
+                if getattr(one, field) > 0.0
+            ],
+        }
+        for title, chart, field in (
+            ("predicted", predicted, "predicted_seconds"),
+            ("measured", measured, "measured_seconds"),
+        )
+    ]
+    lines = [line("The step", predicted.seconds, measured.seconds, "")]
+    lines += [line(name, one.predicted_seconds, one.measured_seconds, tone(one)) for name, one in named]
+    return {"bars": bars, "lines": lines}
+
+
+def _text(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else "0"
+
+
+def _means(chart: GanttChart, seconds: dict[str, float]) -> dict[str, float]:
+    devices = sum(len(lane.ranks) for lane in chart.lanes) or 1
+    return {name: total / devices for name, total in seconds.items()}

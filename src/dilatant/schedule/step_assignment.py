@@ -1,0 +1,113 @@
+"""From what samples cost to the Assignment of a step: one function for the planner and for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.plan import Plan
+from dilatant.plan.stage_costs import StageCosts
+from dilatant.plan.step_costs import StepCosts
+from dilatant.plan.workload import Workload
+from dilatant.schedule.assign import Policy
+from dilatant.schedule.distribute import assign
+from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.schedule import Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """How a global batch becomes microbatches, and in which order ranks run them.
+
+    num_microbatches: of each replica of the anchor (the language model), or more where the token budget asks for them.
+    row_tokens: the token budget, most tokens of the anchor in one microbatch; a longer sample is alone in its own.
+    """
+
+    num_microbatches: int = 1
+    family: Family = one_f_one_b
+    policy: Policy = "balanced"
+    seed: int = 0
+    row_tokens: int | None = None
+
+
+DEPENDS_ON_FAMILY: frozenset[Policy] = frozenset({"disttrain", "entrain", "searched"})
+"""The policies that simulate the schedule to group samples; the others group them alike for every family."""
+
+
+def assign_step(
+    plan: Plan, costs: StepCosts, samples: Workload, how: Microbatching, anchor: str
+) -> Assignment:
+    """The Assignment of a global batch: balanced in the seconds of `costs`, under the frozen rule (a unit without
+    backward counts forwards only), with attention's squares, what every microbatch costs beyond its samples, and the
+    token budget; policies that simulate do so under the family that runs.
+
+    Samples stay in their global batch. Raises UserError as `assign` does.
+    """
+    seconds = sample_seconds(plan, costs.stages, samples)
+    profile = {unit.name: _unit_profile(plan, unit.name, costs.stages, samples) for unit in plan.units}
+    return assign(
+        plan,
+        seconds,
+        how.num_microbatches,
+        how.policy,
+        how.seed,
+        anchor=anchor,
+        speed=_speeds(plan, anchor, costs.stages, samples),
+        backward={unit: ratio for unit, (ratio, _) in profile.items()},
+        fixed={unit: fixed for unit, (_, fixed) in profile.items()},
+        family=how.family,
+        weight=None if how.row_tokens is None else samples.tokens[anchor],
+        capacity=how.row_tokens,
+    )
+
+
+def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:
+    """By unit: forward plus backward of each sample on the mean stage of the unit's first replica, [samples]; 0 without
+    tokens."""
+    seconds = {}
+    for unit in plan.units:
+        stages = _stages_of(plan, unit.name, 0)
+        square, linear, _ = (costs.seconds[stages, 0] + costs.seconds[stages, 1]).mean(axis=0)
+        tokens, squares = _sizes(samples, unit.name)
+        # Work that costs nothing per token must still be done: keep it above 0.
+        seconds[unit.name] = np.where(tokens > 0, np.maximum(square * squares + linear * tokens, 1e-12), 0.0)
+    return seconds
+
+
+def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -> tuple[float, float]:
+    """Backward seconds per forward second of the batch, and what a microbatch costs a stage beyond its samples."""
+    stages = _stages_of(plan, unit, 0)
+    tokens, squares = _sizes(samples, unit)
+    forward, backward = (
+        float((costs.seconds[stages, kind] @ [squares.sum(), tokens.sum(), 0.0]).sum()) for kind in (0, 1)
+    )
+    fixed = float((costs.seconds[stages, 0, 2] + costs.seconds[stages, 1, 2]).mean())
+    return (backward / forward if forward else 2.0), fixed
+
+
+def _speeds(plan: Plan, anchor: str, costs: StageCosts, samples: Workload) -> list[float]:
+    """By replica of the anchor: global batches per second of the ranks that have most to do for it."""
+    tokens, squares = _sizes(samples, anchor)
+    batch = np.array([squares.sum(), tokens.sum(), 0.0])
+    speeds = []
+    for replica in range(len(plan.unit(anchor).replicas)):
+        busy: dict[tuple[int, ...], float] = {}
+        for placed in plan.stages():
+            if placed.unit == anchor and placed.replica == replica:
+                seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
+                busy[placed.stage.ranks] = busy.get(placed.stage.ranks, 0.0) + seconds
+        speeds.append(1.0 / max(busy.values()) if max(busy.values()) > 0 else 1.0)
+    return speeds
+
+
+def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:
+    return [placed.index for placed in plan.stages() if placed.unit == unit and placed.replica == replica]
+
+
+def _sizes(samples: Workload, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Tokens of each sample in a unit, and what stands for their squares."""
+    tokens = np.asarray(samples.tokens[unit], dtype=np.float64)
+    return tokens, np.asarray(samples.squares.get(unit, tokens**2), dtype=np.float64)

@@ -1,0 +1,54 @@
+"""How long a step takes by its costs: the prediction of the planner, and of training for the step that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.plan.step_costs import StepCosts
+from dilatant.plan.workload import Workload
+from dilatant.schedule.graph import ScheduleGraph
+from dilatant.schedule.memory_sweep import StepBytes
+from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
+from dilatant.schedule.simulate import edge_lag, op_ends, run
+from dilatant.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedStep:
+    """A compiled schedule of one batch with what its simulation needs.
+
+    sums: as `piece_sums`. durations: [ops] seconds. lag: [messages] seconds, None without links. seconds: until the
+    last action; seconds_synced: until every rank has summed its gradients.
+    """
+
+    graph: ScheduleGraph
+    sums: NDArray[np.float64]
+    durations: NDArray[np.float64]
+    lag: NDArray[np.float64] | None
+    size: StepBytes
+    seconds: float
+    seconds_synced: float
+
+    def timeline(self) -> Timeline:
+        """The whole simulated step, with idle time by cause and the memory sweep."""
+        return run(self.graph, self.durations, lag=self.lag, size=self.size)
+
+
+def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
+    """Time the step that `graph` is on these samples. Gradients of a rank begin to be summed when it has nothing left
+    to compute."""
+    sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
+    size = step_bytes(graph, costs.stages, sums, message_sums(graph, samples.tokens, samples.squares))
+    durations = action_seconds(graph, costs.stages, sums)
+    lag = None if costs.cluster is None else message_lag(graph, size.message, costs.cluster)
+    ends = op_ends(graph, durations, edge_lag(graph, lag))
+    seconds = float(ends.max(initial=0.0))
+    synced = seconds
+    bounds = graph.packed.offsets
+    for index, rank in enumerate(graph.packed.ranks):
+        last = ends[graph.row_op[bounds[index + 1] - 1]] if bounds[index] < bounds[index + 1] else 0.0
+        synced = max(synced, float(last) + costs.sync_seconds.get(rank, 0.0))
+    return TimedStep(graph, sums, durations, lag, size, seconds, synced)

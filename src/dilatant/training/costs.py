@@ -1,0 +1,65 @@
+"""The costs by which a run assigns samples and predicts its steps: its plan's, else measured before, else modelled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dilatant.config import Config, UserError
+from dilatant.config.environment import place_from
+from dilatant.config.plan import ClusterConfig
+from dilatant.cost.analytic import analytic_costs
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.plan import Plan
+from dilatant.plan.step_costs import StepCosts
+from dilatant.profiling.assemble import recompute_by_unit
+from dilatant.profiling.cost_cache import kept_costs
+from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.layer_costs import costs_in_use
+from dilatant.profiling.layer_shapes import layer_shapes
+from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.profiling.step_costs import described_costs
+from dilatant.runtime.holders import trainable_layers
+from dilatant.schedule.trainability import trainability_of
+
+
+def costs_of_run(
+    config: Config, model: MultimodalModel, plan: Plan, planned: StepCosts | None = None, targets: float = 1.0
+) -> StepCosts:
+    """What the steps of `plan` cost here; `origin` says where the numbers are from. Takes milliseconds.
+
+    planned: of the plan file. They count, unless the run freezes other layers than the plan was made for. Without them
+    the costs that `dilatant profile` or `dilatant plan` measured of the same layers on this hardware; without these,
+    costs modelled from the layers' shapes. targets: the share of the language model's tokens that carry loss.
+    """
+    trains = trainability_of(plan, trainable_layers(model.units)).backward
+    note = ""
+    if planned is not None:
+        if tuple(bool(row.any()) for row in planned.stages.seconds[:, 1]) == trains:
+            return planned
+        note = "; the plan's own costs are of other frozen layers"
+    target = _target(config, plan)
+    described = describe_model(model, recompute_by_unit(config, model.units))
+    degrees = sorted({(placed.stage.tp, placed.stage.cp) for placed in plan.stages()})
+    costs = kept_costs(described, target, degrees) if target.is_local else None
+    if costs is None:
+        costs = analytic_costs(layer_shapes(described, guess=True), target.hardware, degrees, target.dtype)
+        note += "; `dilatant profile` measures"
+    in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
+    found = described_costs(plan, described, in_use, target)
+    return replace(found, origin=found.origin + note)
+
+
+def _target(config: Config, plan: Plan) -> Target:
+    """The devices that this run has, whatever others the config plans for."""
+    place = place_from()
+    here = len(plan.ranks) if place is None else place.local_size
+    shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here}
+    try:
+        target = plan_target(
+            config.cluster.model_copy(update=shape), config.train.precision, config.train.zero
+        )
+        if target.is_local:
+            return target
+    except UserError:  # of a hardware file that is only at hand where plans are made
+        pass
+    return plan_target(ClusterConfig(**shape), config.train.precision, config.train.zero)

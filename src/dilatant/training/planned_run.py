@@ -1,0 +1,168 @@
+"""A planned run: as the plan that trains, as the report that people read, and as the files of a plan folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from dilatant.plan.search import RankedPlan
+from dilatant.profiling.planning import (
+    PlannedRun,
+    PlanningProblem,
+    compare_schedules,
+    costs_of_plan,
+    tried_schedules,
+    without_recomputation,
+)
+from dilatant.report.plan_page import write_plan_page
+from dilatant.report.plan_report import PlanReport
+from dilatant.report.run_folder import RunFolder
+from dilatant.report.search_report import search_report
+from dilatant.report.wording import bytes_text, counted, listed, origin_text, seconds_text
+from dilatant.training.layout import TrainingPlan
+
+NOTABLE = 0.01
+"""The part of a step that a change must save to be advised: less is within the accuracy of any prediction."""
+TRAINED_FILE = "trained.json"
+"""In a plan folder, beside a plan.json that this version does not train: the best plan that it does."""
+
+
+def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
+    """What trains as `ranked` was simulated."""
+    return TrainingPlan(
+        ranked.plan,
+        ranked.num_microbatches,
+        ranked.score.schedule,
+        problem.policy,
+        ranked.score.seconds,
+        costs_of_plan(problem, ranked.plan),
+    )
+
+
+def plan_report(planned: PlannedRun, title: str) -> PlanReport:
+    """The report of a planned run, with warnings about its data and its costs, and what would make it faster."""
+    problem, cluster = planned.problem, planned.problem.target.cluster
+    samples = problem.samples
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    report = search_report(
+        title,
+        f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
+        origin_text(problem.measured.origin),
+        planned.result,
+        planned.typical,
+        problem.model.spec,
+        cluster,
+        samples.first(samples.available),
+        planned.work,
+        problem.global_batch,
+        names=problem.model.names,
+        stable=planned.stable,
+        rules=problem.target.rules,
+        trained=planned.trained,
+        searched=_searched(problem),
+    )
+    # A tied weight counts in every layer that needs it; a reader expects it once.
+    units = tuple(
+        replace(unit, parameters=whole, trainable_parameters=trainable)
+        for unit in report.units
+        for whole, trainable in [problem.model.parameters[unit.name]]
+    )
+    return replace(
+        report,
+        units=units,
+        warnings=(*report.warnings, *_warnings(planned)),
+        advice=(*report.advice, *_advice(planned)),
+    )
+
+
+def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
+    """Write what `dilatant train`, `dilatant simulate` and a reader need into the run folder's plan/; returns that
+    folder."""
+    problem, winner = planned.problem, planned.result.winner
+    folder = RunFolder(Path(problem.config.output_dir) / "plan")
+    folder.write_text("plan.json", training_plan(problem, winner).to_json())
+    if planned.trained is not None and planned.trained is not winner:
+        folder.write_text(TRAINED_FILE, training_plan(problem, planned.trained).to_json())
+    else:
+        (folder.path / TRAINED_FILE).unlink(missing_ok=True)
+    folder.write_text("report.json", report.to_json() + "\n")
+    folder.write_config(problem.config.to_yaml())
+    folder.write_text("costs.yaml", problem.measured.to_yaml())
+    write_plan_page(report, folder.path / "plan.html")
+    return folder.path
+
+
+def _searched(problem: PlanningProblem) -> str:
+    """Among what the winner is the best."""
+    degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
+    tensor, context = (sorted({degree[axis] for degree in degrees}) for axis in (0, 1))
+    count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
+    cut = f"microbatches of {_either(sizes)}" if count is None else counted(count, "microbatch")
+    wide = "" if context == [1] else f", cp {_either(context)}"
+    return f"tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
+
+
+def _either(values: Iterable[object]) -> str:
+    texts = [str(value) for value in values]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def _advice(planned: PlannedRun) -> list[str]:
+    """What the search leaves to the user and would make the winner faster, by simulating it so."""
+    problem, winner = planned.problem, planned.result.winner
+    capacity = problem.target.cluster.bytes_per_device
+    seconds, saves = winner.score.seconds, winner.score.seconds * (1.0 - NOTABLE)
+    advice = []
+    found = compare_schedules(problem, winner.plan, winner.num_microbatches)
+    faster = {
+        name: score
+        for name, score in found.items()
+        if score.seconds < saves and max(score.peak_bytes, default=0.0) <= capacity
+    }
+    if faster:
+        best = min(faster, key=lambda name: faster[name].seconds)
+        others = [f"{name} {seconds_text(faster[name].seconds)}" for name in faster if name != best]
+        advice.append(
+            f"Schedule {best} would take {seconds_text(faster[best].seconds)} instead of {seconds_text(seconds)} "
+            f"(parallel.schedule: {best}){f'; {listed(others)}' if others else ''}."
+        )
+    kept = without_recomputation(problem, winner)
+    if kept is not None and kept.seconds < saves and max(kept.peak_bytes, default=0.0) <= capacity:
+        advice.append(
+            f"Memory is idle: without recomputation (train.recompute: none) a step would take "
+            f"{seconds_text(kept.seconds)} instead of {seconds_text(seconds)}, with "
+            f"{bytes_text(max(kept.peak_bytes, default=0.0))} of {bytes_text(capacity)} on the fullest device."
+        )
+    return advice
+
+
+def _warnings(planned: PlannedRun) -> list[str]:
+    problem = planned.problem
+    poor, notable, fixed_at_most = 0.3, 0.1, 0.25
+    parts = problem.forward_seconds(planned.result.winner.microbatch_size)
+    whole = sum(seconds for seconds, _ in parts.values())
+    worst = [
+        (cost.fit_error, kind)
+        for kind, degrees in problem.measured.layers.items()
+        for cost in degrees.values()
+        if cost.fit_error is not None and cost.fit_error > poor
+    ]
+    share = sum(parts[kind][0] for kind in {kind for _, kind in worst} & parts.keys()) / whole
+    warnings = []
+    if share > notable:
+        error, kind = max(worst)
+        warnings.append(
+            f"measured times of {counted(len(worst), 'layer type')}, {share:.0%} of the work, scatter (worst: {kind}, "
+            f"whose fit is off by {error:.0%}): the machine was busy, or the layers are tiny; predictions are as "
+            "rough. Measure again with `dilatant profile`"
+        )
+    fixed = sum(constant for _, constant in parts.values()) / whole
+    if fixed > fixed_at_most and problem.target.is_local:
+        warnings.append(
+            f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
+            "predicted, for calls also take time between layers"
+        )
+    if problem.samples.left_out:
+        warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")
+    return warnings

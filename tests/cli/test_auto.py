@@ -1,0 +1,165 @@
+"""`parallel: auto` as a user meets it: planned for the devices at hand, said, trained with, and kept."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from test_user_errors import refused
+from tiny_project import Dilatant
+
+from dilatant.comm.fork_server import warm_up
+from dilatant.config import Config, UserError, load_config
+from dilatant.plan import Plan
+from dilatant.training import planning_process
+from dilatant.training.planning_process import PlanningJob
+from dilatant.training.run import train
+
+AUTO = ("--set", "parallel=auto", "--set", "cluster.gpus_per_node=2")
+COSTS = ("--set", "plan.costs=costs.yaml")
+
+
+@pytest.fixture
+def costs(project: Path, dilatant: Dilatant) -> Path:
+    """Costs of the project's layers, so that none has to be measured: an A40's, modelled, taken for this CPU's."""
+    path = project / "costs.yaml"
+    elsewhere = ("--set", "cluster.hardware=A40", "--set", "train.precision=fp32")
+    code, _, err = dilatant("profile", project / "config.yaml", *elsewhere, "--out", path)
+    assert code == 0, err
+    path.write_text(path.read_text().replace("hardware: A40", "hardware: CPU"))
+    return path
+
+
+def config_of(project: Path, *overrides: str) -> Config:
+    return load_config(project / "config.yaml", [*overrides, "parallel=auto", "plan.costs=costs.yaml"])
+
+
+def plan_of(path: Path) -> Plan:
+    return Plan.from_json(path.read_text())
+
+
+@pytest.mark.usefixtures("costs")
+def test_a_run_trains_with_the_plan_that_it_made_and_goes_on_with_it(
+    project: Path, dilatant: Dilatant
+) -> None:
+    code, out, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS)
+    assert code == 0, err
+    run = project / "run"
+    for words in (
+        "planned for 1 node of 2",
+        "samples placed by",
+        "predicted:",
+        "simulated",
+        "plan/plan.html",
+    ):
+        assert words in out, words
+    assert plan_of(run / "plan.json") == plan_of(run / "plan" / "plan.json")
+    assert plan_of(run / "plan.json").ranks == (0, 1)
+    names = {path.name for path in (run / "plan").iterdir()}
+    assert names >= {"plan.json", "plan.html", "report.json", "costs.yaml", "config.yaml"}
+    (run / "plan" / "plan.json").unlink()  # nothing is planned now
+    code, out, err = dilatant("resume", run, "--set", "train.steps=7")
+    assert code == 0, err
+    assert "as it was planned before" in out
+    code, out, err = dilatant("resume", run, "--set", "train.steps=8", "--set", "cluster.gpus_per_node=3")
+    assert code == 0, err
+    assert "planned anew: the run had 2 devices, and there are 3 now" in out
+    assert plan_of(run / "plan.json").ranks == (0, 1, 2)
+
+
+@pytest.mark.usefixtures("costs")
+def test_microbatches_and_schedule_that_are_asked_for_are_planned_with(
+    project: Path, dilatant: Dilatant
+) -> None:
+    settings = (
+        "--set",
+        "parallel.microbatches=2",
+        "--set",
+        "parallel.schedule=zb-h1",
+        "--set",
+        "train.steps=1",
+    )
+    code, _, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS, *settings)
+    assert code == 0, err
+    step = json.loads((project / "run" / "plan.json").read_text())["step"]
+    assert (step["num_microbatches"], step["schedule"]) == (2, "zb-h1")
+
+
+def test_one_device_leaves_nothing_to_plan(project: Path, dilatant: Dilatant) -> None:
+    one = ("--set", "cluster.gpus_per_node=1", "--set", "train.steps=1")
+    code, out, err = dilatant("train", project / "config.yaml", *AUTO, *one)
+    assert code == 0, err
+    assert "one device: nothing to plan" in out
+    assert plan_of(project / "run" / "plan.json").ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("data.train=[{id: some/data, streaming: true}]", "sizes of samples, which a stream does not tell"),
+        ("parallel.microbatches=3", "does not divide into parallel.microbatches 3; batches of 3 and 6 do"),
+        ("parallel={auto: true, colocated: {vision: language}}", "'colocated' goes with 'units'"),
+        ("parallel={auto: true, plan: plan.json}", "not 'auto' and 'plan'"),
+        ("parallel=automatic", "it may be 'auto' or 'single'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    project: Path, dilatant: Dilatant, setting: str, says: str
+) -> None:
+    result = dilatant("train", project / "config.yaml", *AUTO, "--set", setting)
+    refused(result, says)
+    assert not (project / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.usefixtures("costs")
+def test_a_launcher_with_more_processes_than_any_plan_uses_is_told_how_many_do(project: Path) -> None:
+    settings = ("train.global_batch_size=1", "cluster.gpus_per_node=32")
+    job = PlanningJob(config_of(project, *settings), "torchrun", project / "run")
+    with pytest.raises(UserError, match=r"torchrun started 32 processes, and no plan uses .* Start \d+, or"):
+        planning_process._choose(job, lambda text: None)
+    assert not (project / "run" / "plan").exists()
+
+
+def test_a_failure_of_the_planning_process_is_told_with_its_trace(project: Path) -> None:
+    job = PlanningJob("not a config", "", project / "run")  # type: ignore[arg-type]
+    with pytest.raises(planning_process.WorkerFailed, match="planning failed: AttributeError") as failed:
+        planning_process.plan_in_process(job, lambda text: None)
+    assert "_for_devices_here" in failed.value.details
+
+
+def rank_of_a_launcher(config: Config, variables: dict[str, str], answer: Connection) -> None:
+    os.environ.update(variables)
+    try:
+        result = train(config)
+        answer.send((result.step, result.is_first))
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.usefixtures("costs")
+def test_processes_of_a_launcher_are_planned_for_by_one_and_train_together(project: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    config = config_of(project, "train.steps=2")
+    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    warm_up()
+    context = multiprocessing.get_context("forkserver")
+    answers = []
+    for rank in "01":
+        ours, theirs = context.Pipe(duplex=False)
+        variables = {**launched, "RANK": rank, "LOCAL_RANK": rank}
+        context.Process(target=rank_of_a_launcher, args=(config, variables, theirs)).start()
+        theirs.close()
+        answers.append(ours)
+    assert [answer.recv() if answer.poll(200) else "no answer" for answer in answers] == [
+        (2, True),
+        (2, False),
+    ]
+    assert plan_of(project / "run" / "plan.json") == plan_of(project / "run" / "plan" / "plan.json")
+    lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]

@@ -1,0 +1,616 @@
+"""The pool of a machine: what each rank asked for arrives, once, in the order it is taken, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_builders import image_bytes, small_encoding, wav_bytes
+
+from dilatant.config import UserError
+from dilatant.data import media, pool_owner, pool_source
+from dilatant.data.arena import Arena
+from dilatant.data.encode import TOKENS, encode_sample
+from dilatant.data.errors import SampleError
+from dilatant.data.pixels import as_array
+from dilatant.data.pool import InlineSource, Request, Waiting
+from dilatant.data.pool_owner import PoolOwner
+from dilatant.data.pool_source import join
+from dilatant.data.pool_wire import Ask, Hello, framed
+from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.workers import WorkerError
+
+ENCODING = small_encoding()
+ALL = frozenset({TOKENS, "vision", "audio"})
+PLENTY = 1 << 24
+IMAGE = image_bytes()
+SOUND = wav_bytes(0.25)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Samples that know their number. seconds: that reading one takes. hangs, ends, corrupt, broken: numbers of samples
+    that hang in C code, end their process, are refused, and fail on an I/O error as often as the file `log` says."""
+
+    seconds: float = 0.0
+    hangs: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
+    corrupt: frozenset[int] = frozenset()
+    log: Path | None = None
+    fails: int = 0
+    length: int = 10_000
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{index}\n")
+            if len(self.log.read_text().split()) <= self.fails:
+                raise OSError(5, "Input/output error")
+        time.sleep(self.seconds)
+        if index in self.hangs:
+            ctypes.PyDLL(None).sleep(1000)  # holds the interpreter, as a decoder may
+        if index in self.ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.corrupt:
+            raise SampleError(f"file:{index}", "is corrupt", "mend it")
+        items: list[str | Media] = [Media("image", IMAGE, "a"), Media("audio", SOUND, "b")]
+        return Sample(
+            f"file:{index}", (Turn("user", (*items[: index % 3], "q")), Turn("assistant", (str(index),)))
+        )
+
+
+def requests(numbers: range | list[int], **settings: object) -> list[Request]:
+    """Draws are a hundred more than the numbers."""
+    return [Request(number + 100, number, ALL, **settings) for number in numbers]  # type: ignore[arg-type]
+
+
+def contents(sample: object) -> object:
+    return (
+        sample.id, sample.draw, sample.input_ids.tolist(), sample.labels.tolist(), dict(sample.sizes),
+        {unit: {name: (type(value), value.shape, as_array(value).tobytes()) for name, value in inputs.items()}
+         for unit, inputs in sample.media.items()},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest):
+    """Opens pools, and sources of them, that end with the test."""
+    opened = []
+
+    def open_pool(datasets, workers=2, decode_seconds=60.0):
+        datasets = datasets if isinstance(datasets, dict) else {"train": datasets}
+        owner = PoolOwner(datasets, ENCODING, workers, decode_seconds)
+        opened.append(owner)
+
+        def source(budget=PLENTY, **settings):
+            opened.append(join(owner.address, budget, **settings))
+            return opened[-1]
+
+        return owner, source
+
+    yield open_pool
+    for each in reversed(opened):
+        each.close()
+
+
+def test_a_pool_gives_what_the_caller_would_make_itself(pool) -> None:
+    datasets = {"train": Numbered(corrupt=frozenset({7})), "eval": Numbered()}
+    _, join_pool = pool(datasets)
+    sources = [join_pool(), InlineSource(datasets, ENCODING)]
+    asked = [Request(n, n, frozenset(parts), name) for n, (parts, name) in enumerate(
+        [({TOKENS}, "train"), ({"vision"}, "train"), (set(), "train"), (ALL, "eval")] * 6
+    )]  # fmt: skip
+    for source in sources:
+        source.ask(asked)
+    # Taken in another order than asked for.
+    for one in sorted(asked, key=lambda one: (one.draw % 5, one.draw)):
+        ours, alone = (source.take(one.dataset, one.draw) for source in sources)
+        if isinstance(alone, UserError):
+            assert one.index == 7
+            assert type(ours) is type(alone) is SampleError
+            assert str(ours) == str(alone) == "file:7: is corrupt; mend it"
+            continue
+        assert contents(ours) == contents(alone)
+        assert set(alone.media) == one.parts & {n for n, size in alone.sizes.items() if size} - {TOKENS}
+        assert bool(len(alone.input_ids)) == (TOKENS in one.parts)
+        assert ours.input_ids.flags.writeable  # torch warns of others
+
+
+def test_parts_of_a_sample_have_the_sizes_of_all_of_it() -> None:
+    whole = encode_sample(Numbered()[2], ENCODING)
+    assert contents(encode_sample(Numbered()[2], ENCODING, ALL)) == contents(whole)
+    for parts in (frozenset[str](), frozenset({"audio"}), frozenset({TOKENS})):
+        part = encode_sample(Numbered()[2], ENCODING, parts)
+        assert part.sizes == whole.sizes
+        assert set(part.media) == parts - {TOKENS}
+        assert part.input_ids.tolist() == (whole.input_ids.tolist() if TOKENS in parts else [])
+        assert part.labels.tolist() == (whole.labels.tolist() if TOKENS in parts else [])
+
+
+def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None:
+    owner, join_pool = pool(Numbered(seconds=0.003), workers=3)
+    count, got = 300, {}
+    sources = [join_pool(1 << 16) for _ in range(3)]
+
+    def rank(number: int) -> None:
+        sources[number].ask([Request(n, 1000 * number + n, ALL, nbytes=9000) for n in range(count)])
+        got[number] = [sources[number].take("train", n) for n in range(count)]
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for each in ranks:
+        each.start()
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("seed", seed)
+    draw, kills = random.Random(seed), 0
+    while any(each.is_alive() for each in ranks):
+        time.sleep(0.1 + draw.random() * 0.2)  # so that a rank has heard of the last death
+        # Not twice at the same sample, which is another test.
+        tried_again = any(entry.kills for source in sources for entry in list(source._entries.values()))
+        if kills < 8 and not tried_again:
+            with suppress(ProcessLookupError):  # of before
+                os.kill(draw.choice(owner.pids), signal.SIGKILL)
+                kills += 1
+    assert kills > 2
+    for number in range(3):
+        assert [sample.id for sample in got[number]] == [f"file:{1000 * number + n}" for n in range(count)]
+        assert [sample.draw for sample in got[number]] == list(range(count))
+
+
+def test_each_sample_is_made_once_where_nothing_dies(pool, tmp_path: Path) -> None:
+    _, join_pool = pool(Numbered(log=tmp_path / "log"))
+    first, second = join_pool(), join_pool()
+    first.ask(requests(range(40)))
+    second.ask(requests(range(40, 80)))
+    for number in range(40):
+        assert first.take("train", number + 100).id == f"file:{number}"
+        assert second.take("train", number + 140).id == f"file:{number + 40}"
+    assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(80))
+
+
+def test_no_more_is_held_than_the_budget_and_what_is_due_comes_nevertheless(pool) -> None:
+    _, join_pool = pool(Numbered())
+    each = 4000
+    source = join_pool(10 * each)
+    source.ask(requests(range(100), nbytes=each))
+    held = -1
+    while held != len(source._outcomes) or not held:
+        held = len(source._outcomes)
+        time.sleep(0.5)
+    # Of samples that take less than was said there are more than ten.
+    taken = sum(nbytes for _, nbytes in source._outcomes.values())
+    assert 9 * each < taken + each <= source._charged + each <= 11 * each
+    assert held < 100
+    # The last one has not been sent, and nothing is taken that would make room.
+    assert source.take("train", 199).id == "file:99"
+    for number in reversed(range(99)):
+        assert source.take("train", number + 100).id == f"file:{number}"
+    assert source._charged == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 10**9])
+def test_a_wrong_estimate_of_bytes_costs_only_time(pool, nbytes: int) -> None:
+    _, join_pool = pool(Numbered())
+    source = join_pool(1 << 12)
+    source.ask(requests(range(30), nbytes=nbytes))
+    alone = InlineSource({"train": Numbered()}, ENCODING)
+    alone.ask(requests(range(30)))
+    for number in range(30):
+        assert contents(source.take("train", number + 100)) == contents(alone.take("train", number + 100))
+
+
+def test_what_is_forgotten_is_not_given_and_may_be_asked_for_again(pool) -> None:
+    _, join_pool = pool(Numbered(seconds=0.01))
+    source = join_pool()
+    for again in range(3):
+        source.ask(requests(range(50)))
+        with pytest.raises(ValueError, match=r"draw 100 of 'train' is asked for already|lies ready"):
+            source.ask(requests([0]))
+        assert source.take("train", 100 + again).id == f"file:{again}"
+        source.forget("train")
+        with pytest.raises(ValueError, match="draw 101 of 'train' was not asked for"):
+            source.take("train", 101)
+    source.ask(requests([3]))
+    assert source.take("train", 103).id == "file:3"
+    deadline = time.monotonic() + 20
+    while source._charged and time.monotonic() < deadline:  # of those that were in hand
+        time.sleep(0.02)
+    assert source._charged == 0
+    assert [end for _, end in source._arena._free] == [source._arena.nbytes]
+
+
+def test_a_sample_that_hangs_in_c_code_is_refused_and_the_others_come(pool) -> None:
+    _, join_pool = pool(Numbered(hangs=frozenset({5})), decode_seconds=3.0)
+    source = join_pool()
+    source.ask(requests(range(40)))
+    for number in range(40):
+        sample = source.take("train", number + 100)
+        if number == 5:
+            assert isinstance(sample, SampleError)
+            assert str(sample).startswith(
+                "sample 5 of 'train' (counted from 0 through all sources): decoding took "
+            )
+            assert "longer than 3 s; look at its media" in str(sample)
+        else:
+            assert sample.id == f"file:{number}"
+
+
+def test_a_sample_that_ends_its_worker_twice_is_an_error_of_the_run_that_names_it(pool) -> None:
+    _, join_pool = pool(Numbered(ends=frozenset({5})))
+    source = join_pool()
+    source.ask(requests(range(10)))
+    with pytest.raises(
+        WorkerError, match=r"sample 5 of 'train' .* has ended 2 data workers .* SIGKILL.*memory"
+    ):
+        source.take("train", 105)
+    assert [source.take("train", 100 + n).id for n in range(10) if n != 5] == [
+        f"file:{n}" for n in range(10) if n != 5
+    ]
+
+
+def test_what_ended_a_worker_is_tried_once_more_and_at_another_place(pool, caplog) -> None:
+    owner, join_pool = pool(Numbered(ends=frozenset({5})))
+    before = owner.pids
+    source = join_pool()
+    source.ask(requests([5]))
+    with pytest.raises(WorkerError, match="has ended 2 data workers"):
+        source.take("train", 105)
+    assert not set(before) & set(owner.pids)
+    assert caplog.text.count("another one takes its place") == 2
+
+
+def test_a_worker_is_replaced_also_where_the_server_that_it_came_from_ended(pool, monkeypatch) -> None:
+    """For a moment a server that was killed seems to run, and refuses."""
+    owner, join_pool = pool(Numbered(), workers=1)
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    source.take("train", 100)
+    connect, refused = forkserver.connect_to_new_process, []
+
+    def dies_once(fds):
+        if not refused:
+            refused.append(True)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return connect(fds)
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", dies_once)
+    os.kill(owner.pids[0], signal.SIGKILL)
+    source.ask(requests([2]))
+    assert source.take("train", 102).id == "file:2"
+    assert refused
+
+
+def test_what_a_dead_worker_had_waiting_is_made_in_its_order(pool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    owner, join_pool = pool(Numbered(seconds=0.3, log=log), workers=1)
+    source = join_pool()
+    source.ask(requests(range(6)))
+    deadline = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(owner.pids[0], signal.SIGKILL)
+    for number in range(6):
+        source.take("train", number + 100)
+    made = [int(line) for line in log.read_text().split()]
+    assert made == [0, *range(6)]  # 0 twice: it was in hand
+
+
+def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
+    owner, join_pool = pool(Numbered(), workers=1, decode_seconds=1.0)
+    before = owner.pids
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    source.take("train", 100)
+    source.take("train", 101)
+    time.sleep(2.0)
+    source.ask(requests([2]))
+    assert source.take("train", 102).id == "file:2"
+    assert owner.pids == before
+
+
+def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, monkeypatch) -> None:
+    monkeypatch.setattr(pool_source, "LATE_SECONDS", 0.3)
+    monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1000.0)  # the owner cannot end it either
+    owner, join_pool = pool(Numbered(seconds=0.5), decode_seconds=6.0)
+    source = join_pool()
+    source.ask(requests([0], nbytes=1 << 16))
+    deadline = time.monotonic() + 60
+    at_it: list[int] = []
+    while not at_it and time.monotonic() < deadline:
+        with source._lock:
+            at_it = [link.pid for link in source._links if link.entries and source._begun(link)[0]]
+        time.sleep(0.01)
+    os.kill(at_it[0], signal.SIGSTOP)
+    assert source.take("train", 100).id == "file:0"  # by the other one
+    assert at_it[0] in owner.pids
+    assert len(source._arena._taken) == 1
+
+
+@pytest.mark.parametrize("fails", [2, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
+    pool, tmp_path, workers, fails
+) -> None:
+    dataset = Numbered(log=tmp_path / "log", fails=fails)
+    source = pool(dataset, workers)[1]() if workers else InlineSource({"train": dataset}, ENCODING)
+    source.ask(requests([0, 1]))
+    if fails == 2:
+        assert source.take("train", 100).id == "file:0"
+    else:
+        with pytest.raises(
+            WorkerError, match=r"sample 0 of 'train' .* cannot be read, 3 times: .*Input/output"
+        ):
+            source.take("train", 100)
+    assert source.take("train", 101).id == "file:1"
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_a_medium_that_a_file_server_withholds_is_tried_again_and_one_that_is_bad_is_not(
+    tmp_path, error
+) -> None:
+    class Picture(Numbered):
+        def __getitem__(self, index: int) -> Sample:
+            picture = Media("image", tmp_path / "a.png", "a.png")
+            return Sample(f"file:{index}", (Turn("user", (picture, "q")), Turn("assistant", ("a",))))
+
+    (tmp_path / "a.png").write_bytes(IMAGE)
+    opened = []
+
+    def withheld(path):
+        opened.append(path)
+        if len(opened) <= 2:
+            raise OSError(error, os.strerror(error))
+        return open(path, "rb")
+
+    source = InlineSource({"train": Picture()}, ENCODING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media, "open_regular", withheld)
+        source.ask(requests([0]))
+        assert source.take("train", 100).media["vision"]["pixel_values"].shape == (1, 3, 8, 8)
+        assert len(opened) >= 3
+    (tmp_path / "a.png").write_bytes(IMAGE[:60])
+    source.ask(requests([1]))
+    assert "is damaged" in str(source.take("train", 101))
+
+
+def test_a_stopped_worker_is_replaced_and_named(pool, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1.0)
+    owner, join_pool = pool(Numbered(seconds=0.01), decode_seconds=2.0)
+    source = join_pool()
+    source.ask(requests(range(100)))
+    assert source.take("train", 100).id == "file:0"
+    victim = owner.pids[1]
+    os.kill(victim, signal.SIGSTOP)
+    assert [source.take("train", 100 + n).id for n in range(1, 100)] == [f"file:{n}" for n in range(1, 100)]
+    for _ in range(600):  # one that was stopped before it had begun anything holds nobody up
+        if victim not in owner.pids:
+            break
+        time.sleep(0.05)
+    assert f"data worker 1 (process {victim}) stood still for 3 s and was ended; another one" in caplog.text
+    assert victim not in owner.pids
+
+
+def test_who_waits_is_told_for_what(pool, monkeypatch) -> None:
+    monkeypatch.setattr(pool_source, "REPORT_SECONDS", 0.3)
+    reports = []
+    _, join_pool = pool(Numbered(seconds=1.5), workers=1)
+    source = join_pool(on_wait=reports.append)
+    source.ask(requests([4, 5]))
+    source.take("train", 105)
+    assert len(reports) >= 3
+    assert all(report.seconds >= 0.3 * n for n, report in enumerate(reports, 1))
+    last = str(reports[-1])
+    # By its place, or by its name once the record was read.
+    assert last.split(" s for ")[1].startswith(("sample 5 of 'train'", "file:5 "))
+    assert "(data worker 0 (process " in last
+    assert str(Waiting("charts.parquet:881", 12.2, 2)) == "12 s for charts.parquet:881 (try 2)"
+
+
+def test_a_rank_that_asks_for_much_does_not_hold_up_another(pool) -> None:
+    _, join_pool = pool(Numbered(seconds=0.02), workers=1)
+    greedy, modest = join_pool(), join_pool()
+    greedy.ask(requests(range(300)))
+    greedy.take("train", 100)
+    modest.ask(requests(range(5)))
+    for number in range(5):
+        modest.take("train", number + 100)
+    # In turn; a few more were waiting when it came.
+    assert len(greedy._outcomes) <= 5 + 2 * pool_source.TASKS_IN_HAND + 5
+
+
+def test_more_samples_are_made_while_none_is_taken(pool) -> None:
+    _, join_pool = pool(Numbered(), workers=1)
+    source = join_pool()
+    source.ask(requests(range(50)))
+    deadline = time.monotonic() + 30
+    while len(source._outcomes) < 50 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(source._outcomes) == 50
+
+
+OWNER = """
+import os, sys, time
+from multiprocessing import util
+sys.path[:0] = sys.argv[1:]
+from test_pool_gives_every_sample_once import ENCODING, Numbered
+from dilatant.data.pool_owner import PoolOwner
+
+def main():
+    owner = PoolOwner({"train": Numbered(hangs=frozenset({5}), seconds=0.01)}, ENCODING, 2)
+    print(owner.address, util.get_temp_dir(), *owner.pids, flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """While idle, while one hangs in C code that holds the interpreter (its deadline ends it); so do their folders."""
+    (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 3.0)"))
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = subprocess.Popen(
+        [sys.executable, tmp_path / "owner.py", *folders], stdout=subprocess.PIPE, text=True
+    )
+    address, shared, *pids = command.stdout.readline().split()
+    source = join(address, PLENTY)
+    try:
+        source.ask(requests([3, 5, 6]))
+        assert source.take("train", 103).id == "file:3"
+        with pytest.raises(WorkerError, match="there are no data workers at"):
+            join(str(tmp_path / "none"), PLENTY)
+        command.kill()
+        command.wait()
+        with pytest.raises(
+            WorkerError, match="no data workers any more: the process that started them has ended"
+        ):
+            source.take("train", 105)
+    finally:
+        command.kill()
+        command.stdout.close()
+        source.close()
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, map(int, pids))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_alive, map(int, pids)))
+    assert not Path(address).exists()
+    assert not Path(shared).exists()  # where the server listens that workers come from
+    with pytest.raises(WorkerError, match="there are no data workers at"):
+        join(address, PLENTY)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+RANK = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+from test_pool_gives_every_sample_once import requests
+from dilatant.data.pool_source import join
+
+source = join(sys.argv[1], 1 << 20)
+source.ask(requests(range(10_000)))
+source.take("train", 100)
+print("on", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_may_die_without_harm_to_others(pool, tmp_path: Path) -> None:
+    owner, join_pool = pool(Numbered())
+    (tmp_path / "rank.py").write_text(RANK)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    other = subprocess.Popen(
+        [sys.executable, tmp_path / "rank.py", owner.address, *folders], stdout=subprocess.PIPE, text=True
+    )
+    source, pids = join_pool(), owner.pids
+    source.ask(requests(range(300)))
+    for number in range(300):
+        if number == 50:
+            assert other.stdout.readline() == "on\n"
+            other.kill()
+            other.wait()
+            other.stdout.close()
+        assert source.take("train", number + 100).id == f"file:{number}"
+    assert owner.pids == pids
+
+
+def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
+    owner, join_pool = pool(Numbered(), workers=1)
+    pids = owner.pids
+    ask = Ask(0, "train", 0, 0, [], 0, 8)
+    hello = framed(Hello(1 << 12, 0))
+    with tempfile.TemporaryFile() as empty:
+        for message, descriptors in [
+            (b"GET / HTTP/1.1\r\n\r\n", []),
+            (framed(ask), []),  # without an arena
+            (hello, []),  # without its memory
+            (hello, [empty.fileno()]),  # which is too small
+            (framed(Hello(1 << 12, 1 << 12)), []),  # no room for its notes
+            (framed(Hello(1 << 12, -1)), []),
+            (hello[:4] + b"\xff" * 40, []),
+            (framed(ask)[:4] + b"\x00" * 80, []),
+        ]:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"{owner.address}/0.sock")
+                connection.settimeout(20)
+                socket.send_fds(connection, [message], descriptors)
+                with suppress(ConnectionError):
+                    assert connection.recv(100) == b""
+    arena = Arena(1 << 12)
+    for offset, room in ((-1, 5), (0, (1 << 12) + 1), (1 << 12, 1), (5, -1)):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"{owner.address}/0.sock")
+            connection.settimeout(20)
+            bad = framed(Ask(0, "train", 0, 0, [], offset, room))
+            socket.send_fds(connection, [hello + bad], [arena.fd])
+            assert b"greeting" in connection.recv(1 << 16)
+            with suppress(ConnectionError):
+                assert connection.recv(100) == b""
+    arena.close()
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    assert source.take("train", 101).id == "file:1"
+    assert owner.pids == pids
+
+
+def test_a_folder_that_others_may_write_to_is_not_joined(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(WorkerError, match="is no folder of this user alone"):
+        join(str(tmp_path), PLENTY)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_of_an_arena_never_overlap_and_all_room_comes_back(seed: int) -> None:
+    draw = random.Random(seed)
+    arena = Arena(1 << 16)
+    slots: dict[int, int] = {}
+    for _ in range(2000):
+        if slots and draw.random() < 0.5:
+            offset = draw.choice(list(slots))
+            assert bytes(arena.view(offset, slots[offset])) == offset.to_bytes(4, "big") * (
+                slots[offset] // 4
+            )
+            del slots[offset]
+            arena.release(offset)
+            continue
+        nbytes = 4 * draw.randint(1, 1500)
+        offset = arena.allocate(nbytes)
+        if offset is None:
+            gaps = np.ones(arena.nbytes, bool)
+            for start, length in slots.items():
+                gaps[start : start + length] = False
+            longest = max(map(len, "".join("x" if free else " " for free in gaps).split()), default=0)
+            assert longest < nbytes + 64  # slots begin at multiples of 64
+            continue
+        assert offset + nbytes <= arena.nbytes
+        slots[offset] = nbytes
+        arena.view(offset, nbytes)[:] = offset.to_bytes(4, "big") * (nbytes // 4)
+    for offset in slots:
+        arena.release(offset)
+    assert arena.allocate(1 << 16) == 0
+    arena.close()
+    arena.close()

@@ -1,0 +1,250 @@
+"""Costs follow measurements: they come to what actions take, alike on all ranks, at the same step, also resumed."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.comm.comm import Comm
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import StageCosts
+from dilatant.plan.step_costs import StepCosts, token_costs
+from dilatant.runtime.cost_correction import INTERVAL, CostCorrection, OwnWork
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.trainability import trainability_of
+from drawn_steps import CASE, PLAN, build_model, build_samples
+from worker_pool import Worker, WorkerPool
+
+TWO = Plan(
+    (
+        UnitPlan("vision", (Replica((Stage(0, 1, (0,)),)),), ("language",)),
+        UnitPlan("language", (Replica((Stage(0, 1, (1,)), Stage(1, 2, (2,)))),)),
+    )
+)
+
+
+def origin(said: str = "measured on a test") -> StepCosts:
+    """Costs whose square, linear and fixed parts matter alike for rows of about thirty tokens."""
+    seconds = np.zeros((3, 4, 3))
+    seconds[:, 0] = [1e-6, 3e-5, 1e-3]
+    seconds[:, 1] = [2e-6, 6e-5, 1e-3]
+    seconds[:, 2:] = seconds[:, 1:2] / 2
+    none = np.zeros((3, 3))
+    return StepCosts(StageCosts(seconds, none, none, none, none, np.zeros(3)), origin=said)
+
+
+def drawn_work(draw: np.random.Generator, costs: StepCosts) -> OwnWork:
+    """Forwards and backwards of twelve microbatches on every stage."""
+    parts, group = [], []
+    for stage, unit in enumerate((0, 1, 1)):
+        for kind in (0, 1):
+            for _ in range(12):
+                tokens = draw.integers(1, 60, draw.integers(1, 4)).astype(float)
+                sums = np.array([(tokens**2).sum(), tokens.sum(), 1.0])
+                parts.append(costs.stages.seconds[stage, kind] * sums)
+                group.append(2 * unit + kind)
+    return OwnWork(np.asarray(parts), np.asarray(group))
+
+
+def one_step(
+    costs: CostCorrection, step: int, work: OwnWork, seconds: np.ndarray, ranks: int = 3
+) -> str | None:
+    """A step whose actions are spread over ranks."""
+    totals = np.zeros(costs.num_sums)
+    for rank in range(ranks):
+        own = slice(rank, None, ranks)
+        totals += costs.own(OwnWork(work.parts[own], work.group[own]), seconds[own].tolist())
+    return costs.finish(step, totals.tolist())
+
+
+TRUE = np.array([[3.0, 0.5, 1.5], [2.0, 1.0, 4.0], [0.25, 1.2, 2.0], [1.0, 2.5, 0.5]])
+"""What the parts really take, by unit and direction, times what the origin says."""
+
+
+def test_made_up_true_costs_are_found() -> None:
+    draw, costs = np.random.default_rng(3), CostCorrection(TWO, origin())
+    for step in range(4 * INTERVAL):
+        work = drawn_work(draw, costs.origin)
+        true = (work.parts * TRUE[work.group]).sum(axis=1)
+        one_step(costs, step, work, true * draw.uniform(0.95, 1.05, len(true)))
+    found = costs.costs_at(4 * INTERVAL)
+    work, again = drawn_work(np.random.default_rng(9), costs.origin), np.random.default_rng(9)
+    true = (work.parts * TRUE[work.group]).sum(axis=1)
+    by_found, by_origin = drawn_work(again, found).parts.sum(axis=1), work.parts.sum(axis=1)
+    # Noise of 5 % in some thousand actions leaves less than 1 %; the ridge leaves about as much again.
+    assert np.abs(by_found / true - 1).mean() < 0.03
+    assert np.abs(by_origin / true - 1).mean() > 0.2
+    assert set(costs.drift) == {"vision", "language"}
+
+
+def test_without_actions_of_a_unit_its_costs_stay() -> None:
+    costs = CostCorrection(TWO, origin())
+    for step in range(3 * INTERVAL):
+        work = drawn_work(np.random.default_rng(step), costs.origin)
+        only = OwnWork(work.parts[work.group >= 2], work.group[work.group >= 2])
+        one_step(costs, step, only, 2 * only.parts.sum(axis=1))
+    found = costs.costs_at(3 * INTERVAL).stages.seconds
+    assert np.array_equal(found[0], origin().stages.seconds[0])
+    assert found[1, 0] == pytest.approx(2 * origin().stages.seconds[1, 0], rel=0.02)
+    assert costs.drift == {"language": pytest.approx(2.0)}
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1))
+def test_no_measurement_makes_costs_negative_or_unbounded(seed: int) -> None:
+    draw, costs = np.random.default_rng(seed), CostCorrection(TWO, origin())
+    for step in range(2 * INTERVAL):
+        work = drawn_work(draw, costs.origin)
+        seconds = work.parts.sum(axis=1) * draw.lognormal(0, 2, len(work.parts))
+        if step == INTERVAL + 3:
+            seconds[draw.integers(len(seconds))] = draw.choice([np.inf, np.nan, 0.0])
+        one_step(costs, step, work, seconds)
+    found = costs.costs_at(2 * INTERVAL).stages.seconds
+    assert np.isfinite(found).all()
+    assert found.min() >= 0
+
+
+def test_a_step_is_planned_by_the_same_costs_whenever_it_is_planned() -> None:
+    eager, late = CostCorrection(TWO, origin()), CostCorrection(TWO, origin())
+    draw = np.random.default_rng(0)
+    ahead: dict[int, np.ndarray] = {}
+    late.costs_at(0)
+    for step in range(5 * INTERVAL):
+        for planned in range(step, step + INTERVAL + 1):
+            ahead.setdefault(planned, eager.costs_at(planned).stages.seconds)
+        assert np.array_equal(late.costs_at(step).stages.seconds, ahead[step])
+        work = drawn_work(draw, eager.origin)
+        seconds = work.parts.sum(axis=1) * draw.uniform(0.5, 3.0, len(work.parts))
+        one_step(eager, step, work, seconds)
+        one_step(late, step, work, seconds)
+    assert not np.array_equal(ahead[4 * INTERVAL], ahead[0])
+    with pytest.raises(RuntimeError, match="plan at most 16 steps ahead"):
+        eager.costs_at(7 * INTERVAL)
+
+
+def test_a_resumed_run_goes_on_with_the_costs_of_the_undisturbed_one() -> None:
+    through, stopped = CostCorrection(TWO, origin()), CostCorrection(TWO, origin())
+    at = 2 * INTERVAL + 5
+    for step in range(4 * INTERVAL):
+        if step == at:
+            resumed = CostCorrection(TWO, origin())
+            resumed.from_json(json.loads(json.dumps(stopped.to_json())))
+            resumed._settling = 0  # a start has first steps that are not counted; compare all but these
+            stopped = resumed
+        work = drawn_work(np.random.default_rng(step), through.origin)
+        for costs in (through, stopped):
+            assert np.array_equal(costs.costs_at(step).stages.seconds, through.costs_at(step).stages.seconds)
+            one_step(costs, step, work, 2.5 * work.parts.sum(axis=1))
+    assert through.to_json() == stopped.to_json()
+    other = CostCorrection(TWO, origin("modelled for a test"))
+    other.from_json(through.to_json())
+    assert np.array_equal(other.costs_at(9 * INTERVAL).stages.seconds, other.origin.stages.seconds)
+    for broken in ("{}", "[]", "x", json.dumps({**json.loads(through.to_json()), "sums": [[1.0]]})):
+        with pytest.raises(ValueError, match="not the state of a run's costs"):
+            stopped.from_json(broken)
+
+
+def test_costs_that_were_asked_for_before_a_state_was_read_are_forgotten() -> None:
+    draw, run = np.random.default_rng(5), CostCorrection(TWO, origin())
+    for step in range(2 * INTERVAL):
+        work = drawn_work(draw, run.origin)
+        one_step(run, step, work, (work.parts * TRUE[work.group]).sum(axis=1))
+    resumed = CostCorrection(TWO, origin())
+    resumed.costs_at(0)
+    resumed.from_json(run.to_json())
+    for step in (2 * INTERVAL, 3 * INTERVAL):
+        expected = run.costs_at(step).stages.seconds
+        assert np.array_equal(resumed.costs_at(step).stages.seconds, expected)
+    again = CostCorrection(TWO, origin())
+    for step in range(2 * INTERVAL):
+        again.finish(step, np.zeros(again.num_sums).tolist())
+    again.costs_at(2 * INTERVAL)
+    again.from_json(run.to_json())
+    assert np.array_equal(
+        again.costs_at(2 * INTERVAL).stages.seconds, run.costs_at(2 * INTERVAL).stages.seconds
+    )
+
+
+def test_a_time_that_is_no_number_is_not_counted() -> None:
+    draw, costs = np.random.default_rng(6), CostCorrection(TWO, origin())
+    for step in range(4 * INTERVAL):
+        work = drawn_work(draw, costs.origin)
+        seconds = (work.parts * TRUE[work.group]).sum(axis=1)
+        if step == INTERVAL + 3:
+            seconds[5] = np.nan
+        one_step(costs, step, work, seconds)
+    factors = costs.costs_at(4 * INTERVAL).stages.seconds / costs.origin.stages.seconds
+    assert np.isfinite(factors).all()
+    assert factors[0, 0].max() > 2  # and the others were
+
+
+def test_a_long_action_weighs_as_its_length_and_not_its_square() -> None:
+    """One that is a thousand times as long and off by half moves the common factor as its share of the time does."""
+    costs = CostCorrection(TWO, origin())
+    one = np.array([0.0, 0.0, 1e-3])
+    work = OwnWork(np.stack([*[one] * 1000, 1000 * one]), np.zeros(1001, dtype=np.int64))
+    seconds = work.parts.sum(axis=1)
+    seconds[-1] *= 1.5
+    for step in range(4 * INTERVAL):
+        one_step(costs, step, work, seconds)
+    found = costs.costs_at(4 * INTERVAL).stages.seconds[0, 0, 2] / costs.origin.stages.seconds[0, 0, 2]
+    assert found == pytest.approx(1.25, rel=0.01)  # half of the time is 1.5 times as long; ridge and rounding
+
+
+def test_a_unit_far_from_measured_costs_is_told_once() -> None:
+    said = {}
+    for name, source, times in (
+        ("far", "measured on a test", 1.7),
+        ("near", "measured on a test", 1.3),
+        ("fast", "measured on a test", 0.6),
+        ("modelled", "modelled for a test", 9.0),
+    ):
+        costs = CostCorrection(TWO, origin(source))
+        works = [drawn_work(np.random.default_rng(step), costs.origin) for step in range(3 * INTERVAL)]
+        told = [one_step(costs, k, work, times * work.parts.sum(axis=1)) for k, work in enumerate(works)]
+        said[name] = [text for text in told if text]
+    assert [len(said[name]) for name in ("far", "near", "fast", "modelled")] == [1, 0, 1, 0]
+    assert "language 1.70 times" in said["far"][0]
+
+
+def _train_ahead(worker: Worker) -> tuple[str, list[float], dict[str, float]]:
+    """Steps planned ahead in another thread, over two decisions of costs."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    model = build_model(CASE, "meta")
+    trains = trainability_of(PLAN, trainable_layers(model.units))
+    known = token_costs(PLAN, trains.backward)
+    # Each rank knows other costs: those of rank 0 are to count.
+    known = replace(known, origin="measured here").scaled(np.full((1, 1, 3), 1e-6 * (1 + worker.rank)))
+    runtime = Runtime(model, PLAN, comm, seed=5, costs=known)
+    samples = build_samples(CASE)
+    predicted = []
+    with ThreadPoolExecutor(1) as pool:
+        planned = [pool.submit(runtime.plan_step, samples, step_number=step) for step in range(8)]
+        for step in range(2 * INTERVAL + 3):
+            planned.append(pool.submit(runtime.plan_step, samples, step_number=step + 8))
+            prepared = planned[step].result()
+            result = runtime.execute(samples, prepared, step_number=step)
+            predicted.append(result.predicted_seconds)
+    state, drift = runtime.costs.to_json(), dict(result.drift)
+    runtime.close()
+    comm.close()
+    return state, predicted, drift
+
+
+def test_ranks_agree_on_costs_that_follow_their_measurements(workers: WorkerPool) -> None:
+    found = workers.run(_train_ahead, 3)
+    states, predicted, drift = zip(*found, strict=True)
+    assert len(set(states)) == 1
+    assert all(other == predicted[0] for other in predicted)
+    assert len(set(islice(predicted[0], 2 * INTERVAL))) == 1
+    assert predicted[0][2 * INTERVAL] != predicted[0][0]
+    assert drift[0] == drift[1] == drift[2]
+    assert set(drift[0]) == {"vision", "language"}

@@ -1,0 +1,188 @@
+"""What is dropped follows from seed, draw and layer, and what cannot follow from them is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
+from dilatant.models.random_draws import DoesNotFit, KeyedDraws, Spread
+from dilatant.runtime.runtime import Runtime
+from drawn_steps import CASE, TEXT, build_model, build_samples
+
+PHI = replace(CASE, language="phi", dropout=0.3, frozen=())
+
+
+class Tower(nn.Module):
+    """An encoder of one's own, with something random behind its patches."""
+
+    def __init__(self, random: nn.Module) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, 4, 4)
+        self.random = random
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.random(self.patches(pixel_values).flatten(2).transpose(1, 2))
+
+
+class Call(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+def alone(model: MultimodalModel, **options: Any) -> Runtime:
+    specs = {name: ParallelSpec() for name in model.units}
+    return parallelize(model, specs, colocated={"vision": "language"}, **{"seed": CASE.seed, **options})
+
+
+def with_tower(random: nn.Module, num_microbatches: int = 1, **encoder: Any) -> Runtime:
+    stated = {"kind": "image", "row_shape": (3, 8, 8), "width": 12, "tokens_per_row": 4}
+    text = {"model_type": "llama", **TEXT, "num_hidden_layers": 1}
+    torch.manual_seed(CASE.seed)
+    model = MultimodalModel(
+        {"vision": Encoder(Tower(random), **stated, **encoder)}, text, seed=CASE.seed, device="cpu"
+    )
+    return alone(model, num_microbatches=num_microbatches)
+
+
+def loss_of(runtime: Runtime, samples: Any = None, **options: Any) -> float:
+    loss = runtime.execute(build_samples(PHI) if samples is None else samples, **options).loss
+    runtime.close()
+    return loss
+
+
+def test_seed_step_and_draw_each_change_what_is_dropped() -> None:
+    samples = build_samples(PHI)
+    drawn = [replace(sample, draw=7 + place) for place, sample in enumerate(samples)]
+    first = loss_of(alone(build_model(PHI)), step_number=3)
+    assert loss_of(alone(build_model(PHI)), step_number=3) == first
+    others = [
+        loss_of(alone(build_model(PHI)), step_number=4),
+        loss_of(alone(build_model(PHI), seed=CASE.seed + 1), step_number=3),
+        loss_of(alone(build_model(PHI)), drawn, step_number=3),
+        loss_of(alone(build_model(PHI)), [replace(s, draw=s.draw + 1) for s in drawn], step_number=3),
+        loss_of(alone(build_model(replace(PHI, dropout=0.0))), step_number=3),
+    ]
+    assert len({first, *others}) == 6
+    # With draws the step does not count: the same samples may come in another step of another batch size.
+    assert loss_of(alone(build_model(PHI)), drawn, step_number=9) == others[2]
+
+
+def test_no_two_of_a_step_share_their_numbers() -> None:
+    draws = KeyedDraws(1, ["a", "b"], Spread(packed=False, lengths=(2, 1)))
+    device = torch.device("cpu")
+    numbers = [draws.uniform(place, (3, 50), device)[0] for place in ("x/0", "x/1", "y/0")]
+    assert len(set(map(tuple, torch.cat(numbers).tolist()))) == 9
+    # 40,000 numbers: 0.1 is seven standard deviations from a share that is off by 0.01.
+    many = KeyedDraws(1, [str(key) for key in range(200)], Spread(True, (1,) * 200))
+    row, _ = many.uniform("x/0", (1, 200, 200), device)
+    assert abs((row < 0.1).float().mean().item() - 0.1) < 0.01
+    assert abs(torch.corrcoef(row[0])[~torch.eye(200, dtype=torch.bool)].mean().item()) < 0.01
+
+
+def test_tensors_that_are_not_made_of_samples_do_not_fit() -> None:
+    row = KeyedDraws(1, ["a", "b"], Spread(packed=True, lengths=(3, 4)))
+    for shape in ((1, 6, 5), (2, 7, 5), (8, 5), (1, 5, 6, 7), ()):
+        with pytest.raises(DoesNotFit):
+            row.uniform("x/0", shape, torch.device("cpu"))
+
+
+def test_eager_attention_drops_what_sdpa_drops() -> None:
+    losses = []
+    for implementation in ("sdpa", "eager"):
+        model = build_model(PHI)
+        model.language.model.set_attn_implementation(implementation)
+        losses.append(loss_of(alone(model)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # fp32 sums in another order
+
+
+def test_without_dropout_nothing_is_left_around_the_model() -> None:
+    case = replace(PHI, dropout=0.0)
+    for model, stays in ((build_model(case), False), (build_model(PHI), True)):
+        runtime = alone(model)
+        runtime.execute(build_samples(case))
+        assert any(module._forward_hooks for module in model.modules()) is stays
+        runtime.close()
+        assert not any(
+            module._forward_hooks or "recompute_contexts" in module.__dict__ for module in model.modules()
+        )
+
+
+def test_what_is_not_trained_drops_nothing() -> None:
+    frozen = build_model(replace(PHI, frozen=("language", "vision.encoder")))
+    without = build_model(replace(PHI, dropout=0.0))
+    # Only the projector trains, which has no dropout here.
+    assert loss_of(alone(frozen)) == pytest.approx(loss_of(alone(without)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_other_kinds_of_dropout_have_keys_too(kind: type) -> None:
+    samples = build_samples(CASE)
+    one, again = (with_tower(kind(0.5)) for _ in range(2))
+    losses = [loss_of(runtime, samples) for runtime in (one, again, with_tower(kind(0.5), 3))]
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+    assert loss_of(with_tower(nn.Identity()), samples) != pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("random", "said"),
+    [
+        (Call(lambda h: h + torch.randn_like(h)), r"vision\.encoder: randn_like draws random numbers"),
+        (Call(lambda h: h * (torch.rand([]) < 0.9)), r"vision\.encoder: rand draws"),
+        (Call(lambda h: h * torch.empty_like(h).uniform_(0.9, 1.1)), r"uniform_ draws"),
+        (Call(lambda h: h + nn.functional.dropout(torch.ones(5, 4, 12), 0.5)), r"shape \[5, 4, 12\]"),
+        (
+            nn.TransformerEncoderLayer(12, 2, 8, dropout=0.1, batch_first=True),
+            r"set their `dropout` to 0:\n.*random\.self_attn",
+        ),
+    ],
+)
+def test_what_no_key_reaches_is_refused(random: nn.Module, said: str) -> None:
+    runtime = with_tower(random)
+    with pytest.raises(UserError, match=said):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
+def test_what_draws_unheard_is_refused_at_its_first_forward() -> None:
+    import numpy as np
+
+    runtime = with_tower(Call(lambda h: h * float(np.random.rand())))  # noqa: NPY002
+    with pytest.raises(UserError, match="belong to no sample"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
+def test_callbacks_may_draw_only_with_a_generator_of_their_own() -> None:
+    runtime = with_tower(nn.Identity(), after_projector=lambda _, h: nn.functional.dropout(h, 0.5))
+    with pytest.raises(UserError, match="outside of its layers"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+    own = torch.Generator().manual_seed(0)
+    loss_of(with_tower(Call(lambda h: h + torch.randn(h.shape, generator=own))), build_samples(CASE))
+
+
+def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
+    model = build_model(PHI)
+    model["vision"].model.config.drop_path_rate = 0.1
+    model.language.model.config.layerdrop = 0.2
+    with pytest.raises(UserError, match=r"(?s)vision: drop_path_rate is 0.1.*language: layerdrop is 0.2"):
+        alone(model)
+    model.freeze(["vision.encoder", "language"])
+    alone(model).close()
+
+
+def test_two_samples_of_one_draw_are_refused() -> None:
+    samples = [replace(sample, draw=4) for sample in build_samples(PHI)]
+    runtime = alone(build_model(PHI))
+    with pytest.raises(UserError, match="the same draw, 4"):
+        runtime.execute(samples)
+    runtime.close()

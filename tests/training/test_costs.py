@@ -1,0 +1,112 @@
+"""Every run has costs, and says where they are from: its plan's, else kept ones, else modelled; of any model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dilatant.config import Config, parse_config
+from dilatant.config.environment import cache_folder
+from dilatant.cost.analytic import analytic_costs
+from dilatant.profiling.cost_cache import keep_costs, kept_costs
+from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.layer_shapes import layer_shapes
+from dilatant.profiling.planned_hardware import plan_target
+from dilatant.runtime.holders import trainable_layers
+from dilatant.schedule.trainability import trainability_of
+from dilatant.training.costs import costs_of_run
+from drawn_steps import CASE, PLAN, Case, build_model, cases
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
+
+
+def config(**sections: Any) -> Config:
+    tree = {
+        "model": {"encoders": {"vision": {"kind": "image", "id": "a"}}, "language_model": {"id": "b"}},
+        "data": {"train": [{"path": "x.jsonl"}]},
+        **sections,
+    }
+    return parse_config(tree, Path("/nowhere"))
+
+
+@settings(max_examples=10)
+@given(cases())
+def test_stages_of_any_model_cost_seconds_where_they_compute_and_only_there(case: Case) -> None:
+    model = build_model(case, "meta")
+    found = costs_of_run(config(), model, case.plan)
+    trains = trainability_of(case.plan, trainable_layers(model.units))
+    seconds = found.stages.seconds
+    assert np.isfinite(seconds).all()
+    assert seconds.min() >= 0
+    assert (seconds[:, 0].sum(axis=1) > 0).all()
+    assert [bool(row.any()) for row in seconds[:, 1]] == list(trains.backward)
+    assert found.origin.startswith("modelled for")
+    assert found.sync_seconds.keys() == set(case.plan.ranks)
+
+
+def test_a_layer_that_says_nothing_of_itself_costs_what_its_weights_do() -> None:
+    model = build_model(CASE, "meta")
+    described = describe_model(model)
+    config_of = model.units["language"].config
+    heads = config_of.num_attention_heads
+    known = layer_shapes(described)
+    config_of.__dict__["num_attention_heads"] = None
+    try:
+        with pytest.raises(TypeError):
+            layer_shapes(described)
+        guessed = layer_shapes(described, guess=True)
+        assert costs_of_run(config(), model, PLAN).stages.seconds[:, 0].sum(axis=1).min() > 0
+    finally:
+        config_of.__dict__["num_attention_heads"] = heads
+    block = next(kind for kind in known if kind.startswith(CASE.language) and "block" in kind)
+    assert guessed[block].matmul == known[block].matmul
+    assert guessed[block].parameters == known[block].parameters
+    assert {kind for kind in known if guessed[kind] != known[kind]} == {block}
+
+
+def test_costs_that_were_measured_here_count_before_modelled_ones() -> None:
+    model, plan = build_model(CASE, "meta"), PLAN
+    described = describe_model(model)
+    # As a run of three ranks on this machine looks for them.
+    shape = config().cluster.model_copy(update={"gpus_per_node": len(plan.ranks)})
+    target = plan_target(shape)
+    modelled = analytic_costs(layer_shapes(described), target.hardware, dtype=target.dtype)
+    keep_costs(modelled, described)
+    assert costs_of_run(config(), model, plan).origin.startswith("modelled")
+    measured = replace(modelled, origin="measured", hardware=target.hardware.name)
+    keep_costs(measured, described)
+    assert costs_of_run(config(), model, plan).origin == f"measured on {target.hardware.name}"
+    assert kept_costs(described, target, [(2, 1)]) is None
+    assert kept_costs(described, replace(target, dtype="bfloat16"), [(1, 1)]) is None
+    other = describe_model(build_model(replace(CASE, language="gemma"), "meta"))
+    assert kept_costs(other, target, [(1, 1)]) is None
+    for file in (cache_folder() / "costs").iterdir():
+        file.write_bytes(b"\xff not a cost model")
+    assert costs_of_run(config(), model, plan).origin.startswith("modelled")
+
+
+def test_the_plans_costs_count_while_the_same_layers_are_frozen() -> None:
+    model = build_model(replace(CASE, frozen=("vision",)), "meta")
+    trainable = build_model(replace(CASE, frozen=()), "meta")
+    planned = replace(costs_of_run(config(), model, PLAN), origin="measured elsewhere")
+    assert costs_of_run(config(), model, PLAN, planned) is planned
+    found = costs_of_run(config(), trainable, PLAN, planned)
+    assert found is not planned
+    assert "the plan's own costs are of other frozen layers" in found.origin
+
+
+def test_a_cluster_that_is_only_planned_for_does_not_stop_a_run() -> None:
+    model = build_model(CASE, "meta")
+    elsewhere = config(cluster={"hardware": "H100", "hardware_file": "/nowhere/hardware.yaml", "nodes": 64})
+    found = costs_of_run(elsewhere, model, PLAN)
+    assert "H100" not in found.origin
+    assert found.cluster is not None
+    assert found.cluster.num_devices == len(PLAN.ranks)

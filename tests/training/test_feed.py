@@ -1,0 +1,261 @@
+"""Steps by size first: every rank decodes exactly what its stages use, once, and all leave the same samples out."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from dilatant.config.errors import UserError
+from dilatant.data.pool import Request
+from dilatant.data.sample import EncodedSample, content_digest
+from dilatant.data.sampler import Sampler
+from dilatant.data.sizes import SizesIndex
+from dilatant.training.feed import Draw, Feed, IndexedData, draws
+
+LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
+
+
+def _tokens(index: int) -> np.ndarray:
+    return np.arange(LENGTHS[index]) + 100 * index
+
+
+class _Names:
+    """Of the data set only names are asked."""
+
+    def name(self, index: int) -> str:
+        return f"file:{index}"
+
+
+def _data(refused: dict[int, str] | None = None) -> IndexedData:
+    content = np.array([content_digest(_tokens(i), _tokens(i)) for i in range(23)])
+    tokens = np.stack([LENGTHS, LENGTHS % 3 * 4], axis=1)
+    index = SizesIndex(("language", "vision"), tokens, LENGTHS - 1, content)
+    return IndexedData("train", _Names(), index, refused or {})  # type: ignore[arg-type]
+
+
+@dataclass
+class _Source:
+    """Decodes in `take`; keeps book of what was asked. changed: samples whose tokens are others now."""
+
+    bad: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+    asked: list[Request] = field(default_factory=list)
+    open: dict[tuple[str, int], Request] = field(default_factory=dict)
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        self.asked += requests
+        for one in requests:
+            assert (one.dataset, one.draw) not in self.open, "asked twice at once"
+            self.open[one.dataset, one.draw] = one
+
+    def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
+        one = self.open.pop((dataset, draw))
+        if one.index in self.bad:
+            return UserError(f"file:{one.index}: is cut off")
+        sizes = {"language": int(LENGTHS[one.index]), "vision": int(LENGTHS[one.index] % 3 * 4)}
+        ids = (
+            _tokens(one.index) + (one.index in self.changed)
+            if "tokens" in one.parts
+            else np.zeros(0, np.int64)
+        )
+        media = {"vision": {"pixels": np.full(2, one.index)}} if "vision" in one.parts else {}
+        return EncodedSample(f"file:{one.index}", ids, ids, media, sizes)
+
+    def forget(self, dataset: str) -> None:
+        self.open.clear()
+
+    def close(self) -> None: ...
+
+
+Cut = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+
+
+def _plan(samples: Sequence[EncodedSample], step: int) -> Cut:
+    """Two vision ranks and two language ranks, shares that hang on the sizes of the whole batch."""
+    order = sorted(range(len(samples)), key=lambda at: (samples[at].sizes["language"], at))
+    by_images = sorted(range(len(samples)), key=lambda at: (samples[at].sizes["vision"], at))
+    has_images = [at for at in by_images if samples[at].sizes["vision"]]
+    return (tuple(has_images[0::2]), tuple(has_images[1::2])), (tuple(order[0::2]), tuple(order[1::2]))
+
+
+def _needs(rank: int):
+    def needs(step: Cut) -> dict[int, frozenset[str]]:
+        vision, language = step
+        part, share = ("vision", vision[rank]) if rank < 2 else ("tokens", language[rank - 2])
+        return {number: frozenset({part}) for number in share}
+
+    return needs
+
+
+SAMPLER = Sampler((23,), (1.0,), seed=3, global_batch_size=6)
+
+
+def _feed(rank: int, source: _Source, steps: int = 8, **settings) -> Feed[Cut]:
+    data = _data(settings.pop("refused", None))
+    start = settings.pop("start", SAMPLER.start())
+    return Feed(data, draws(SAMPLER, start, 0, steps), source, _plan, _needs(rank), **settings)
+
+
+def test_what_four_ranks_decode_is_what_their_steps_use_each_part_once() -> None:
+    sources = [_Source() for _ in range(4)]
+    feeds = [_feed(rank, source) for rank, source in enumerate(sources)]
+    for number, inputs in enumerate(zip(*feeds, strict=True)):
+        expected, after = SAMPLER.take(SAMPLER.start(), 6 * (number + 1))
+        assert {one.step for one in inputs} == {inputs[0].step}
+        for rank, one in enumerate(inputs):
+            assert [s.id for s in one.batch.samples] == [f"file:{i}" for i in expected[-6:]]
+            assert [s.draw for s in one.batch.samples] == list(range(6 * number, 6 * number + 6))
+            assert one.batch.position.samples == after.samples
+            needed = _needs(rank)(one.step)
+            for at, sample in enumerate(one.batch.samples):
+                assert bool(sample.media) == ("vision" in needed.get(at, ()))
+                assert len(sample.input_ids) == (
+                    sample.sizes["language"] if "tokens" in needed.get(at, ()) else 0
+                )
+                assert sample.target_tokens == sample.sizes["language"] - 1
+                index = int(expected[-6 + at])
+                assert sample.content_digest == content_digest(_tokens(index), _tokens(index))
+    for feed in feeds:
+        feed.close()
+    decoded = Counter((part, one.draw) for source in sources for one in source.asked for part in one.parts)
+    assert set(decoded.values()) == {1}
+    assert sum(part == "tokens" for part, _ in decoded) == 48
+    indices, _ = SAMPLER.take(SAMPLER.start(), 48)
+    assert sum(part == "vision" for part, _ in decoded) == int((LENGTHS[indices] % 3 > 0).sum())
+
+
+def test_refused_samples_are_never_asked_for_and_named() -> None:
+    source = _Source()
+    refused = {4: "file:4: is too long", 7: "file:7: has no answer"}
+    with _feed(2, source, refused=refused) as feed:
+        seen = [one.batch for one in feed]
+    assert not {one.index for one in source.asked} & {4, 7}
+    indices, _ = SAMPLER.take(SAMPLER.start(), 48)
+    assert Counter(p for b in seen for p in b.problems) == Counter(
+        refused[i] for i in indices if i in refused
+    )
+    assert all(b.num_samples + b.skipped == 6 for b in seen)
+
+
+def _exchange(feeds: list[Feed[Cut]]) -> None:
+    everything = sorted({tuple(one) for feed in feeds for one in feed.found()})
+    for feed in feeds:
+        feed.leave_out(everything)
+
+
+@pytest.mark.parametrize("bad", [{0, 5, 11}, set(range(0, 23, 2))])
+def test_what_one_rank_finds_bad_all_leave_out_before_the_step_and_ever_after(bad: set[int]) -> None:
+    sources = [_Source(frozenset(bad)) for _ in range(4)]
+    feeds = [_feed(rank, source, skips=True) for rank, source in enumerate(sources)]
+    steps = []
+    for _ in range(8):
+        _exchange(feeds)
+        inputs = [next(feed) for feed in feeds]
+        assert len({one.step for one in inputs}) == 1
+        assert len({tuple(s.id for s in one.batch.samples) for one in inputs}) == 1
+        for rank, one in enumerate(inputs):  # what is used is there
+            for number, parts in _needs(rank)(one.step).items():
+                sample = one.batch.samples[number]
+                assert bool(sample.media) == ("vision" in parts)
+                assert bool(len(sample.input_ids)) == ("tokens" in parts)
+        steps.append([s.id for s in inputs[0].batch.samples])
+    for feed in feeds:
+        assert feed.left_out == feeds[0].left_out
+        feed.close()
+    # Whatever order it was found in: the batches are those of an undisturbed order without these samples, from the step
+    # on in which they were first due. (A bad sample may also be found by a rank that reads ahead, never too late.)
+    indices, _ = SAMPLER.take(SAMPLER.start(), 48)
+    for number, ids in enumerate(steps):
+        due = [i for i in indices[6 * number : 6 * number + 6].tolist() if i not in bad]
+        assert ids == [f"file:{i}" for i in due]
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_what_a_rank_comes_to_need_as_others_are_left_out_is_decoded(place: int) -> None:
+    def both(step: Cut) -> dict[int, frozenset[str]]:
+        first, second = _needs(0)(step), _needs(2)(step)
+        return {at: first.get(at, frozenset()) | second.get(at, frozenset()) for at in {**first, **second}}
+
+    source = _Source()
+    indices, _ = SAMPLER.take(SAMPLER.start(), 48)
+    with Feed(_data(), draws(SAMPLER, SAMPLER.start(), 0, 8), source, _plan, both, skips=True) as feed:
+        for step in range(8):
+            feed.found()  # the coming step is decoded
+            feed.leave_out([(int(indices[6 * step + place]), "another rank found it cut off")])
+            one = next(feed)
+            for number, parts in both(one.step).items():
+                sample = one.batch.samples[number]
+                assert "vision" not in parts or sample.media
+                assert "tokens" not in parts or len(sample.input_ids)
+    decoded = Counter((part, one.draw) for one in source.asked for part in one.parts)
+    assert set(decoded.values()) == {1}  # and nothing twice
+
+
+def test_a_resumed_run_makes_the_same_steps() -> None:
+    bad = frozenset({2, 9})
+
+    def run(start, steps, left_out):
+        feed = _feed(2, _Source(bad), steps, start=start, skips=True, left_out=left_out)
+        seen = []
+        for _ in range(steps):
+            feed.leave_out(feed.found())
+            one = next(feed)
+            seen.append((one.step, one.batch.position, [s.draw for s in one.batch.samples]))
+        feed.close()
+        return seen, feed.left_out
+
+    whole, _ = run(SAMPLER.start(), 6, {})
+    head, left_out = run(SAMPLER.start(), 2, {})
+    tail, _ = run(head[-1][1], 4, left_out)
+    assert head + tail == whole
+
+
+def test_a_bad_sample_stops_the_run_when_its_step_is_due_unless_they_are_skipped() -> None:
+    indices, _ = SAMPLER.take(SAMPLER.start(), 12)
+    wanted = next(int(i) for i in indices[6:] if i not in indices[:6])
+    seen, errors = 0, []
+    for rank in (2, 3):
+        with _feed(rank, _Source(frozenset({wanted}))) as feed:
+            next(feed)
+            try:
+                next(feed)
+                seen += 1
+            except UserError as error:
+                errors.append(str(error))
+    assert (seen, errors) == (1, [f"file:{wanted}: is cut off"])
+
+
+def test_a_step_of_corrupt_samples_alone_and_data_that_change_are_errors() -> None:
+    refused = {i: f"file:{i}: is bad" for i in range(23)}
+    with (
+        _feed(2, _Source(), refused=refused) as feed,
+        pytest.raises(UserError, match="every sample of a batch"),
+    ):
+        next(feed)
+    index = int(SAMPLER.take(SAMPLER.start(), 1)[0][0])
+    raised = 0
+    for rank in (2, 3):
+        with _feed(rank, _Source(changed=frozenset({index}))) as feed:
+            try:
+                next(feed)
+            except UserError as error:
+                raised += f"file:{index} is not what it was" in str(error)
+    assert raised == 1
+
+
+def test_what_is_decided_ahead_is_bounded_and_closing_ends_the_thread() -> None:
+    source = _Source()
+    before = threading.active_count()
+    endless = (Draw(k, np.array([k % 23]), k, SAMPLER.start()) for k in range(10**9))
+    feed: Feed[Cut] = Feed(_data(), endless, source, _plan, _needs(2), look_ahead=3)
+    next(feed)
+    # One step is out, one lies ready, one is being put together, and three are asked for.
+    assert max(one.draw for one in source.asked) <= 7
+    feed.close()
+    assert threading.active_count() == before
+    assert not source.open

@@ -1,0 +1,132 @@
+"""What was simulated is what is executed: the planner's steps are those of the trainer, sample by sample."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dilatant.config import Config, parse_config
+from dilatant.data.loader import Loader
+from dilatant.profiling.assemble import assemble_samples
+from dilatant.profiling.planning import PlanningProblem, plan_run, planning_problem, simulated_steps
+from dilatant.runtime.cost_correction import CostCorrection
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.step_planner import StepPlanner
+from dilatant.schedule.trainability import trainability_of
+from dilatant.training.planned_run import training_plan
+from dilatant.training.prepare import Prepared, prepare
+
+BATCH = 16
+WIDTH = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "image_size": 8,
+    "patch_size": 4,
+    "num_channels": 1,
+    "num_hidden_layers": 2,
+    "vision_use_head": False,
+    **WIDTH,
+}
+LANGUAGE = {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 1, **WIDTH}
+
+
+def write_samples(folder: Path, count: int) -> None:
+    """Samples of unlike lengths, with no, one or several images."""
+    draw = np.random.default_rng(0)
+    Image.fromarray(draw.integers(0, 255, (8, 8), dtype=np.uint8)).save(folder / "one.png")
+    lines = []
+    for _ in range(count):
+        images = [{"type": "image", "image": "one.png"}] * int(draw.integers(0, 4))
+        text = {"type": "text", "text": "a" * int(draw.integers(1, 60))}
+        lines.append(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": [*images, text]},
+                        {"role": "assistant", "content": "b" * int(draw.integers(1, 12))},
+                    ]
+                }
+            )
+        )
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def config(folder: Path, **sections: Any) -> Config:
+    plan = {"steps": 2, "microbatch_sizes": [2, 4], **sections.pop("plan", {})}
+    tree = {
+        "output_dir": "run",
+        "model": {
+            "encoders": {"vision": {"kind": "image", "projector": "linear", "config": VISION}},
+            "language_model": {"tokenizer": "bytes", "config": LANGUAGE},
+            "freeze": ["vision.encoder"],
+        },
+        "data": {"train": [{"path": "train.jsonl"}], "max_length": 128, "workers": 0},
+        "train": {"steps": 2, "global_batch_size": BATCH, "report_to": []},
+        # Costs are then modelled: the same on any machine, and nothing is measured.
+        "cluster": {"hardware": "H100", "gpus_per_node": 4},
+        "plan": plan,
+        **sections,
+    }
+    return parse_config(tree, folder)
+
+
+def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem, Prepared, Config]:
+    """A plan as `dilatant plan` writes it, and a run that was told to train it."""
+    write_samples(folder, 2 * BATCH)
+    asked = config(folder, **sections)
+    problem = planning_problem(asked, assemble_samples(asked))
+    planned = training_plan(problem, plan_run(problem).result.winner)
+    (folder / "plan.json").write_text(planned.to_json(), encoding="utf-8")
+    plan = {name: value for name, value in sections.get("plan", {}).items() if name != "assignment"}
+    run = config(folder, **{**sections, "plan": plan, "parallel": {"plan": str(folder / "plan.json")}})
+    return problem, prepare(run), run
+
+
+@pytest.mark.parametrize(
+    ("policy", "row_tokens"),
+    [("random", None), ("disttrain", None), ("entrain", None), ("balanced", 100), ("searched", 100)],
+)
+def test_a_planned_run_executes_the_simulated_steps(
+    tmp_path: Path, policy: str, row_tokens: int | None
+) -> None:
+    train = {"steps": 2, "global_batch_size": BATCH, "report_to": [], "row_tokens": row_tokens}
+    problem, prepared, run = planned_and_prepared(tmp_path, plan={"assignment": policy}, train=train)
+    planned, model, samples = prepared.planned, prepared.model, prepared.samples
+    assert planned.assignment == policy
+    assert planned.costs is not None
+    assert planned.costs.origin.startswith("modelled for H100")
+    trainability = trainability_of(planned.plan, trainable_layers(model.units))
+    planner = StepPlanner(
+        planned.plan,
+        trainability,
+        model.graph,
+        planned.microbatching(run),
+        CostCorrection(planned.plan, planned.costs),
+        0,
+    )
+    simulated = simulated_steps(problem, planned.plan, planned.num_microbatches)
+    sampler = samples.train.sampler(run.seed, BATCH)
+    with Loader(
+        samples.train, samples.encoding, sampler, position=sampler.start(), steps=2, workers=0
+    ) as loader:
+        batches = [batch.samples for batch in islice(loader, 2)]
+    assert len(batches) == len(simulated) == 2
+    for number, (batch, expected) in enumerate(zip(batches, simulated, strict=True)):
+        step = planner.plan_step(batch, number)
+        assert step.assignment == expected.timeline.assignment
+        with pytest.raises(ValueError, match="planned for other samples"):
+            step.agreed([replace(sample, draw=sample.draw + 1) for sample in batch], number)
+        assert step.schedule.to_json() == expected.timeline.schedule.to_json()
+        assert step.predicted_seconds == pytest.approx(expected.seconds, rel=1e-12)
+        if row_tokens is not None:
+            for microbatches in step.assignment.microbatches["language"]:
+                for microbatch in microbatches:
+                    tokens = [step.tokens["language"][sample] for sample in microbatch]
+                    assert sum(tokens) <= row_tokens or len(tokens) == 1
