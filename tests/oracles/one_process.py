@@ -69,11 +69,10 @@ def losses_of_batch(
                 said = torch.log_softmax(logits[position].float(), dim=-1)[label]
                 losses["language"] = losses["language"] - said / targets
         for name, (connector, module, place, count) in generators.items():
-            for item in range(len(next(iter(sample.media[name].values()))) if sample.media.get(name) else 0):
-                places = (ids == place).nonzero()[:, 0].tolist()[item * count : (item + 1) * count]
-                rows = torch.stack([connector(heard[0][0, at]) for at in places])
-                wanted = {
-                    key: torch.as_tensor(array[item : item + 1]) for key, array in sample.media[name].items()
-                }
-                losses[name] = losses[name] + module(rows[None], **wanted)[0].float() / items[name]
+            if not sample.media.get(name):
+                continue
+            places = (ids == place).nonzero()[:, 0].tolist()
+            rows = torch.stack([connector(heard[0][0, at]) for at in places]).unflatten(0, (-1, count))
+            wanted = {key: torch.as_tensor(array) for key, array in sample.media[name].items()}
+            losses[name] = losses[name] + module(rows, **wanted).float().sum() / items[name]
     return losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ FAMILIES = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 
 @dataclass(frozen=True)
 class Run:
-    """A step of `count` samples of `tokens` tokens, one a microbatch, of a language model cut after `cut` layers."""
+    """A step of `count` samples of `tokens` tokens a replica, one a microbatch, of a language model cut in two.
+
+    Replicas share the optimizer's state.
+    """
 
     dtype: torch.dtype
     recompute: Any
@@ -50,6 +53,7 @@ class Run:
     vocabulary: int = 64
     loss_chunk: int | None = None
     width: int = 64
+    replicas: int = 1
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -65,18 +69,29 @@ class Run:
 
     def plan(self) -> Plan:
         layers = LAYERS + 2
-        stages = (Stage(0, layers // 2, (0,)), Stage(layers // 2, layers, (1,)))
-        return Plan((UnitPlan("language", (Replica(stages),), ()),))
+        replicas = tuple(
+            Replica((Stage(0, layers // 2, (rank,)), Stage(layers // 2, layers, (rank + 1,))))
+            for rank in range(0, 2 * self.replicas, 2)
+        )
+        return Plan((UnitPlan("language", replicas, ()),))
+
+    @property
+    def all_samples(self) -> int:
+        return self.count * self.replicas
 
     def samples(self) -> list[EncodedSample]:
         ids = np.random.default_rng(0).integers(3, self.vocabulary, self.tokens)
         sizes = {"language": self.tokens}
         return [
-            EncodedSample(f"sample-{n}", ids, ids.copy(), media={}, sizes=sizes) for n in range(self.count)
+            EncodedSample(f"sample-{n}", ids, ids.copy(), media={}, sizes=sizes)
+            for n in range(self.all_samples)
         ]
 
     def assignment(self) -> Assignment:
-        return Assignment({"language": (tuple((n,) for n in range(self.count)),)})
+        firsts = range(0, self.all_samples, self.count)
+        return Assignment(
+            {"language": tuple(tuple((n,) for n in range(first, first + self.count)) for first in firsts)}
+        )
 
 
 def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
@@ -84,15 +99,19 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     torch.set_num_threads(1)
     comm = Comm(worker.store, worker.rank, worker.size)
     with LiveStorages() as live:
-        runtime = Runtime(run.model(), run.plan(), comm, seed=0, precision=run.dtype)
-        optimizer = build_optimizer(runtime.parameters, OptimizerConfig(), lambda pattern: frozenset())
-        schedule = FAMILIES[run.family](run.plan(), run.assignment())
-        runtime.execute(run.samples(), run.assignment(), schedule)
+        runtime = Runtime(
+            run.model(), run.plan(), comm, seed=0, precision=run.dtype, zero="node", bucket_bytes=1 << 16
+        )
+        optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
+        samples, schedule = run.samples(), FAMILIES[run.family](run.plan(), run.assignment())
+        step = runtime.prepare(samples, run.assignment(), schedule)
+        runtime.execute(samples, step)
         optimizer.step()
+        runtime.owned.gather()
         held = live.now
         optimizer.zero_grad()
         live.reset_peak()
-        runtime.execute(run.samples(), run.assignment(), schedule)
+        runtime.execute(samples, step)
         peak = live.peak
     parameters = sum(p.numel() for p in runtime.parameters.values())
     runtime.close()
@@ -112,12 +131,13 @@ def test_a_trained_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, d
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:5]
-    said = {row[0].strip("`"): [int(number) for number in row[1:]] for row in rows[1:]}
+    said = {row[0].strip("`"): [float(cell.removesuffix(" / n")) for cell in row[1:]] for row in rows[1:]}
     for name, rules in (("fp32", FP32), ("bf16", BF16)):
-        assert said[f"precision: {name}"] == [
-            rules.weight, rules.gradient, rules.optimizer, rules.of(1, True),
-        ]  # fmt: skip
-        assert said[f"frozen, {name}"] == [rules.weight, 0, 0, rules.of(1, False)]
+        for line, trains in ((f"precision: {name}", True), (f"frozen, {name}", False)):
+            state = rules.shared(1, trains)
+            gradient = rules.gradient if trains else 0.0
+            whole = rules.of(1, trains)
+            assert said[line] == [rules.weight, gradient, state, whole, whole - state * 7 / 8]
 
 
 def _predicted(run: Run) -> np.ndarray:
@@ -125,12 +145,13 @@ def _predicted(run: Run) -> np.ndarray:
     found = describe_model(model, dict.fromkeys(model.units, run.recompute))
     probes = [layer_probe(entry, torch.device("cpu"), run.dtype) for entry in found.types]
     dtype = str(run.dtype).removeprefix("torch.")
-    tokens = (run.tokens // 2, run.tokens, 2 * run.tokens)
-    measured = profile_layers(probes, "here", dtype, tokens, repeats=1)
+    counts = (run.tokens // 2, run.tokens, 2 * run.tokens)
+    measured = profile_layers(probes, "here", dtype, counts, repeats=1)
     costs = costs_in_use(measured, found, 1.0, run.tokens, run.loss_chunk)
     schedule = FAMILIES[run.family](run.plan(), run.assignment())
-    stages = stage_costs(run.plan(), found.spec, costs, RULES[run.dtype])
-    timeline = predict(run.plan(), run.assignment(), schedule, stages, {"language": [run.tokens] * run.count})
+    stages = stage_costs(run.plan(), found.spec, costs, replace(RULES[run.dtype], zero="node"))
+    tokens = {"language": [run.tokens] * run.all_samples}
+    timeline = predict(run.plan(), run.assignment(), schedule, stages, tokens)
     return np.asarray(timeline.peak_bytes)
 
 
@@ -141,6 +162,7 @@ RUNS = {
     "gpipe, attention kept": Run(torch.float32, "block_keep_attention", "gpipe", 512, count=14),
     "halves": Run(torch.float32, "none", "zb-h1", 512),
     "loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, vocabulary=2000, loss_chunk=64),
+    "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
 }
 
 
@@ -171,5 +193,6 @@ def test_the_oracle_counts_what_the_allocator_gives(attention: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_of_a_step_is_what_the_planner_says(workers: WorkerPool, name: str) -> None:
     predicted = _predicted(RUNS[name])
-    for rank, (_, peak, _) in enumerate(workers.run(_held, 2, RUNS[name])):
+    ranks = len(RUNS[name].plan().ranks)
+    for rank, (_, peak, _) in enumerate(workers.run(_held, ranks, RUNS[name])):
         assert predicted[rank] == pytest.approx(peak, rel=0.05)

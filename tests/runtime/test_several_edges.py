@@ -16,9 +16,9 @@ from dilatant.models.stage import Boundary, StageOutput, StepData
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.executor import Executor, LocalStage
-from dilatant.runtime.gradient_sync import GradientSync
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
+from dilatant.runtime.shared_weights import share_weights
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients
 from dilatant.schedule.families import eager
@@ -128,7 +128,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         for stage in own
     }
     transport = Transport(comm, [stage.stage.ranks for stage in placed], look_ahead=1, check=True)
-    sync = GradientSync(comm, {}, {}, [])
+    sync = share_weights(comm, {}, {}, {}, {}, 1).sync  # of no weights
     executor = Executor(
         worker.rank,
         stages,
