@@ -122,12 +122,12 @@ def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(
 def test_a_degree_that_does_not_divide_names_the_unit_and_those_that_do(tmp_path):
     model, config = described(tmp_path), configured(tmp_path)
     target = plan_target(config.cluster)
-    with pytest.raises(UserError, match=r"language has 2 key/value heads, which 4 ranks .*; it takes 1, 2"):
-        measure_layers(model, target, (8,), degrees=[(4, 1)])
+    with pytest.raises(UserError, match=r"language: 4 attention heads .* 3 ranks; it takes tp 1, 2"):
+        measure_layers(model, target, (8,), degrees=[(3, 1)])
     elsewhere = configured(
         tmp_path, cluster={"hardware": "H100"}, plan={"tensor_parallel": [3], "context_parallel": [1]}
     )
-    with pytest.raises(UserError, match=r"vision has 4 attention heads, .*3 ranks"):
+    with pytest.raises(UserError, match=r"vision: 4 attention heads .*3 ranks"):
         layer_costs(elsewhere, model, plan_target(elsewhere.cluster))
 
 

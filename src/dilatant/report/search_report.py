@@ -113,9 +113,7 @@ def search_report(
 def _planned_only(only: str, result: SearchResult, trained: RankedPlan | None) -> str:
     """What to say of a winner that this version does not train."""
     if trained is None:
-        return (
-            f"planned only: {only}, which this version does not train yet; there is no plan for tp = cp = 1"
-        )
+        return f"planned only: {only}, which this version does not train yet; there is no plan for cp = 1"
     more = percent_text(trained.score.seconds / result.seconds - 1.0)
     return (
         f"planned only: {only}, which this version does not train yet. The best plan that it trains "
