@@ -323,8 +323,12 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    widths = [1] if case.language in UNDIVIDED or case.dropout else [1, 1, 2]
-    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, widths)
+    degrees = [(1, 1)]
+    if case.language not in UNDIVIDED and not case.dropout:
+        degrees.append((2, 1))
+    if case.attention is not None:
+        degrees += [(1, 2), (1, 3), *((tp, 2) for tp, _ in degrees[1:])]
+    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
@@ -363,17 +367,21 @@ def _draw_frozen(draw: Any, encoders: tuple, generators: tuple) -> tuple[str, ..
 
 
 def _draw_plan(
-    draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ...]], most_ranks: int, widths: list[int]
+    draw: Any,
+    layers: dict[str, int],
+    feeds: dict[str, tuple[str, ...]],
+    most_ranks: int,
+    degrees: list[tuple[int, int]],
 ) -> Plan:
     """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones.
 
-    Stages are on groups of ranks, as wide as tensor parallelism; all that is drawn here is drawn of groups.
+    Stages are on groups of tp x cp ranks; all that is drawn here is drawn of groups.
     """
     budget = draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks]))
-    tp: list[int] = []
-    while sum(tp) < budget:
-        tp.append(min(draw(st.sampled_from(widths)), budget - sum(tp)))
-    budget = len(tp)
+    groups: list[tuple[int, int]] = []
+    while (left := budget - sum(tp * cp for tp, cp in groups)) > 0:
+        groups.append(draw(st.sampled_from([(tp, cp) for tp, cp in degrees if tp * cp <= left])))
+    budget = len(groups)
     taken: list[int] = []
     units: dict[str, UnitPlan] = {}
     # The language model chooses first, so that others can be put on its ranks.
@@ -411,7 +419,8 @@ def _draw_plan(
     ranks_of: dict[int, tuple[int, ...]] = {}
     for group in sorted(taken):
         first = sum(map(len, ranks_of.values()))
-        ranks_of[group] = tuple(range(first, first + tp[group]))
+        tp, cp = groups[group]
+        ranks_of[group] = tuple(range(first, first + tp * cp))
     return Plan(
         tuple(
             UnitPlan(
@@ -419,7 +428,7 @@ def _draw_plan(
                 tuple(
                     Replica(
                         tuple(
-                            replace(stage, ranks=ranks_of[group], tp=tp[group])
+                            replace(stage, ranks=ranks_of[group], tp=groups[group][0], cp=groups[group][1])
                             for stage in replica.stages
                             for (group,) in [stage.ranks]
                         )

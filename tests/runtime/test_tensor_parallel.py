@@ -20,7 +20,7 @@ BATCHES = ((0, 1), (2, 3), (4, 5))
 
 
 def case_of(plan: Plan, family: Any = one_f_one_b, **changes: Any) -> Case:
-    case = replace(CASE, plan=plan, frozen=(), **changes)
+    case = replace(CASE, **{"plan": plan, "frozen": (), **changes})
     trainability = trainability_of(plan, trainable_layers(build_model(case, "meta").units))
     schedule = family(plan, case.assignment, trainability)
     return replace(case, schedule=type(schedule)(dict(schedule.actions)))

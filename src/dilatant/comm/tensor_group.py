@@ -18,10 +18,10 @@ from dilatant.comm.group import Group
 class TensorGroup:
     """The tensor-parallel ranks of a stage. index: this rank's place among them."""
 
-    def __init__(self, group: Group, rank: int) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self.size = len(group.ranks)
-        self.index = group.ranks.index(rank)
+        self.index = group.index
 
     def copy(self, hidden: Tensor) -> Tensor:
         """`hidden`, the same on all ranks, for a region of which each rank computes a share."""

@@ -12,13 +12,16 @@ from dilatant.config.errors import UserError
 from dilatant.cost.memory import Zero
 from dilatant.models.dtype import hold_in
 from dilatant.models.freeze import check
+from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Boundary, Stage, stage_tensors
+from dilatant.models.stage import Boundary, Context, Stage, stage_tensors
+from dilatant.models.unit import Unit
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.plan import Stage as StagePlan
 from dilatant.runtime.shared_unit import SharedUnit
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
 
@@ -53,7 +56,7 @@ def build_stages(
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
     shared = {
-        placed.unit: SharedUnit(model.units[placed.unit], comm, placed.stage.ranks, boxes)
+        placed.unit: SharedUnit(model.units[placed.unit], comm, _tensor_ranks(placed.stage, comm.rank), boxes)
         for placed in own
         if placed.stage.tp > 1 and model.units[placed.unit].structure is not None
     }
@@ -72,6 +75,7 @@ def build_stages(
     for placed in own:
         unit = model.units[placed.unit]
         stage = unit.stage(placed.stage.first, placed.stage.end)
+        stage.context = _context(placed, unit, comm)
         if placed.unit in shared:
             shared[placed.unit].share(stage, placed.stage.first, placed.stage.end)
         stage = stage.to(comm.device)
@@ -90,6 +94,24 @@ def build_stages(
                 parameter.grad_dtype = torch.float32  # autograd casts what arrives, and adds in fp32
         stages[placed.index] = stage
     return stages
+
+
+def _tensor_ranks(stage: StagePlan, rank: int) -> tuple[int, ...]:
+    """The ranks that share this one's tokens; tp varies fastest."""
+    first = stage.ranks.index(rank) // stage.tp * stage.tp
+    return stage.ranks[first : first + stage.tp]
+
+
+def _context(placed: PlacedStage, unit: Unit, comm: Comm) -> Context:
+    stage = placed.stage
+    if stage.cp == 1:
+        return Context()
+    place = stage.ranks.index(comm.rank)
+    if not isinstance(unit, LanguageUnit):
+        return Context(place // stage.tp, stage.cp)
+    ranks = stage.ranks[place % stage.tp :: stage.tp]
+    group = comm.group("context/" + "-".join(map(str, ranks)), ranks)
+    return Context(place // stage.tp, stage.cp, group)
 
 
 def build_shared(

@@ -31,12 +31,13 @@ from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.routes import boundary_of, stages_before
+from dilatant.runtime.routes import stages_before
+from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
-from dilatant.schedule.dependencies import Message, messages
+from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.step_assignment import Microbatching
@@ -384,7 +385,8 @@ class Runtime:
         loss = sum(weights[unit] * value for unit, value in losses.items())
         samples: tuple[str, ...] = ()
         if not math.isfinite(loss):
-            samples = tuple(name for names in all_gather_object(self.comm, nonfinite) for name in names)
+            everybody = all_gather_object(self.comm, nonfinite)
+            samples = tuple(dict.fromkeys(name for names in everybody for name in names))
         everything = all_gather_object(self.comm, own_found) if num_found else []
         return StepResult(
             loss=loss,
@@ -412,26 +414,16 @@ class Runtime:
             },
         )
 
-        def shape(message: Message) -> tuple[int, int, torch.dtype]:
-            boundary = self._boundary_of(message)
-            rows = sum(boundary.rows_of(samples[sample]) for sample in message.samples)
-            return rows, boundary.width, boundary.dtype
-
+        owners = RowOwners(self.model.units, self._placed, self._boundaries, step.routes, data)
         if not self._transport.has_open(step.routes):
             agreement.require()
-        self._transport.begin(step.routes, shape)
+        self._transport.begin(step.routes, owners.parcel, agreement.require)
         self._recorder.begin(kept=not data.predicts)
-        return self._executor.run(step.actions, step.routes, data, agreement)
+        return self._executor.run(step.actions, step.routes, data, agreement, owners)
 
     def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
         draws = draws_of(samples, number)
         return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
-
-    def _boundary_of(self, message: Message) -> Boundary:
-        """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
-        made = boundary_of(message)
-        taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
-        return self._boundaries[made][self._placed[taken].unit]
 
     def _wire(self, modules: Mapping[int, Stage]) -> dict[int, LocalStage]:
         before = stages_before(self.plan)
@@ -456,7 +448,8 @@ class Runtime:
                 gradients=gradients,
                 dropout=KeyedDropout(module, self.model.units[placed.unit]),
                 loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
-                speaks=placed.stage.ranks[0] == self.comm.rank,
+                speaks=placed.stage.ranks.index(self.comm.rank) % placed.stage.tp == 0,
+                leads=placed.stage.ranks[0] == self.comm.rank,
                 together=len(placed.stage.ranks) > 1,
             )
         return stages

@@ -31,7 +31,7 @@ class SharedUnit:
         self._unit = unit
         self._boxes = boxes
         self._plan = tensor_plan(unit)
-        self._ranks = TensorGroup(comm.group("tensor/" + "-".join(map(str, ranks)), ranks), comm.rank)
+        self._ranks = TensorGroup(comm.group("tensor/" + "-".join(map(str, ranks)), ranks))
         self._drawn: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
