@@ -44,10 +44,12 @@ MORE_LANGUAGES = {
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
     "cohere": {},
+    "mixtral": {},
+    "stablelm": {},
 }
 """Families that are not drawn."""
-UNDIVIDED = ("olmo2",)
-"""Families that no two ranks can share: their queries are normalised over all heads."""
+UNDIVIDED = ("olmo2", "mixtral", "stablelm")
+"""Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {
     "siglip_vision_model": {**SMALL, "image_size": 8, "patch_size": 4, "vision_use_head": False},

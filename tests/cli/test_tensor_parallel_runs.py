@@ -56,6 +56,9 @@ def test_a_run_of_shared_layers_goes_on_in_replicas_and_then_in_one_process(
     # fp32 sums in another order, which six optimizer steps amplify.
     assert losses(run) == pytest.approx(losses(one), rel=1e-4)
     exported, expected = (load_file(of / "export/language/model.safetensors") for of in (run, one))
+    code, out, err = dilatant("simulate", run)
+    assert code == 0, err
+    assert "A measured step took" in out
     assert {key: tensor.shape for key, tensor in exported.items()} == {
         key: tensor.shape for key, tensor in expected.items()
     }

@@ -13,7 +13,7 @@ from dilatant.cost.model import CostModel
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.profiling.layer_probes import layer_probe
-from dilatant.profiling.layer_shards import is_divided, tensor_shard
+from dilatant.profiling.layer_shards import tensor_shard
 from dilatant.profiling.planned_hardware import plan_target
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -115,7 +115,7 @@ def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(
         # Two all-reduces, which wait for at least their latency.
         assert degrees[2, 1].forward.c >= 2 * target.hardware.inside.latency
     for entry in model.types:
-        if not is_divided(entry):
+        if not entry.is_divided:
             assert costs.layers[entry.kind][2, 1] == costs.layers[entry.kind][1, 1], entry.kind
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
+from dilatant.comm.comm import Comm
+from dilatant.comm.launch import local_worker
 from dilatant.models.random_draws import DoesNotFit, KeyedDraws, Spread
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from drawn_steps import CASE, TEXT, build_model, build_samples
 
@@ -186,3 +190,17 @@ def test_two_samples_of_one_draw_are_refused() -> None:
     with pytest.raises(UserError, match="the same draw, 4"):
         runtime.execute(samples)
     runtime.close()
+
+
+def test_a_stage_drops_beside_a_frozen_one_on_its_rank() -> None:
+    """The embedding is tied and trains; what is behind it is frozen, but for the head."""
+    frozen = ("language.*norm*", "language.layers.*")
+    case = replace(PHI, tied=True, encoders=(), frozen=frozen, texts=((6, ()),) * 3)
+
+    def loss(*borders: int) -> float:
+        stages = tuple(Stage(first, end, (0,)) for first, end in pairwise(borders))
+        worker = local_worker()
+        plan = Plan((UnitPlan("language", (Replica(stages),)),))
+        return loss_of(Runtime(build_model(case), plan, Comm(worker.store, 0, 1)), build_samples(case))
+
+    assert loss(0, 1, 4) == pytest.approx(loss(0, 4), rel=1e-6)  # roundings of fp32 sums

@@ -71,10 +71,16 @@ def slice_model(
 def _shell(
     module: nn.Module, structure: Structure, configs: dict[int, Any], first: int, end: int
 ) -> nn.Module:
-    """A copy of `module` that shares children and weights, with the config of a model of fewer blocks."""
+    """A copy of `module` that shares children with weights, with the config of a model of fewer blocks."""
     shell = copy.copy(module)
     for registry in ("_modules", "_parameters", "_buffers"):
         shell.__dict__[registry] = dict(module.__dict__[registry])
+    for name, child in module._modules.items():
+        # Dropout between layers, which trains in one slice and may not in another.
+        if child is not None and not (
+            any(True for _ in child.parameters()) or any(True for _ in child.buffers())
+        ):
+            shell._modules[name] = copy.copy(child)
     config = getattr(module, "config", None)
     if config is not None:
         if id(config) not in configs:

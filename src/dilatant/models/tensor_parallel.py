@@ -51,15 +51,7 @@ class VocabularyShard:
 
     def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """As `loss.sum_cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
-        logits = logits.float()
-        shifted = logits - self.ranks.largest(logits.amax(dim=-1))[:, None]
-        own = (targets >= self.first) & (targets < self.end)
-        picked = shifted.gather(-1, torch.where(own, targets - self.first, 0)[:, None])[:, 0]
-        sums = self.ranks.sum(
-            torch.stack([shifted.exp().sum(dim=-1), picked.where(own, picked.new_zeros(()))])
-        )
-        losses = sums[0].log() - sums[1]
-        return losses.where(targets != IGNORED, losses.new_zeros(())).sum()
+        return _CrossEntropy.apply(logits, targets, self)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The likeliest row of the whole vocabulary, the first of equals: int64 [positions]."""
@@ -67,6 +59,30 @@ class VocabularyShard:
         wins = values == self.ranks.largest(values)
         beyond = torch.iinfo(torch.int64).min
         return -self.ranks.largest(torch.where(wins, -(rows + self.first), beyond))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps one number for each logit, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+        largest = shard.ranks.largest(logits.amax(dim=-1).float())
+        weights = torch.sub(logits.float(), largest[:, None])
+        own = (targets >= shard.first) & (targets < shard.end)
+        places = torch.where(own, targets - shard.first, 0)[:, None]
+        picked = weights.gather(-1, places)[:, 0].masked_fill(~own, 0)
+        sums = shard.ranks.sum(torch.stack([weights.exp_().sum(dim=-1), picked]))
+        ctx.save_for_backward(weights, sums[0], places, own, targets != IGNORED)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weights, sums, places, own, counts = ctx.saved_tensors
+        scale = gradient * counts
+        towards = weights * (scale / sums)[:, None]
+        towards.scatter_add_(-1, places, -(scale * own)[:, None])
+        return towards.to(ctx.dtype), None, None
 
 
 class _VocabularyParallel:

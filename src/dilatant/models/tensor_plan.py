@@ -140,7 +140,7 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     blocks = list(zip(unit.layers[1:], unit.blocks))
     problems = dict.fromkeys(problem for _, block in blocks for problem in _refusals(block, rules))
     if problems:
-        return TensorPlan(problems=tuple(f"{unit.unit}: {problem}" for problem in problems))
+        return TensorPlan(problems=(f"{unit.unit}: {next(iter(problems))}",))
     cuts: dict[str, Cut] = {}
     partial: set[str] = set()
     found = []

@@ -19,7 +19,7 @@ from dilatant.attention.hook import use_dilatant_attention
 from dilatant.config import UserError, list_problems
 from dilatant.models.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.unit import Unit
-from dilatant.profiling.describe_model import BLOCK, EMBEDDING, HEAD, LayerType, ModelDescription
+from dilatant.profiling.describe_model import ModelDescription
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 _SIZES = (
@@ -32,11 +32,6 @@ _INTO_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value")
 _OUT_OF_HEADS = ("o_proj", "out_proj", "projection_layer", "dense")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 """The projections of an attention module, and where it keeps its number of heads."""
-
-
-def is_divided(entry: LayerType) -> bool:
-    """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
-    return entry.role == BLOCK or (entry.geometry is None and entry.role in (EMBEDDING, HEAD))
 
 
 def check_tensor_degrees(model: ModelDescription, degrees: Iterable[int]) -> None:

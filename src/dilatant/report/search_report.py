@@ -204,11 +204,11 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        trained = sum(layer.parameters for layer in layers if layer.trainable) / placed.stage.tp
-        weights += rules.weight * sum(layer.parameters for layer in layers) / placed.stage.tp
-        gradients += rules.gradient * trained
-        state = [rules.shared(layer.parameters, layer.trainable) for layer in layers]
-        optimizer += float((np.array(state) / shared_by[placed.index]).sum()) / placed.stage.tp
+        tp = placed.stage.tp
+        weights += rules.weight * sum(layer.held(tp) for layer in layers)
+        gradients += rules.gradient * sum(layer.held(tp) for layer in layers if layer.trainable)
+        state = [rules.shared(layer.held(tp), layer.trainable) for layer in layers]
+        optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
