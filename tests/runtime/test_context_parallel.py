@@ -60,6 +60,13 @@ def test_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
     check_case(workers, case, "none", 1)
 
 
+def test_ranks_without_rows_of_an_encoder_differentiate_as_the_others(workers: WorkerPool) -> None:
+    """Where the language model is frozen, only those rows ask for gradients; attention's are collectives."""
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), cp=4),))
+    texts = ((60, (1,)), (30, (0,)), *(((40, (0,)),) * 4))
+    check_case(workers, case_of(plan, attention="causal", texts=texts, frozen=("language",)), "none", 1)
+
+
 def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) -> None:
     units = (
         UnitPlan(
