@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dilatant.models.packed_row import PackedRow
+
 
 def has_router_loss(model: PreTrainedModel) -> bool:
     """Whether the config asks for it, as in transformers: `output_router_logits` and `router_aux_loss_coef`."""
@@ -29,24 +31,25 @@ def count_routers(model: PreTrainedModel) -> int:
     """How many blocks choose experts."""
     recorded = cast(Any, model.base_model)._can_record_outputs["router_logits"]
     recorders = recorded if isinstance(recorded, list) else [recorded]
-    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    classes: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return sum(isinstance(module, classes) for module in model.base_model.modules())
 
 
-def router_loss(logits: Sequence[Tensor], lengths: Sequence[int], experts_a_token: int) -> Tensor:
-    """Of a packed row, summed over its tokens and the routers: a scalar, fp32; with even use each adds
-    `experts_a_token`.
+def router_loss(logits: Sequence[Tensor], row: PackedRow, experts_a_token: int) -> Tensor:
+    """What this rank's tokens add, over them and the routers: a scalar, fp32. With even use each token adds
+    `experts_a_token` for each router.
 
-    logits: of each router, [tokens, experts]. lengths: tokens of each sample.
+    logits: of each router, [tokens, experts].
     """
-    device = logits[0].device
-    sizes = torch.tensor(lengths)
-    sample_of = torch.repeat_interleave(torch.arange(len(lengths)), sizes).to(device)
-    total = torch.zeros((), device=device)
+    device, samples = logits[0].device, len(row.lengths)
+    sample_of = row.sample_of.where(row.sample_of >= 0, samples).to(device)
+    lengths = torch.tensor(row.lengths, device=device)[:, None]
+    uses, shares = [], []
     for each in logits:
-        shares = each.float().softmax(dim=-1)
-        chosen = torch.zeros_like(shares).scatter_(1, shares.topk(experts_a_token, dim=-1).indices, 1.0)
-        by_sample = shares.new_zeros(len(lengths), shares.shape[1])
-        use = by_sample.index_add(0, sample_of, chosen) / sizes.to(device)[:, None]
-        total = total + shares.shape[1] * (use * by_sample.index_add(0, sample_of, shares)).sum()
-    return total
+        share = each.float().softmax(dim=-1)
+        chosen = torch.zeros_like(share).scatter_(1, share.topk(experts_a_token, dim=-1).indices, 1.0)
+        none = share.new_zeros(samples + 1, share.shape[1])
+        uses.append(none.index_add(0, sample_of, chosen)[:samples])
+        shares.append(none.index_add(0, sample_of, share)[:samples])
+    use = row.sum(torch.stack(uses)) / lengths  # by all of a sample's tokens, on whatever rank
+    return logits[0].shape[1] * (use * torch.stack(shares)).sum()

@@ -17,7 +17,7 @@ from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
-from dilatant.plan.runnable import TRAINED_DEGREES, planned_only
+from dilatant.plan.runnable import planned_only, trains
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore
 from dilatant.plan.search import RankedPlan, SearchResult, search
@@ -145,14 +145,13 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
 def as_trained(problem: PlanningProblem) -> PlanningProblem:
     """The problem with the degrees only that this version trains. Raises UserError where layers have no such costs."""
     layers = {
-        kind: {degree: cost for degree, cost in known.items() if degree in TRAINED_DEGREES}
+        kind: {degree: cost for degree, cost in known.items() if trains(*degree)}
         for kind, known in problem.costs.layers.items()
     }
     lacking = [kind for kind, known in layers.items() if not known]
     if lacking:
         raise UserError(
-            f"the costs have no tp = cp = 1, which alone this version trains, of {', '.join(lacking)}; profile with "
-            "--tp 1 --cp 1"
+            f"the costs have no cp = 1, which alone this version trains, of {', '.join(lacking)}; profile with --cp 1"
         )
     return replace(problem, costs=replace(problem.costs, layers=layers))
 

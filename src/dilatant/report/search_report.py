@@ -113,9 +113,7 @@ def search_report(
 def _planned_only(only: str, result: SearchResult, trained: RankedPlan | None) -> str:
     """What to say of a winner that this version does not train."""
     if trained is None:
-        return (
-            f"planned only: {only}, which this version does not train yet; there is no plan for tp = cp = 1"
-        )
+        return f"planned only: {only}, which this version does not train yet; there is no plan for cp = 1"
     more = percent_text(trained.score.seconds / result.seconds - 1.0)
     return (
         f"planned only: {only}, which this version does not train yet. The best plan that it trains "
@@ -206,11 +204,11 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        trained = sum(layer.parameters for layer in layers if layer.trainable) / placed.stage.tp
-        weights += rules.weight * sum(layer.parameters for layer in layers) / placed.stage.tp
-        gradients += rules.gradient * trained
-        state = [rules.shared(layer.parameters, layer.trainable) for layer in layers]
-        optimizer += float((np.array(state) / shared_by[placed.index]).sum()) / placed.stage.tp
+        tp = placed.stage.tp
+        weights += rules.weight * sum(layer.held(tp) for layer in layers)
+        gradients += rules.gradient * sum(layer.held(tp) for layer in layers if layer.trainable)
+        state = [rules.shared(layer.held(tp), layer.trainable) for layer in layers]
+        optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
