@@ -515,7 +515,7 @@ def expected(
         name: (units[name].connector, units[name].model, token_id(case, name), PLACES)
         for name, *_ in case.generators
     }
-    router = LANGUAGE[case.language].get("router_aux_loss_coef", 0.0)
+    router = (LANGUAGE | MORE_LANGUAGES)[case.language].get("router_aux_loss_coef", 0.0)
     weights = {
         "language": 1.0,
         "language.router": router,

@@ -69,7 +69,8 @@ class PackedRow:
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Hidden states of the tokens that are run, of those that the rank has: [tokens, hidden]."""
-        return functional.pad(hidden, (0, 0, 0, len(self.ids) - len(hidden)))
+        missing = len(self.ids) - len(hidden)
+        return functional.pad(hidden, (0, 0, 0, missing)) if missing else hidden
 
     def unpadded(self, hidden: Tensor) -> Tensor:
         """The reverse of `padded`."""
