@@ -1,8 +1,8 @@
 """What shared layers cost: our tensor parallelism against torch's DTensor (`parallelize_module`).
 
-Both run the blocks of the same Llama-type model with the same weights, forward and backward, in the same processes, step by
-step in turn, so noise of the machine falls on both. Gradients of the input are compared once. Counted, too, are our
-collectives. Gloo on a CPU; more ranks than cores share the cores, in our steps and in theirs.
+Both run the blocks of the same Llama-type model with the same weights, forward and backward, in the same processes,
+step by step in turn, so noise of the machine falls on both. Gradients of the input are compared once. Counted, too, are
+our collectives. Gloo on a CPU; more ranks than cores share the cores, in our steps and in theirs.
 
     python benchmarks/dimensions.py --json benchmarks/results/dimensions.json
 """
