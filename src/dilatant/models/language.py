@@ -27,6 +27,7 @@ from dilatant.models.chunked_head import (
 from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.random_draws import Spread
+from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
@@ -65,8 +66,9 @@ class LanguageStage(Stage):
     """Layers of the language model.
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
-    container: path of the module that holds the blocks. loss_chunk: see `chunked_head.chunked_loss`.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
+    path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -91,6 +93,7 @@ class LanguageStage(Stage):
         is_first: bool = True,
         is_last: bool = True,
         loss_chunk: int | None = LOSS_CHUNK,
+        routers: str | None = None,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -102,6 +105,7 @@ class LanguageStage(Stage):
         self.is_first = is_first
         self.is_last = is_last
         self.loss_chunk = loss_chunk
+        self.routers = routers
 
     def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
@@ -125,6 +129,7 @@ class LanguageStage(Stage):
             if data.predicts:
                 wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths)[0])
                 wanted, labels = to_device(wanted, data.device), None
+        router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
         output = self(
             row(ids) if self.is_first else None,
             {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]},
@@ -141,9 +146,15 @@ class LanguageStage(Stage):
             else None,
             **self.attention_of([sample.input_ids for sample in packed]),
             predicted_at=wanted,
+            router_logits=router_logits,
         )
+        losses = {}
+        if router_logits:
+            assert self.routers is not None
+            total = router_loss(router_logits, lengths, self.model.config.num_experts_per_tok)
+            losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
-            return StageOutput(output[0])
+            return StageOutput(output[0], losses)
         if wanted is not None:
             return StageOutput(predicted=output.predicted)
         rows = None
@@ -152,7 +163,7 @@ class LanguageStage(Stage):
                 unit: output.hidden[0, torch.as_tensor(_places(packed, unit, token_id)).to(data.device)]
                 for unit, token_id in self.outputs.items()
             }
-        return StageOutput(rows, {self.unit: output.loss})
+        return StageOutput(rows, {self.unit: output.loss, **losses})
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
@@ -185,16 +196,18 @@ class LanguageStage(Stage):
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
         places: Mapping[str, Tensor] | None = None,
+        router_logits: list[Tensor] | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
         among these says what the mask says.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. predicted_at:
-        int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and nothing else. places: see
-        `merge_rows`. labels may lie on the host, if `lengths` of a packed row are given: then nothing waits for the
-        device to find the targets. Raises UserError where rows do not fit.
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
+        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
+        nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
+        [tokens, experts]. labels may lie on the host, if `lengths` of a packed row are given: then nothing
+        waits for the device to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -214,7 +227,12 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
-        hidden = self.model.base_model(**run).last_hidden_state
+        if router_logits is not None:
+            run["output_router_logits"] = True
+        output = self.model.base_model(**run)
+        if router_logits is not None:
+            router_logits += output.router_logits or ()
+        hidden = output.last_hidden_state
         if not self.is_last:
             return hidden
         # The head runs where it must: the vocabulary is large.
@@ -295,7 +313,11 @@ class LanguageUnit(Unit, LanguageStage):
         self.structure = structure
         self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         self.inputs = tuple(placeholder_ids)
-        self.loss = Loss(_target_tokens)
+        self.losses = {name: Loss(_target_tokens)}
+        self.routers = f"{name}.router" if has_router_loss(model) else None
+        if self.routers is not None:
+            in_all = partial(_tokens_of_routers, name, count_routers(model))
+            self.losses[self.routers] = Loss(in_all, router_weight(model))
         self.generating_attention = None
         self._freeze_at_start()
 
@@ -353,6 +375,7 @@ class LanguageUnit(Unit, LanguageStage):
             is_first=is_first,
             is_last=is_last,
             loss_chunk=self.loss_chunk,
+            routers=self.routers,
         )
 
 
@@ -362,6 +385,10 @@ def _target_tokens(sample: EncodedSample) -> int:
 
 def _tokens(unit: str, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0)
+
+
+def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:
+    return routers * sample.sizes.get(unit, 0)
 
 
 def _places(packed: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:
