@@ -29,7 +29,7 @@ def count_routers(model: PreTrainedModel) -> int:
     """How many blocks choose experts."""
     recorded = cast(Any, model.base_model)._can_record_outputs["router_logits"]
     recorders = recorded if isinstance(recorded, list) else [recorded]
-    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    classes: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return sum(isinstance(module, classes) for module in model.base_model.modules())
 
 
