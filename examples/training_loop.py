@@ -12,25 +12,31 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from dilatant.comm.launch import Worker, launch
+from dilatant import Encoder, MultimodalModel, ParallelSpec, launch, parallelize
+from dilatant.comm.launch import Worker
 from dilatant.data.sample import EncodedSample
-from dilatant.models import Encoder, MultimodalModel
-from dilatant.plan import ParallelSpec
-from dilatant.report.perfetto import describe, summarize, write_timeline
-from dilatant.runtime.parallelize import parallelize
+from dilatant.report.gantt_of_step import measured_chart
+from dilatant.report.gantt_summary import by_lane
+from dilatant.report.perfetto import write_timeline
 
 QUESTION, IMAGE, TOKENS = 10, 11, 16
 
 
 def build_model() -> MultimodalModel:
     """On the meta device: every rank gives memory to its own layers only."""
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     vision = SiglipVisionConfig(**size, image_size=8, patch_size=2, num_channels=1, vision_use_head=False)
     language = LlamaConfig(**size, vocab_size=12, num_key_value_heads=4, pad_token_id=0)
     encoder = Encoder(vision, projector="linear", placeholder_id=IMAGE)
@@ -72,7 +78,7 @@ def train(worker: Worker, settings: argparse.Namespace) -> float:
         num_microbatches=settings.microbatches,
         worker=worker,
     )
-    optimizer = torch.optim.AdamW(parallel.trainable(), lr=3e-3)
+    optimizer = torch.optim.AdamW(parallel.trainable, lr=3e-3)
     training, held_out = read_digits(200)
     loader = batches(training, 64)
     for step in range(1, settings.steps + 1):
@@ -82,11 +88,11 @@ def train(worker: Worker, settings: argparse.Namespace) -> float:
         optimizer.zero_grad()
         if worker.rank == 0 and step % 20 == 0:
             print(f"step {step:4}  loss {output.loss:.4f}  gradient norm {norm:.3f}", flush=True)
-    actions = parallel.runtime.measured()
+    actions = parallel.measured()
     if worker.rank == 0:
-        print(describe(summarize(actions, parallel.runtime.plan)))
+        print(by_lane(measured_chart(actions, parallel.plan), parallel.plan))
         if settings.timeline:
-            write_timeline(settings.timeline, actions, parallel.runtime.plan, parallel.arrows())
+            write_timeline(settings.timeline, actions, parallel.plan, parallel.arrows())
     loss = parallel.execute(held_out).loss
     parallel.close()
     if worker.rank == 0:

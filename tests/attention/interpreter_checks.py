@@ -70,7 +70,7 @@ def check(case: Case, tuning: Tuning, tolerance: float) -> None:
     sinks=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=5, deadline=None, print_blob=True)
 def test_drawn_rows_equal_dense_attention(
     mask: AttentionMask,
     tuning: Tuning,

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import socket
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,7 +16,12 @@ from tiny_project import Dilatant
 
 from dilatant.comm.fork_server import warm_up
 from dilatant.config import Config, UserError, load_config
+from dilatant.cost.model import load_costs
 from dilatant.plan import Plan
+from dilatant.profiling.assemble import load_model_tokenizer
+from dilatant.profiling.cost_cache import keep_costs
+from dilatant.profiling.describe_model import describe_model, skeleton
+from dilatant.profiling.planned_hardware import plan_target
 from dilatant.training import planning_process
 from dilatant.training.planning_process import PlanningJob
 from dilatant.training.run import train
@@ -123,6 +129,20 @@ def test_a_launcher_with_more_processes_than_any_plan_uses_is_told_how_many_do(p
     with pytest.raises(UserError, match=r"torchrun started 32 processes, and no plan uses .* Start \d+, or"):
         planning_process._choose(job, lambda text: None)
     assert not (project / "run" / "plan").exists()
+
+
+def test_costs_that_were_measured_before_are_planned_with_and_said(
+    project: Path, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILATANT_CACHE", str(tmp_path / "cache"))
+    config = load_config(project / "config.yaml", ["parallel=auto", "cluster.gpus_per_node=2"])
+    here = plan_target(config.cluster).hardware.name
+    measured = replace(load_costs(costs), origin="measured", hardware=here, longest=config.data.max_length)
+    keep_costs(measured, describe_model(skeleton(config, len(load_model_tokenizer(config.model)))))
+    said: list[str] = []
+    chosen = planning_process._choose(PlanningJob(config, "", project / "run"), said.append)
+    assert not any(text.startswith("measuring ") and "samples" not in text for text in said), said
+    assert "with costs measured before (`dilatant profile` measures again):" in "\n".join(chosen.lines)
 
 
 def test_a_failure_of_the_planning_process_is_told_with_its_trace(project: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from tiny_project import Dilatant
 
+from dilatant.comm.launch import launch
 from shared_data import need
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,15 +21,32 @@ def accuracy(run: Path) -> float:
     return json.loads((run / "eval.json").read_text())["exact_match"]
 
 
-def test_the_quickstart_reads_handwritten_digits(tmp_path: Path, dilatant: Dilatant) -> None:
+@pytest.mark.parametrize("steps", [10, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_quickstart_reads_handwritten_digits(
+    steps: int | None, tmp_path: Path, dilatant: Dilatant
+) -> None:
+    """A few steps of it run; the whole, which is what `make train` runs, reads."""
     subprocess.run([sys.executable, ROOT / "examples" / "digits.py", tmp_path / "digits"], check=True)
     code, _, _ = dilatant(
         "train", ROOT / "examples" / "quickstart.yaml", "--set", f"output_dir={tmp_path / 'run'}",
         "--set", f"data.train.0.path={tmp_path / 'digits' / 'train.jsonl'}",
         "--set", f"data.eval.0.path={tmp_path / 'digits' / 'heldout.jsonl'}",
+        *(() if steps is None else ("--set", f"train.steps={steps}", "--set", "evaluation.limit=8")),
     )  # fmt: skip
     assert code == 0
-    assert accuracy(tmp_path / "run") >= 0.95
+    assert accuracy(tmp_path / "run") >= (0.95 if steps is None else 0.0)
+
+
+@pytest.mark.slow
+def test_the_training_loop_runs_on_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from training_loop import train
+
+    settings = Namespace(steps=3, microbatches=4, timeline=tmp_path / "timeline.json")
+    losses = launch(train, 3, settings)
+    assert len(set(losses)) == 1
+    assert 0 < losses[0] < 4
+    assert settings.timeline.is_file()
 
 
 @pytest.mark.slow

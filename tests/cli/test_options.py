@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
+import pytest
 from tiny_project import Dilatant
 
+from dilatant.__main__ import main
 from dilatant.cli.options import read_config
 
 
@@ -23,3 +27,23 @@ def test_a_run_on_the_cpu_hides_gpus_from_all_its_processes(project: Path) -> No
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
         read_config(project / "config.yaml", ["train.device=cpu"])
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_warning_is_a_line_without_its_place_in_the_code(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILATANT_CACHE", str(project / "config.yaml"))
+    code, _, err = dilatant("data", "stats", project / "config.yaml")
+    assert code == 0, err
+    (line,) = err.splitlines()
+    assert line.startswith("warning: the index of the data cannot be written to ")
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "dilatant.cli.app", Interrupted("dilatant.cli.app"))
+    with pytest.raises(SystemExit, match="130"):
+        main()

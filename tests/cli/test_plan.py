@@ -88,18 +88,23 @@ def test_costs_measured_for_tensor_parallel_groups_are_planned_with(
     costs = project / "groups.yaml"
     profile = ("profile", project / "config.yaml", "--out", costs, "--tokens", "8,16", "--repeats", 1)
     refused(dilatant(*profile, "--tp", "1,3"), "language: 2 attention heads", "it takes tp 1, 2")
-    two_heads = (
-        "--set",
-        "model.language_model.config.num_key_value_heads=2",
-        "--set",
-        "cluster.gpus_per_node=2",
+    refused(dilatant(*profile, "--tp", "2"), "vision: dropout is 0.1", "language: attention_dropout is 0.1")
+    two = (
+        *("--set", "model.language_model.config.attention_dropout=0"),
+        *("--set", "model.encoders.vision.config.attention_dropout=0"),
+        *("--set", "cluster.gpus_per_node=2"),
     )
-    code, out, err = dilatant(*profile, *two_heads, "--tp", "2", "--cp", "1,2")
+    code, out, err = dilatant(*profile, *two, "--tp", "2", "--cp", "1,2")
     assert code == 0, err
     assert "llama block 16 tp 2" in out
     assert {degree for known in load_costs(costs).layers.values() for degree in known} == {(2, 1), (2, 2)}
-    report = planned(dilatant, project / "config.yaml", *two_heads, "--costs", costs)
+    report = planned(dilatant, project / "config.yaml", *two, "--costs", costs)
     assert {(placed.stage.tp, placed.stage.cp) for placed in report.plan.stages()} == {(2, 1)}
+    code, _, err = dilatant(
+        "train", project / "config.yaml", *two, "--set", "train.steps=1",
+        "--set", f"parallel={{plan: {project / 'run' / 'plan' / 'plan.json'}}}",
+    )  # fmt: skip
+    assert code == 0, err
 
 
 def slow_alone(costs: Path) -> None:

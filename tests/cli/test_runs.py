@@ -17,6 +17,9 @@ import torch
 import yaml
 from tiny_project import SIDES, Dilatant, tiny_config, write_images
 
+from dilatant.data import image_unit
+from dilatant.data.media import decode_image
+
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 NO_DROPOUT = (
     "--set", "model.language_model.config.attention_dropout=0",
@@ -282,3 +285,25 @@ def test_doctor_tells_what_would_be_used(dilatant: Dilatant) -> None:
         chosen = attention[row].split()[0]
         for other in {"triton", "blockwise", "sdpa"} - {chosen}:
             assert f"not {other}: " in attention[row]
+
+
+def test_a_warm_up_that_outlasts_the_run_is_said(project: Path, dilatant: Dilatant) -> None:
+    settings = ("--set", "train.steps=1", "--set", "train.schedule.warmup_steps=1")
+    code, out, _ = dilatant("train", project / "config.yaml", *settings)
+    assert code == 0
+    assert "train.schedule.warmup_steps 1 is no less than the run's 1 step: the learning rate does not" in out
+
+
+def test_the_wait_for_data_is_that_of_the_step_that_waited(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*asked: Any) -> Any:
+        time.sleep(0.1)
+        return decode_image(*asked)
+
+    monkeypatch.setattr(image_unit, "decode_image", slowly)
+    skipping = ("--set", "data.on_error=skip", "--set", "train.steps=2")
+    code, _, err = dilatant("train", project / "config.yaml", *skipping)
+    assert code == 0, err
+    for step in records(project / "run"):
+        assert step["data_wait_seconds"] <= step["step_seconds"]

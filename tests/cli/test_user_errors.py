@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from tiny_project import Dilatant, write_images
 
+from dilatant.runtime.cost_correction import CostCorrection
+
 
 def refused(result: tuple[int, str, str], *says: str) -> None:
     code, _, err = result
     assert code == 2, err
-    assert err.startswith("error: ")
+    lines = [line for line in err.splitlines() if not line.startswith("warning: ")]
+    assert lines[0].startswith("error: ")
     assert "Traceback" not in err
     for text in says:
         assert text in err
@@ -54,10 +57,12 @@ def test_an_unknown_tokenizer_folder(project: Path, dilatant: Dilatant) -> None:
 @pytest.mark.parametrize(
     "verb", [("plan", "--out"), ("profile", "--out"), ("profile", "--links"), ("data", "stats", "--page")]
 )
-def test_a_file_to_write_into_no_folder(project: Path, dilatant: Dilatant, verb: tuple[str, ...]) -> None:
+def test_a_file_to_write_where_none_can_be(project: Path, dilatant: Dilatant, verb: tuple[str, ...]) -> None:
     *name, option = verb
     result = dilatant(*name, project / "config.yaml", option, project / "none" / "file")
     refused(result, option, "none' does not exist")
+    result = dilatant(*name, project / "config.yaml", option, "/proc/file")  # nobody may write there
+    refused(result, option, "'/proc/file' cannot be written")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +110,13 @@ def test_a_missing_image(project: Path, dilatant: Dilatant) -> None:
     refused(dilatant("train", project / "config.yaml"), "train.jsonl:4", "images/3.png", "does not exist")
 
 
+def test_a_held_out_sample_that_asks_nothing(project: Path, dilatant: Dilatant) -> None:
+    (project / "held.jsonl").write_text('{"text": "alone"}\n')
+    result = dilatant("train", project / "config.yaml", "--set", "data.eval=[{path: held.jsonl}]")
+    refused(result, "data.eval: held.jsonl:1: ", "has no question")
+    assert not (project / "run" / "metrics.jsonl").exists()
+
+
 def test_an_empty_data_set(project: Path, dilatant: Dilatant) -> None:
     (project / "train.jsonl").write_text("")
     refused(dilatant("train", project / "config.yaml"), "train.jsonl", "is empty")
@@ -120,10 +132,14 @@ def test_a_sample_longer_than_the_context(project: Path, dilatant: Dilatant) -> 
     refused(result, "train.jsonl:", "tokens", "max_length")
 
 
-def test_a_checkpoint_of_another_model(project: Path, dilatant: Dilatant) -> None:
+def test_a_checkpoint_of_another_model_or_with_nonsense_in_it(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CostCorrection, "to_json", lambda self: "[]")
     dilatant("train", project / "config.yaml")
     result = dilatant("resume", project / "run", "--set", "model.language_model.config.hidden_size=32")
     refused(result, "belongs to another model", "language.")
+    refused(dilatant("resume", project / "run"), "step-00000006", "'costs' is not the state of a run's costs")
 
 
 def test_a_model_of_which_nothing_trains(project: Path, dilatant: Dilatant) -> None:

@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from dilatant.config import UserError, load_config
+from dilatant.cost.hardware import read_hardware_file
+from dilatant.cost.model import CostModel
 
 GOOD = {
     "model": {
@@ -190,3 +192,18 @@ def test_a_word_or_a_mapping_is_corrected_as_what_it_is(tmp_path: Path, given: o
         f"  - {place} Input should be 'none', 'block' or 'block_keep_attention' (given: "
         f"{given if isinstance(given, str) else 'blok'!r})"
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 5000, "a: " + "9" * 5000, "a: 2001-99-99", "a: !!bool x", "a: !!int ''"]
+)
+def test_what_the_parser_fails_at_in_its_own_ways_is_no_yaml(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(tmp_path / "c.yaml")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_config(write(tmp_path, GOOD), [f"seed={text[3:]}"])
+    with pytest.raises(UserError, match="is not a cost model"):
+        CostModel.from_yaml(text)
+    with pytest.raises(UserError, match="is not YAML"):
+        read_hardware_file(text, "hardware.yaml")

@@ -184,9 +184,40 @@ def test_a_cost_file_of_other_hardware_is_named(tmp_path):
         "hardware: x\norigin: y\ndtype: z\nlayers: {block: {tp1 cp1: {seconds: 1}}}",
     ],
 )
-def test_a_file_that_is_no_cost_model_is_refused(text):
+def test_a_file_that_is_no_cost_model_is_refused(tmp_path, text):
     with pytest.raises(UserError, match="is not a cost model"):
         CostModel.from_yaml(text, "costs.yaml")
+    (tmp_path / "costs.yaml").write_bytes(b"\xff" + text.encode())
+    with pytest.raises(UserError, match="is no text"):
+        load_costs(tmp_path / "costs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("says", "instead"),
+    [
+        ("forward: [1.0, 2.0, 3.0]", "forward: [.nan, 2.0, 3.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [1.0, -2.0, 3.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [1.0, .inf, 3.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [1" + "0" * 400 + ", 2.0]"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: 1.0"),
+        ("forward: [1.0, 2.0, 3.0]", "forward: [true]"),
+        ("parameters: 7", "parameters: -7"),
+        ("parameters: 7", "parameters: x"),
+        ("fit_error: null", "fit_error: -.inf"),
+        ("fit_error: null", "fit_error: []"),
+        ("tp1 cp1", "tp0 cp1"),
+        ("hardware: A40", "hardware: [A40]"),
+    ],
+)
+def test_amounts_that_nothing_can_take_are_no_costs(says, instead):
+    numbers = [Quadratic(1.0, 2.0, 3.0)] * 4
+    text = CostModel(
+        "A40", "measured", "float32", {"block": {(1, 1): LayerCost(*numbers, parameters=7)}}
+    ).to_yaml()
+    assert CostModel.from_yaml(text).layer("block").parameters == 7
+    assert says in text
+    with pytest.raises(UserError, match="is not a cost model"):
+        CostModel.from_yaml(text.replace(says, instead))
 
 
 def test_missing_layers_and_degrees_are_named_with_the_remedy():

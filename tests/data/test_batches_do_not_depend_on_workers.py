@@ -203,10 +203,10 @@ def test_a_stopped_worker_is_named_with_its_sample():
 
 def test_a_slow_trainer_is_no_fault_of_the_workers():
     samples = Broken(seconds=0.01)
-    with loader(samples, samples.sampler(4), workers=2, steps=6, sample_seconds=0.5) as batches:
+    with loader(samples, samples.sampler(4), workers=2, steps=3, sample_seconds=2) as batches:
         for batch in batches:
             assert batch.num_samples == 4
-            time.sleep(0.7)
+            time.sleep(2.2)
 
 
 BLOCKED = """

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tarfile
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -23,9 +24,10 @@ from dilatant.data.errors import SampleError
 from dilatant.data.lint import lint
 from dilatant.data.loader import Loader
 from dilatant.data.media import decode_audio, media_size
+from dilatant.data.pieces import in_pieces, piece_bounds
 from dilatant.data.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.sizes import measure
+from dilatant.data.sizes import blend_sizes, measure
 
 ENCODING = replace(small_encoding(), max_length=1000)
 GOOD = '{"question": "q", "answer": "fine"}'
@@ -312,8 +314,11 @@ def test_held_out_samples_need_a_question(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"question": "q", "answer": "a"}, {"text": "alone"}])
     blend = open_blend([DataSource(path=str(path))])
     assert lint(blend, ENCODING) == ()
-    (problem,) = lint(blend, ENCODING, held_out=True)
+    judged = replace(ENCODING, held_out=True)
+    (problem,) = lint(blend, judged)
     assert problem.sample == "x.jsonl:2"
+    assert blend_sizes(blend, judged).refused(None) == {1: str(problem)}
+    assert blend_sizes(blend, ENCODING).refused(None) == {}
     with pytest.raises(SampleError, match=re.escape(problem.problem)):
         encode_prompt(blend[1], ENCODING)
 
@@ -324,3 +329,12 @@ def test_what_a_message_quotes_is_short_and_safe_to_print():
     assert len(str(error)) < 600
     assert "\\x1b" in error.sample
     str(error).encode("utf-8")
+
+
+def _warns(piece):
+    warnings.warn("this image may be a bomb", RuntimeWarning, stacklevel=1)
+
+
+def test_what_libraries_warn_of_in_workers_is_not_shown(capfd):
+    assert len(list(in_pieces(_warns, piece_bounds(20, 1), 20, str, 1))) == 20
+    assert capfd.readouterr().err == ""

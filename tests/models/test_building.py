@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dilatant.config import ModelConfig, UserError
 from dilatant.models.build import build_model
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import Encoder, MultimodalModel
+from dilatant.models.sources import load_pretrained_config, parse_config
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -301,3 +303,16 @@ def test_a_model_without_a_head_is_no_language_model() -> None:
         MultimodalModel({}, headless)
     with pytest.raises(UserError, match="not int"):
         MultimodalModel({}, 3)
+
+
+@pytest.mark.parametrize("outer", ["", "vision_config"])
+def test_more_blocks_than_a_model_has_are_refused_before_any_is_made(tmp_path: Path, outer: str) -> None:
+    endless = {"num_hidden_layers": 10**9}
+    settings = {"model_type": "siglip", outer: endless} if outer else {"model_type": "qwen2", **endless}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for read in (
+        lambda: parse_config(settings, "here"),
+        lambda: load_pretrained_config(str(tmp_path), "here"),
+    ):
+        with pytest.raises(UserError, match="here: num_hidden_layers is 1,000,000,000"):
+            read()

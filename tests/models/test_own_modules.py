@@ -121,6 +121,13 @@ def test_unknown_keywords_are_refused_with_the_right_one() -> None:
     assert "did you mean 'labels'?" in str(error.value)
 
 
+def test_rows_of_another_shape_are_refused_by_the_encoder_s_name() -> None:
+    with pytest.raises(
+        UserError, match=r"vision: rows of 'pixel_values' .* \[1, 9, 8\], .* takes \[1, 8, 8\]"
+    ):
+        build().encode({"vision": {"pixel_values": torch.zeros(2, 1, 9, 8)}})
+
+
 def test_freezing_takes_the_patterns_of_the_yaml() -> None:
     mllm = vision_language()
     mllm.freeze(["vision.encoder", "language.layers.0"])

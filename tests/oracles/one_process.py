@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 
 
 def losses_of_batch(
@@ -21,8 +22,9 @@ def losses_of_batch(
     generators: Mapping[str, tuple[Any, Any, int, int]] | None = None,
     begin: Callable[[int], Any] = lambda number: None,
 ) -> dict[str, Tensor]:
-    """The global batch's losses: "language", the sum over all target tokens divided by their number, and for every
-    generator the sum over all its items divided by their number.
+    """The global batch's losses: "language", the sum over all target tokens divided by their number, for every
+    generator the sum over all its items divided by their number, and "language.router" where experts are chosen: each
+    sample's in each block as transformers has it, weighted with the sample's tokens.
 
     encoders: name → (Hugging Face encoder, projector, leading tokens to leave out). samples: each with `input_ids`,
     `labels` (not shifted) and `media` (name → input name → array with one row an item). seen_in: sample → which token
@@ -59,11 +61,29 @@ def losses_of_batch(
         mask = None if seen_in is None else torch.as_tensor(seen_in(sample))[None, None]
         embedded = torch.stack(tokens)[None]
         heard: list[Tensor] = []
-        listener = language_model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, given, heard=heard: heard.append(given[0])
-        )
-        logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits[0]
-        listener.remove()
+        routed: list[Tensor] = []
+        listeners = [
+            language_model.get_output_embeddings().register_forward_pre_hook(
+                lambda _, given, heard=heard: heard.append(given[0])
+            ),
+            *(
+                module.register_forward_hook(lambda _, given, made, routed=routed: routed.append(made[0]))
+                for module in language_model.modules()
+                if isinstance(module, MixtralTopKRouter)
+            ),
+        ]
+        # Its own loss of routers would take a mask for one of padding.
+        given = {"output_router_logits": False} if len(listeners) > 1 else {}
+        logits = language_model(inputs_embeds=embedded, attention_mask=mask, use_cache=False, **given).logits[
+            0
+        ]
+        for listener in listeners:
+            listener.remove()
+        for chosen in routed:
+            share = len(ids) / sum(len(other.input_ids) for other in samples) / len(routed)
+            config = language_model.config
+            uneven = load_balancing_loss_func((chosen,), config.num_local_experts, config.num_experts_per_tok)
+            losses["language.router"] = losses.get("language.router", torch.zeros(())) + share * uneven
         for position, label in enumerate(torch.as_tensor(sample.labels)[1:].tolist()):
             if label != -100:
                 said = torch.log_softmax(logits[position].float(), dim=-1)[label]

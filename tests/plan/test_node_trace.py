@@ -89,6 +89,26 @@ def test_a_line_that_does_not_fit_is_named(tmp_path, text, message):
         load_node_trace(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"metadata": {"gap_seconds": 600, "x": 0}, "data": [1, 1e18, 1]}',
+            "1,000,000,000,000,000,000 nodes at 600 s",
+        ),
+        ('{"metadata": {"gap_seconds": 600, "x": 0}, "data": [1, 1e400, 1]}', "without end"),
+        ('{"metadata": {"gap_seconds": 1e400, "x": 0}, "data": [1, 2, 1]}', "no finite number"),
+        ('{"metadata": {"gap_seconds": 600}, "data": ' + "[" * 9000, "without end"),
+        ("0,1\n5,1e400\n", "without end"),
+        ("0,1\nnan,2\n", "no finite number"),
+        ('[1e400, "add", {"nodes": ["a"]}]', "no finite number"),
+    ],
+)
+def test_numbers_without_end_are_refused_before_nodes_are_made(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        load_node_trace(write(tmp_path, text))
+
+
 def test_a_window_begins_with_the_nodes_alive_then(tmp_path):
     trace = load_node_trace(write(tmp_path, "0,add,a\n0,add,b\n10000,remove,a\n20000,add,c\n30000,add,d\n"))
     part = trace.within(15.0, 25.0)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dilatant.config import Config, parse_config
+from dilatant.config import ClusterConfig, Config, parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.layer import frozen_work
 from dilatant.models.build import build_model
+from dilatant.profiling import planned_hardware
 from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
 from dilatant.profiling.layer_probes import layer_probe
@@ -189,3 +191,15 @@ def test_names_of_hardware():
     assert is_same_hardware("CPU AMD EPYC, 1 thread", "CPU")
     assert not is_same_hardware("CPU AMD EPYC, 1 thread", "CPU AMD EPYC, 2 threads")
     assert not is_same_hardware("NVIDIA A100-SXM4-80GB", "A10")
+
+
+def test_a_plan_for_a_gpu_that_is_here_leaves_room_for_what_is_no_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(planned_hardware, "pick_precision", lambda *asked: torch.bfloat16)
+    assert 128 < plan_target(ClusterConfig()).cluster.bytes_per_device / 2**30 < 133
+    assert plan_target(ClusterConfig(memory_gib=140)).cluster.bytes_per_device == 140 * 2**30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from dilatant import Encoder, MultimodalModel, ParallelSpec, UserError, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import local_worker
+from dilatant.models.dropout import KeyedDropout
 from dilatant.models.random_draws import DoesNotFit, KeyedDraws, Spread
+from dilatant.models.structure import Structure
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from drawn_steps import CASE, TEXT, build_model, build_samples
@@ -136,6 +139,26 @@ def test_other_kinds_of_dropout_have_keys_too(kind: type) -> None:
     assert loss_of(with_tower(nn.Identity()), samples) != pytest.approx(losses[0], rel=1e-4)
 
 
+def test_dropout_in_place_drops_and_scales_as_dropout_does() -> None:
+    samples = build_samples(CASE)
+    plain, in_place = (loss_of(with_tower(nn.Dropout(0.5, inplace)), samples) for inplace in (False, True))
+    assert in_place == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_module_of_ones_own_is_heard_also_where_it_first_draws_nothing() -> None:
+    calls: list[int] = []
+
+    def late(hidden: Tensor) -> Tensor:
+        calls.append(1)
+        return hidden if len(calls) == 1 else hidden + torch.randn_like(hidden)
+
+    runtime = with_tower(Call(late))
+    runtime.execute(build_samples(CASE))
+    with pytest.raises(UserError, match="randn_like draws"):
+        runtime.execute(build_samples(CASE))
+    runtime.close()
+
+
 @pytest.mark.parametrize(
     ("random", "said"),
     [
@@ -172,6 +195,52 @@ def test_callbacks_may_draw_only_with_a_generator_of_their_own() -> None:
     runtime.close()
     own = torch.Generator().manual_seed(0)
     loss_of(with_tower(Call(lambda h: h + torch.randn(h.shape, generator=own))), build_samples(CASE))
+
+
+@pytest.mark.parametrize(
+    ("after", "own", "where"),
+    [
+        ((), ("start", "block 0", "block 1"), ["start", "block 0", "block 1", "block 1"]),
+        ((), ("block 1",), ["", "block 1", "block 1"]),
+        ((), ("start", "block 0"), ["start", "block 0", None]),
+        (("norm",), ("block 1", "tail"), ["", "block 1", None, "tail"]),
+        (("norm",), ("block 1",), ["", "block 1", None, ""]),
+    ],
+)
+def test_what_runs_around_the_blocks_belongs_to_the_layer_beside_it(
+    after: tuple[str, ...], own: tuple[str, ...], where: list[str | None]
+) -> None:
+    """Where a slice of a model is: as it begins, in its blocks, behind them, and in its norm, if that is a layer."""
+    dropout, seen = KeyedDropout.__new__(KeyedDropout), []
+    dropout._hooks, dropout._hooked, dropout._stage = [], [], SimpleNamespace(layers=own)  # type: ignore[assignment]
+    dropout._running = SimpleNamespace(layer=None, outermost=None)  # type: ignore[assignment]
+
+    class Noting(nn.Module):
+        def forward(self) -> None:
+            seen.append(dropout._running.layer)  # type: ignore[union-attr]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Noting() for layer in own if layer.startswith("block"))
+            self.norm = Noting()
+
+        def forward(self) -> None:
+            Noting.forward(self)  # type: ignore[arg-type]
+            for block in self.blocks:
+                block()
+            Noting.forward(self)  # type: ignore[arg-type]
+            if after:
+                self.norm()
+
+    model = Model()
+    unit: Any = SimpleNamespace(
+        structure=Structure("blocks", (), after, 2), layers=("start", "block 0", "block 1", "tail")
+    )
+    dropout._hook_model(model, unit)
+    model()
+    assert seen == where
+    assert dropout._running.layer is None  # type: ignore[union-attr]
 
 
 def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:

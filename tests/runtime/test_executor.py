@@ -5,23 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dilatant import ParallelSpec, parallelize
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.models import Encoder, MultimodalModel
+from dilatant.models.language import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Diverged
-from dilatant.runtime.executor import ActionFailed
+from dilatant.runtime.executor import ActionFailed, Executor, _Piece
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.graph import ScheduleError
-from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1
 from drawn_steps import BATCHES, CASE, PLAN, build_model, build_samples
@@ -127,6 +130,75 @@ def test_a_frozen_stage_with_nothing_before_it_has_no_graph_and_gets_no_gradient
     assert not has_graph
     assert projector == ["F1-2"] * 3
     assert language == ["B2-1"] * 3
+
+
+def test_predictions_keep_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, builds_graph, run = build_model(CASE), [], LanguageStage.run
+
+    def watched(stage: Any, *given: Any) -> Any:
+        builds_graph.append(torch.is_grad_enabled())
+        return run(stage, *given)
+
+    monkeypatch.setattr(LanguageStage, "run", watched)
+    runtime = parallelize(
+        model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
+    )
+    runtime.predict(build_samples(CASE))
+    runtime.close()
+    assert builds_graph
+    assert not any(builds_graph)
+
+
+def test_clipping_scales_all_gradients_to_the_limit_and_leaves_smaller_ones() -> None:
+    model = build_model(CASE)
+    runtime = parallelize(
+        model, {name: ParallelSpec() for name in model.units}, colocated={"vision": "language"}
+    )
+    norm = runtime.execute(build_samples(CASE)).grad_norm
+    gradients = {name: p.grad.clone() for name, p in runtime.parameters.items() if p.grad is not None}
+    assert runtime.clip_grad_norm_(2 * norm) == pytest.approx(norm)
+    assert all(torch.equal(runtime.parameters[name].grad, grad) for name, grad in gradients.items())
+    runtime.clip_grad_norm_(norm / 4, norm)
+    for name, grad in gradients.items():
+        # fp32, and torch adds 1e-6 to the norm
+        torch.testing.assert_close(runtime.parameters[name].grad, grad / 4, rtol=1e-4, atol=0.0)
+    runtime.close()
+
+
+def test_rows_that_come_in_pieces_and_from_several_sides_are_ordered_and_added() -> None:
+    """Of samples 0, 1 and 2 with 1, 2 and 1 rows; a message holds the power of ten that is its name."""
+    counts = (1, 2, 1)
+    executor = Executor.__new__(Executor)
+    executor._device = torch.device("cpu")
+    executor._take = lambda message: torch.full(  # type: ignore[method-assign]
+        (sum(counts[sample] for sample in message.samples), 2), float(message.name)
+    )
+    boundary = SimpleNamespace(width=2, dtype=torch.float32, rows_of=lambda rows: rows)
+
+    def assembled(*messages: tuple[int, tuple[int, ...]]) -> list[float]:
+        given = [SimpleNamespace(name=name, samples=samples) for name, samples in messages]
+        data = SimpleNamespace(samples=counts)
+        return executor._assemble(given, (2, 0, 1), boundary, data)[:, 0].tolist()  # type: ignore[arg-type]
+
+    assert assembled((1, (1, 2)), (10, (0, 1))) == [1, 10, 11, 11]
+    assert assembled((1, (2, 0, 1)), (10, (1,)), (100, (2, 0, 1))) == [101, 101, 111, 111]
+    assert assembled((1, (0,))) == [0, 1, 0, 0]
+
+
+def test_gradients_for_rows_that_nothing_trains_behind_are_taken_all_the_same() -> None:
+    executor, taken = Executor.__new__(Executor), []
+    executor._take = lambda message: taken.append(message.name)  # type: ignore[method-assign]
+    executor._recorder = SimpleNamespace(computing=list, done=list)  # type: ignore[assignment]
+    executor._unit_of_stage = {0: "vision", 1: "language"}
+    action = Action(ActionKind.B, 0, 0, (0,))
+    executor._pieces = {(0, 0, (0,)): _Piece({}, {"language": torch.zeros(1, 2)}, {})}
+    producer = SimpleNamespace(stage=1)
+    received = [SimpleNamespace(name=name, producer=producer) for name in ("first", "second")]
+    stage = SimpleNamespace(outbound={"language": None}, inbound={})
+    routes = SimpleNamespace(received={action: received})
+    executor._backward(stage, action, (0,), routes, None, False)  # type: ignore[arg-type]
+    assert taken == ["first", "second"]
+    assert not executor._pieces
 
 
 def _most_receives(worker: Worker) -> int:

@@ -153,7 +153,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
     gradients = {unit: w.grad for unit, w in weights.items() if w.grad is not None}
     losses = dict.fromkeys(COUNTS, 0.0)
     for outcome in made:
-        losses[outcome.unit] += outcome.value.item()
+        losses[outcome.name] += outcome.value.item()
     return gradients, losses
 
 

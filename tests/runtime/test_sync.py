@@ -47,12 +47,16 @@ def close(shared: SharedWeights) -> None:
     shared.owned.comm.close()
 
 
-def _unlike(worker: Worker) -> str:
-    parameters = {name: nn.Parameter(torch.arange(3.0)) for name in ("same", "other")}
+def _unlike(worker: Worker, moments: tuple[tuple[str, ...], ...] = ()) -> str:
+    parameters = {name: nn.Parameter(torch.arange(3.0)) for name in ("same", "other", "turned")}
     if worker.rank == 1:
         parameters["other"].data[1] += 1e-6
+        parameters["turned"].data[1:] = 1.5  # the sum is that of 1 and 2
     shared = share(worker, parameters)
     try:
+        if moments:
+            own = {name: torch.zeros(3) for name in moments[worker.rank]}
+            shared.require_equal_state(own, "moments")
         shared.require_equal()
     except UserError as error:
         return str(error)
@@ -64,8 +68,17 @@ def _unlike(worker: Worker) -> str:
 def test_holders_that_begin_with_unlike_weights_are_refused(workers: WorkerPool) -> None:
     for message in workers.run(_unlike, 2):
         assert "'other' on ranks [0, 1]" in message
+        assert "'turned' on ranks [0, 1]" in message
         assert "'same'" not in message
         assert "the same seed" in message
+
+
+def test_a_rank_without_the_moments_that_another_has_is_refused(workers: WorkerPool) -> None:
+    for message in workers.run(_unlike, 2, (("same", "other"), ("same",))):
+        assert message.startswith("moments that replicas share differ")
+        assert "'other' on ranks [0, 1]" in message
+        assert "'same'" not in message
+        assert "'turned'" not in message
 
 
 def _unused(worker: Worker) -> list[bool]:
@@ -106,6 +119,25 @@ def _tied_in_two_stages(worker: Worker) -> list[float]:
 
 def test_a_weight_in_two_stages_of_a_rank_is_summed_after_the_last_of_them(workers: WorkerPool) -> None:
     assert workers.run(_tied_in_two_stages, 2) == [[6.0, 6.0]] * 2
+
+
+def _in_an_idle_stage(worker: Worker) -> list[float]:
+    """The weight is in stages 0 and 1, of which only 0 runs a backward in this step."""
+    weight = nn.Parameter(torch.ones(2))
+    shared = share(worker, {"w": weight}, 0, 1)
+    sync = shared.sync
+    sync.begin([0])
+    sync.entering_last_backward(0)
+    (weight * 3).sum().backward()
+    sync.left_last_backward(0)
+    started = len(sync._started)
+    sync.finish()
+    close(shared)
+    return [started, *weight.grad.tolist()]
+
+
+def test_a_stage_without_a_backward_is_not_waited_for(workers: WorkerPool) -> None:
+    assert workers.run(_in_an_idle_stage, 2) == [[1, 6.0, 6.0]] * 2
 
 
 def _starts_within_the_backward(worker: Worker) -> list[int]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,17 @@ def test_a_file_in_the_place_of_a_folder_is_no_checkpoint_and_no_full_disk(tmp_p
     assert "Free space" not in str(error.value)
     (tmp_path / "step-00000060").write_text("")
     assert list_checkpoints(tmp_path) == []
+
+
+def test_what_could_not_be_written_is_said_once_and_what_waited_behind_it_is_given_up(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, 1, "a")
+    failed, behind = Future[None](), Future[None]()
+    failed.set_exception(OSError("the cable is out"))
+    writer._pending = [failed, behind]
+    with pytest.raises(UserError, match="the cable is out"):
+        writer.wait()
+    assert behind.cancelled()
+    writer.close()
 
 
 @pytest.mark.parametrize(

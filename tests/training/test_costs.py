@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from dilatant.config import Config, parse_config
 from dilatant.config.environment import cache_folder
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.model import save_costs
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_shapes import layer_shapes
@@ -72,7 +73,7 @@ def test_a_layer_that_says_nothing_of_itself_costs_what_its_weights_do() -> None
     assert {kind for kind in known if guessed[kind] != known[kind]} == {block}
 
 
-def test_costs_that_were_measured_here_count_before_modelled_ones() -> None:
+def test_costs_that_were_measured_here_count_before_modelled_ones(tmp_path: Path) -> None:
     model, plan = build_model(CASE, "meta"), PLAN
     described = describe_model(model)
     # As a run of three ranks on this machine looks for them.
@@ -81,16 +82,24 @@ def test_costs_that_were_measured_here_count_before_modelled_ones() -> None:
     modelled = analytic_costs(layer_shapes(described), target.hardware, dtype=target.dtype)
     keep_costs(modelled, described)
     assert costs_of_run(config(), model, plan).origin.startswith("modelled")
-    measured = replace(modelled, origin="measured", hardware=target.hardware.name)
+    longest = config().data.max_length
+    measured = replace(modelled, origin="measured", hardware=target.hardware.name, longest=longest)
     keep_costs(measured, described)
     assert costs_of_run(config(), model, plan).origin == f"measured on {target.hardware.name}"
-    assert kept_costs(described, target, [(2, 1)]) is None
-    assert kept_costs(described, replace(target, dtype="bfloat16"), [(1, 1)]) is None
+    assert kept_costs(described, target, [(1, 1)], 2 * longest) == measured
+    assert kept_costs(described, target, [(1, 1)], 2 * longest + 1) is None  # too far from what was measured
+    assert kept_costs(described, target, [(2, 1)], longest) is None
+    assert kept_costs(described, replace(target, dtype="bfloat16"), [(1, 1)], longest) is None
     other = describe_model(build_model(replace(CASE, language="gemma"), "meta"))
-    assert kept_costs(other, target, [(1, 1)]) is None
+    assert kept_costs(other, target, [(1, 1)], longest) is None
+    named = tmp_path / "named.yaml"
+    save_costs(replace(measured, note="by hand"), named)
     for file in (cache_folder() / "costs").iterdir():
         file.write_bytes(b"\xff not a cost model")
     assert costs_of_run(config(), model, plan).origin.startswith("modelled")
+    assert costs_of_run(config(plan={"costs": str(named)}), model, plan).origin.startswith("measured")
+    save_costs(replace(measured, hardware="A100"), named)
+    assert costs_of_run(config(plan={"costs": str(named)}), model, plan).origin.startswith("modelled")
 
 
 def test_the_plans_costs_count_while_the_same_layers_are_frozen() -> None:

@@ -6,16 +6,21 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
+from dilatant.data.encode import QUESTION
+from dilatant.data.loader import GlobalBatch
 from dilatant.data.pool import Request
 from dilatant.data.sample import EncodedSample, content_digest
 from dilatant.data.sampler import Sampler
 from dilatant.data.sizes import SizesIndex
 from dilatant.training.feed import Draw, Feed, IndexedData, draws
+from dilatant.training.inputs import HELD_OUT, Inputs, _Streamed
 
 LENGTHS = np.random.default_rng(0).integers(3, 9, 23)
 
@@ -25,7 +30,10 @@ def _tokens(index: int) -> np.ndarray:
 
 
 class _Names:
-    """Of the data set only names are asked."""
+    """Of the data set only names and the length are asked."""
+
+    def __len__(self) -> int:
+        return 23
 
     def name(self, index: int) -> str:
         return f"file:{index}"
@@ -259,3 +267,54 @@ def test_what_is_decided_ahead_is_bounded_and_closing_ends_the_thread() -> None:
     feed.close()
     assert threading.active_count() == before
     assert not source.open
+
+
+def _held_out(refused: dict[int, str], source: _Source) -> Inputs:
+    """As one rank makes its inputs, with what they need of a run replaced."""
+    inputs = Inputs.__new__(Inputs)
+    inputs._data = {HELD_OUT: _data(refused)}
+    inputs._source, inputs._skips = source, False  # type: ignore[assignment]
+    inputs._plan_forwards = _plan  # type: ignore[method-assign, assignment]
+    inputs._needed = _needs(2)  # type: ignore[method-assign, assignment]
+    return inputs
+
+
+def test_of_held_out_samples_the_first_are_judged_as_questions_without_those_that_are_refused() -> None:
+    source, refused = _Source(), {1: "one is bad", 4: "four is bad", 5: "five is bad"}
+    inputs = _held_out(refused, source)
+    batches = [[s.id for s in step.batch.samples] for step in inputs.held_out(5, 2)]
+    assert batches == [["file:0", "file:2"], ["file:3"]]
+    assert {part for one in source.asked for part in one.parts} == {QUESTION}
+    assert len({one.draw for one in source.asked}) == len(source.asked)
+    assert inputs.refused(5) == ("one is bad", "four is bad")
+    assert inputs.refused(None) == tuple(refused.values())
+    assert sum(len(step.batch.samples) for step in _held_out(refused, _Source()).held_out(None, 4)) == 20
+
+
+def test_steps_of_a_stream_go_on_from_the_number_of_the_first() -> None:
+    class Planner:
+        planned: ClassVar[list[int]] = []
+
+        def plan_step(self, samples: object, step_number: int) -> Any:
+            self.planned.append(step_number)
+
+    batches = iter([GlobalBatch((), SAMPLER.start(), 0.0) for _ in range(3)])
+    steps = _Streamed(batches, Planner(), 7)  # type: ignore[arg-type]
+    for _ in range(3):
+        next(steps)
+    assert Planner.planned == [7, 8, 9]
+
+
+@pytest.mark.parametrize(("on_error", "parts"), [("skip", None), ("raise", frozenset({"vision", "tokens"}))])
+def test_who_reads_a_stream_decodes_all_of_it_where_bad_samples_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, on_error: str, parts: frozenset[str] | None
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr("dilatant.training.inputs.Loader", lambda *_, **settings: opened.append(settings))
+    inputs = Inputs.__new__(Inputs)
+    inputs._config = SimpleNamespace(data=SimpleNamespace(workers=0, on_error=on_error))  # type: ignore[assignment]
+    inputs._samples = SimpleNamespace(train=None, encoding=None)  # type: ignore[assignment]
+    inputs._needs = SimpleNamespace(media=frozenset({"vision"}))  # type: ignore[assignment]
+    inputs._skips = on_error == "skip"
+    inputs._open_loader(SAMPLER, SAMPLER.start(), 3)
+    assert (opened[0]["parts"], opened[0]["on_error"], opened[0]["steps"]) == (parts, on_error, 3)

@@ -33,8 +33,9 @@ def test_batches_are_those_of_the_config_and_can_be_executed(config_path: Path) 
     own = ParallelSpec()
     parallel = parallelize(model, {"vision": own, "language": own}, colocated={"vision": "language"})
     optimizer = torch.optim.AdamW(parallel.trainable, lr=5e-3)
-    sources = [config_path.parent / "train.jsonl"]
-    with make_loader(model, sources, 4, steps=3, workers=0, max_length=64, parallel=parallel) as loader:
+    sources, cache = [config_path.parent / "train.jsonl"], config_path.parent / "index"
+    how = {"workers": 0, "max_length": 64, "cache_dir": cache, "parallel": parallel}
+    with make_loader(model, sources, 4, steps=3, **how) as loader:
         for batch, wanted in zip(loader, expected, strict=True):
             for sample, other in zip(batch.samples, wanted.samples, strict=True):
                 assert (sample.id, dict(sample.sizes)) == (other.id, dict(other.sizes))
@@ -45,6 +46,7 @@ def test_batches_are_those_of_the_config_and_can_be_executed(config_path: Path) 
             optimizer.step()
             optimizer.zero_grad()
     parallel.close()
+    assert list(cache.glob("sizes-*"))
 
 
 def test_a_model_without_a_tokenizer_is_asked_for_one(config_path: Path) -> None:

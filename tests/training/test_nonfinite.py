@@ -48,6 +48,10 @@ def bad_loss(output: StageOutput) -> StageOutput:
     return StageOutput(output.rows, {unit: loss * float("nan") for unit, loss in output.losses.items()})
 
 
+def bad_loss_of_good_gradient(output: StageOutput) -> StageOutput:
+    return StageOutput(output.rows, {unit: loss + float("nan") for unit, loss in output.losses.items()})
+
+
 class _BadGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -67,7 +71,10 @@ def newest_weights(run: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in newest.rglob("model.safetensors") for n, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("how", "says"), [(bad_loss, "the loss became nan"), (bad_gradient, "norm is")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [(bad_loss, "became nan"), (bad_loss_of_good_gradient, "became nan"), (bad_gradient, "norm is")],
+)
 def test_the_run_stops_names_the_samples_and_keeps_the_last_good_step(
     project: Path, monkeypatch: pytest.MonkeyPatch, how: Any, says: str
 ) -> None:

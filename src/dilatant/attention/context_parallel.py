@@ -115,6 +115,13 @@ class ContextParallelRow:
         return torch.from_numpy(np.flatnonzero(is_place[self.tokens]))
 
     @torch.no_grad()
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a tensor that each of them has a part of."""
+        parts = part.new_empty(len(self._of_rank), *part.shape)
+        self.group.all_gather(parts, part.contiguous(), "sums of context-parallel ranks").wait()
+        return parts.sum(0)
+
+    @torch.no_grad()
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """A tensor over the whole row, of which every rank gives its `own` tokens, `[own tokens, ...]`."""
         padded = own.new_zeros(self.width, *own.shape[1:])

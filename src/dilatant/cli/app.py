@@ -17,6 +17,7 @@ from rich.console import Console
 from dilatant import __version__
 from dilatant.cli import data, doctor, export, generate, plan, profile, resume, simulate, train
 from dilatant.config.errors import UserError
+from dilatant.report.say import warnings_as_lines
 
 USER_ERROR_EXIT = 2
 
@@ -71,9 +72,11 @@ def main() -> None:
 
 
 def run() -> None:
-    """Raises SystemExit. A user's mistake is one message on stderr and exit code 2, without a stack trace."""
+    """Raises SystemExit. A user's mistake is one message on stderr and exit code 2, without a stack trace; a warning is
+    one line there."""
     try:
-        app()
+        with warnings_as_lines(Console(stderr=True)):
+            app()
     except UserError as error:
         Console(stderr=True).print(
             f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True

@@ -98,16 +98,18 @@ def lint(
     samples = assemble_samples(resolved)
     problems: list[Problem] = []
     checked = 0
-    for blend in (samples.train, samples.held_out):
+    for blend, encoding in (
+        (samples.train, samples.encoding),
+        (samples.held_out, samples.held_out_encoding),
+    ):
         if blend is None:
             continue
         with _progress(console) as progress:
             task = progress.add_task("reading samples", total=len(blend))
             problems += find_problems(
                 blend,
-                samples.encoding,
+                encoding,
                 deep=not headers_only,
-                held_out=blend is samples.held_out,
                 cache_dir=resolved.data.cache_dir,
                 workers=workers,
                 progress=partial(_show, progress, task),

@@ -47,9 +47,23 @@ def output_file(is_same: Same) -> Callable[[typer.CallbackParam, Path | None], P
             raise UserError(f"{given}: folder {str(path.parent)!r} does not exist")
         if path.is_file() and not _replaceable(path, is_same):
             raise UserError(f"{given} is there already and was not written by this option; name another file")
+        _check_writable(path, given)
         return path
 
     return check
+
+
+def _check_writable(path: Path, given: str) -> None:
+    """Raises UserError when the file cannot be written. What is there stays as it is."""
+    there = path.exists()
+    if there and not path.is_file():  # a pipe or a terminal
+        return
+    try:
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{given} cannot be written: {error.strerror}") from None
 
 
 def _replaceable(path: Path, is_same: Same) -> bool:

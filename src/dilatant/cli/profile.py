@@ -106,7 +106,7 @@ def profile(
             )
         else:
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
-    keep_costs(costs, model)
+    kept = keep_costs(costs, model)
     try:
         save_costs(costs, out)
     except OSError as error:
@@ -119,6 +119,13 @@ def profile(
         print(json.dumps({**_plain(costs, counts), **measured}))
         return
     _show(costs, counts, console)
+    if target.is_local and not kept:
+        print_line(
+            console,
+            ("not kept for later runs: ", "yellow"),
+            "the times scatter (the machine was busy, or the layers are tiny). Measure again, or name the file in "
+            "plan.costs",
+        )
     if links is not None and found is not None:
         _show_links(found, console)
         print_line(
@@ -208,7 +215,8 @@ def _show(costs: CostModel, counts: tuple[int, ...], console: Console) -> None:
         }
     sizes = ("parameters", "activations") if wide else ()
     figures = ("tokens" if wide else "at", *times, *sizes, "fit off by" if wide else "fit")
-    table = plain_table(("layer type", *figures), right=figures, whole=("layer type", *figures))
+    # Names give way where there is no room for all: a figure that is cut off is none.
+    table = plain_table(("layer type", *figures), right=figures, whole=figures)
     for kind, degrees in costs.layers.items():
         for name, cost in _row_names(kind, degrees):
             at = _at(kind, counts)

@@ -20,6 +20,7 @@ from dilatant.config.model import ModelConfig
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
+from dilatant.config.yaml_text import read_yaml
 
 
 class Config(Section):
@@ -92,7 +93,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"config {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +141,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(parents):
         node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, parents[:depth])
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"--set {override!r}: the value is not valid YAML") from None
     if isinstance(node, dict):

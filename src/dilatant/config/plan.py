@@ -22,7 +22,8 @@ class ClusterConfig(Section):
     hardware_file: str | None = None
     """Your hardware file, in the form of the one that ships with Dilatant."""
     memory_gib: float | None = Field(None, gt=0)
-    """Memory of one device that training may use. Default: all that the device has."""
+    """Memory of one device that training may use. Default: 93 % of a GPU that is here, for its context and what cannot
+    be allocated take the rest; otherwise what the hardware file says."""
 
     @model_validator(mode="after")
     def _entry_named(self) -> Self:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.quadratic import fit
 
 
@@ -86,7 +87,7 @@ def save_hardware(hardware: Hardware, name: str, path: Path) -> None:
 def read_hardware_file(text: str, where: str) -> dict[str, Any]:
     """All entries of a hardware file as plain values. Raises UserError when it holds anything else."""
     try:
-        document = yaml.safe_load(text) or {}
+        document = read_yaml(text) or {}
     except yaml.YAMLError:
         raise UserError(f"{where} is there already and is not YAML; choose another name") from None
     keys = {field.name for field in fields(Hardware)}
@@ -109,7 +110,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
         else files("dilatant.cost").joinpath("hardware.yaml").read_text(encoding="utf-8")
     )
     try:
-        document = yaml.safe_load(text)
+        document = read_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not YAML: {error}") from error
     if not isinstance(document, dict) or name not in document:

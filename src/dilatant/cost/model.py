@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from dilatant.config.errors import UserError
+from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
 
@@ -21,7 +23,8 @@ class CostModel:
     """`layers[layer type][(tp, cp)]` on `hardware`.
 
     `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic"; `note`
-    says how, and what of measured costs is modelled (see `cost.group`).
+    says how, and what of measured costs is modelled (see `cost.group`). `longest`: tokens of the longest row of the
+    language model that was measured; 0 where that is not known.
     """
 
     hardware: str
@@ -29,6 +32,7 @@ class CostModel:
     dtype: str
     layers: Mapping[str, Mapping[Degree, LayerCost]]
     note: str = ""
+    longest: int = 0
 
     def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
         """The cost of a layer type; UserError names what the file has instead."""
@@ -51,7 +55,13 @@ class CostModel:
             kind: {f"tp{tp} cp{cp}": _cost_to_dict(cost) for (tp, cp), cost in sorted(degrees.items())}
             for kind, degrees in self.layers.items()
         }
-        head = {"hardware": self.hardware, "origin": self.origin, "dtype": self.dtype, "note": self.note}
+        head = {
+            "hardware": self.hardware,
+            "origin": self.origin,
+            "dtype": self.dtype,
+            "note": self.note,
+            "longest": self.longest,
+        }
         return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
             {**head, "layers": layers}, sort_keys=False, default_flow_style=None, width=100
         )
@@ -60,7 +70,7 @@ class CostModel:
     def from_yaml(cls, text: str, source: str = "cost model") -> CostModel:
         """Read `to_yaml`'s document. Raises UserError, naming `source` and the place, when it is not one."""
         try:
-            document = yaml.safe_load(text)
+            document = read_yaml(text)
             lacking = [
                 key for key in ("hardware", "origin", "dtype", "layers") if key not in dict(document or {})
             ]
@@ -72,16 +82,20 @@ class CostModel:
                 kind: {_degree(key): _cost_from_dict(cost) for key, cost in degrees.items()}
                 for kind, degrees in document["layers"].items()
             }
+            for key in ("hardware", "origin", "dtype"):
+                if not isinstance(document[key], str):
+                    raise ValueError(f"{key}: {document[key]!r} is no text")
             return cls(
                 document["hardware"],
                 document["origin"],
                 document["dtype"],
                 layers,
                 document.get("note") or "",
+                int(document.get("longest") or 0),
             )
         except UserError:
             raise
-        except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
 
 
@@ -92,7 +106,11 @@ def save_costs(costs: CostModel, path: Path) -> None:
 
 def load_costs(path: Path, hardware: str | None = None) -> CostModel:
     """Read a cost model. Raises UserError when it is not one, or was made for other hardware than `hardware`."""
-    costs = CostModel.from_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a cost model: it is no text") from None
+    costs = CostModel.from_yaml(text, str(path))
     if hardware is not None and costs.hardware != hardware:
         raise UserError(
             f"{path} holds costs of {costs.hardware}, but this run is on {hardware}; "
@@ -115,14 +133,35 @@ def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
     if unknown:
         raise ValueError(f"unknown keys {unknown}; known are {sorted(known)}")
     read: dict[str, Any] = {
-        name: Quadratic(*map(float, value)) if isinstance(value, list) else value
+        name: Quadratic(*map(_amount, value)) if isinstance(value, list) else value
         for name, value in values.items()
     }
-    return LayerCost(**read)
+    parameters, error = read.pop("parameters", 0), read.pop("fit_error", None)
+    flags = {name: read.pop(name) for name in ("splits", "in_chunks") if name in read}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise ValueError(f"{', '.join(flags)}: true or false")
+    wrong = [name for name, value in read.items() if not isinstance(value, Quadratic)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is no list of [a, b, c]")
+    if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 0:
+        raise ValueError(f"parameters: {parameters!r} is no whole number")
+    return LayerCost(
+        **read, **flags, parameters=parameters, fit_error=None if error is None else _amount(error)
+    )
+
+
+def _amount(value: Any) -> float:
+    """Of seconds or bytes. Raises ValueError for what is no finite number of them."""
+    if isinstance(value, bool) or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{value!r} is no finite number from 0")
+    return float(value)
 
 
 def _degree(key: str) -> Degree:
     tp, cp = key.split()
     if not (tp.startswith("tp") and cp.startswith("cp")):
         raise ValueError(f"{key!r} is not of the form 'tp1 cp1'")
-    return int(tp[2:]), int(cp[2:])
+    degree = int(tp[2:]), int(cp[2:])
+    if min(degree) < 1:
+        raise ValueError(f"{key!r} has a degree below 1")
+    return degree

@@ -85,7 +85,9 @@ def profile_layers(
         measured = [measure(layer, probe, count, repeats) for count in probe.tokens or tokens]
         parameters = sum(parameter.numel() for parameter in layer.parameters())
         layers.setdefault(probe.kind, {})[probe.degree] = fit_layer(measured, parameters, probe.square)
-    return CostModel(hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}")
+    return CostModel(
+        hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}", max(tokens)
+    )
 
 
 def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = True) -> LayerCost:

@@ -33,18 +33,25 @@ QUESTION = "question"
 class Encoding:
     """How samples become tokens: everything `encode_sample` needs besides the sample. Picklable.
 
-    max_length: most tokens of a sample in the language model, media included.
+    max_length: most tokens of a sample in the language model, media included. held_out: samples are judged by their
+    last answers, so each that has no question is a problem.
     """
 
     chat: ChatTokenizer
     units: Sequence[MediaUnit] = ()
     train_on: Literal["assistant", "all"] = "assistant"
     max_length: int | None = None
+    held_out: bool = False
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the sizes of any sample may."""
-        parts = (self.chat.fingerprint, [unit.fingerprint for unit in self.units], self.train_on)
+        """Changes when the sizes or refusals of any sample may."""
+        parts = (
+            self.chat.fingerprint,
+            [unit.fingerprint for unit in self.units],
+            self.train_on,
+            self.held_out,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
@@ -117,15 +124,11 @@ def _without_answer(sample: Sample) -> tuple[Sample, str]:
     return Sample(sample.id, turns, sample.unplaced), answer
 
 
-def find_problems(
-    sample: Sample, encoding: Encoding, deep: bool, held_out: bool = False
-) -> list[SampleError]:
-    """Every reason why `encode_sample` would refuse the sample; with `deep` off, media are not decoded; with
-    `held_out`, also those of `encode_prompt`."""
+def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
+    """Every reason why `encode_sample` would refuse the sample (or `encode_prompt`, where it is held out); with `deep`
+    off, media are not decoded."""
     try:
-        if held_out:
-            _lay_out(_without_answer(sample)[0], encoding, for_generation=True)
-        layout = _lay_out(sample, encoding)
+        layout = _lay_out_to_judge(sample, encoding)
     except SampleError as error:
         return [error]
     problems = list(_refusals(sample, encoding, layout))
@@ -138,9 +141,9 @@ def find_problems(
 
 
 def measure_sample(sample: Sample, encoding: Encoding) -> SampleSizes:
-    """What `encode_sample` would give, from headers alone. Raises SampleError naming it where tokens are not known; a
-    long sample is measured, not refused."""
-    layout = _lay_out(sample, encoding)
+    """What `encode_sample` would give, from headers alone. Raises SampleError naming it where tokens are not known, or
+    where it is held out and asks nothing; a long sample is measured, not refused."""
+    layout = _lay_out_to_judge(sample, encoding)
     return SampleSizes(
         layout.sizes(encoding),
         int(layout.targets.sum()),
@@ -241,6 +244,13 @@ def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int
     if len(ends):  # what a template writes behind the answer is not judged
         answer[int(ends[0]) + 1 :] = NO_LOSS
     return answer
+
+
+def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> _Layout:
+    """`_lay_out`; a sample that is held out must have a question which can be laid out, too. Raises SampleError."""
+    if encoding.held_out:
+        _lay_out(_without_answer(sample)[0], encoding, for_generation=True)
+    return _lay_out(sample, encoding)
 
 
 def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -> _Layout:

@@ -35,7 +35,6 @@ def lint(
     encoding: Encoding,
     *,
     deep: bool = True,
-    held_out: bool = False,
     cache_dir: str | Path | None = None,
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
@@ -43,19 +42,17 @@ def lint(
     """Everything wrong with the samples, in order; empty when all of them can be trained on.
 
     What headers and text tell is taken from the sizes index, which is made where it is missing. deep: also decode the
-    media, which finds those that are cut off. held_out: they are also asked, so each needs a question. The longest
-    sample allowed is `encoding.max_length`. cache_dir, workers: as of `blend_sizes`.
+    media, which finds those that are cut off. The longest sample allowed is `encoding.max_length`. cache_dir, workers:
+    as of `blend_sizes`.
     """
     total = len(blend)
-    numbers = np.arange(total)
-    if not held_out:
-        index = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=workers, progress=progress)
-        wanted = np.zeros(total, bool)
-        wanted[list(index.refused(encoding.max_length))] = True
-        if deep:
-            wanted |= index.tokens[:, 1:].any(axis=1)
-        numbers = np.flatnonzero(wanted)
-    job = _LintJob(Chosen(blend, numbers), encoding, deep, held_out)
+    index = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=workers, progress=progress)
+    wanted = np.zeros(total, bool)
+    wanted[list(index.refused(encoding.max_length))] = True
+    if deep:
+        wanted |= index.tokens[:, 1:].any(axis=1)
+    numbers = np.flatnonzero(wanted)
+    job = _LintJob(Chosen(blend, numbers), encoding, deep)
     pieces = piece_bounds(len(numbers), CHUNK)
     found: list[Problem] = []
     for piece, problems in in_pieces(job, pieces, len(numbers), job.named, workers):
@@ -70,13 +67,12 @@ class _LintJob:
     samples: Chosen
     encoding: Encoding
     deep: bool
-    held_out: bool
 
     def __call__(self, piece: tuple[int, int]) -> list[Problem]:
         problems = []
         for index in range(*piece):
             try:
-                errors = find_problems(self.samples[index], self.encoding, self.deep, self.held_out)
+                errors = find_problems(self.samples[index], self.encoding, self.deep)
             except SampleError as error:
                 errors = [error]
             problems += [Problem(index, error.sample, error.problem, error.remedy) for error in errors]

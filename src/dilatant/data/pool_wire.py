@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dilatant.data.arena import aligned
 from dilatant.data.pixels import EncoderInput, Pixels
@@ -27,6 +27,10 @@ _LENGTH = struct.Struct(">I")
 _NOTE = struct.Struct("<qdH")
 
 
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""Fits where it goes next: an address, a note."""
+
+
 class ProtocolError(ValueError):
     """What is no message of ours, or says what cannot be."""
 
@@ -34,17 +38,17 @@ class ProtocolError(ValueError):
 class Hello(Struct, tag="hello"):
     """note: offset in the arena where the worker notes what it is at."""
 
-    arena_bytes: int
-    note: int
+    arena_bytes: Count
+    note: Count
 
 
 class Ask(Struct, tag="ask"):
     """offset, room: the slot of the arena that is free for the answer; with room 0, or if it does not fit, the answer's
     bytes come with the message."""
 
-    ticket: int
+    ticket: Count
     dataset: str
-    index: int
+    index: Count
     draw: int
     parts: list[str]
     offset: int

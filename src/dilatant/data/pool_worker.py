@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -48,6 +49,8 @@ from dilatant.data.sample import Sample
 from dilatant.data.workers import WorkerError
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
+STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
+"""What a connection may cause that ends, or that sends what no rank sends: nesting without end among it."""
 
 
 def work(
@@ -64,6 +67,7 @@ def work(
     for asked in (signal.SIGINT, signal.SIGTERM):  # the owner decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
+    warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
     threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()
 
@@ -147,7 +151,7 @@ class _Worker:
     def _guarded(self, rank: _Rank, step: Callable[[_Rank], None]) -> None:
         try:
             step(rank)
-        except (OSError, ValueError, MsgspecError):  # it is gone, or sends what is none of ours
+        except STRANGE:  # it is gone, or sends what is none of ours
             self._selector.unregister(rank.connection)
             self._ranks.remove(rank)
             rank.close()

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
@@ -216,6 +217,7 @@ def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
     for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
+    warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:

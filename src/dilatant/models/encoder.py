@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters import ADAPTERS, Adapter
 from dilatant.models.geometry import EncoderGeometry
@@ -98,6 +99,8 @@ class EncoderStage(Stage):
         given: Inputs = dict(inputs or {})
         if self.is_first and self.callbacks.before_encoder is not None:
             given = self.callbacks.before_encoder(given)
+        if self.is_first:
+            self._check_rows(given)
         if self.model is not None:
             hidden = self._encode(self.model, given, hidden)
         assert hidden is not None
@@ -110,6 +113,16 @@ class EncoderStage(Stage):
         if self.callbacks.after_projector is not None:
             hidden = self.callbacks.after_projector(given, hidden)
         return hidden
+
+    def _check_rows(self, inputs: Inputs) -> None:
+        """Raises UserError for rows of another shape than the encoder's."""
+        name, expected = self.geometry.input_name, self.geometry.row_shape
+        shape = tuple(inputs[name].shape[1:]) if name in inputs else expected
+        if shape != expected:
+            raise UserError(
+                f"{self.unit}: rows of {name!r} have the shape {list(shape)}, but this encoder takes {list(expected)}; "
+                "resize them, as the encoder's processor does"
+            )
 
     def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         fed = [*inputs.values()] if hidden is None else [hidden]

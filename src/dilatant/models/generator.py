@@ -145,7 +145,8 @@ class GeneratorUnit(Unit, GeneratorStage):
         self.inputs = (source,)
         self.width = generator.width
         self.width_in = width_in
-        self.loss = Loss(partial(_items, name, self.tokens_per_item), generator.loss_weight)
+        items = partial(_items, name, self.tokens_per_item)
+        self.losses = {name: Loss(items, generator.loss_weight)}
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:

@@ -15,7 +15,7 @@ class ModelGraph:
     """Units in an order in which each comes after those that feed it.
 
     feeds: unit → the units that take its rows. anchor: the unit whose microbatches set the pace (the language model).
-    losses: of the units that have one.
+    losses: all that units have, by name.
     """
 
     units: tuple[str, ...]
@@ -39,7 +39,7 @@ class ModelGraph:
             names,
             {name: tuple(unit.unit for unit in units if name in unit.inputs) for name in names},
             anchor,
-            {unit.unit: unit.loss for unit in units if unit.loss is not None},
+            {name: loss for unit in units for name, loss in unit.losses.items()},
         )
 
     @property

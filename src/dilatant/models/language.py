@@ -30,6 +30,7 @@ from dilatant.models.loss import divide_loss, positions_with_targets, shift_labe
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, token_places
 from dilatant.models.random_draws import Spread
+from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
@@ -68,8 +69,9 @@ class LanguageStage(Stage):
     """Layers of the language model.
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes.
-    container: path of the module that holds the blocks. loss_chunk: see `chunked_head.chunked_loss`.
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
+    path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -94,6 +96,7 @@ class LanguageStage(Stage):
         is_first: bool = True,
         is_last: bool = True,
         loss_chunk: int | None = LOSS_CHUNK,
+        routers: str | None = None,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -105,6 +108,7 @@ class LanguageStage(Stage):
         self.is_first = is_first
         self.is_last = is_last
         self.loss_chunk = loss_chunk
+        self.routers = routers
 
     def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
@@ -126,7 +130,7 @@ class LanguageStage(Stage):
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
             given = {name: inbound[name] for name in having}
         wanted = positions_with_targets(row.targets) if data.predicts and self.is_last else None
-        is_whole = row.share is None
+        router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
         output = self(
             to_device(row.ids[None], data.device) if self.is_first else None,
             given,
@@ -136,20 +140,29 @@ class LanguageStage(Stage):
             loss_denominator=data.counts[self.unit] if self.is_last else None,
             return_logits=False,
             return_hidden=bool(self.outputs) and not data.predicts,
-            lengths=[sample.sizes[self.unit] for sample in packed] if is_whole else None,
-            sample_ids=[sample.id for sample in packed] if is_whole else None,
+            lengths=row.lengths if row.share is None else None,
+            sample_ids=[sample.id for sample in packed] if row.share is None else None,
             places=find_places(row.ids.numpy(), self.placeholder_ids, data.device) if self.is_first else None,
             predicted_at=None if wanted is None else to_device(wanted, data.device),
+            router_logits=router_logits,
             **attention,
         )
+        losses = {}
+        if router_logits:
+            assert self.routers is not None
+            logits = [row.unpadded(each) for each in router_logits]
+            add_up = None if row.share is None else row.share.sum
+            chosen = self.model.config.num_experts_per_tok
+            total = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
+            losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
-            return StageOutput(row.unpadded(output[0]))
+            return StageOutput(row.unpadded(output[0]), losses)
         if wanted is not None:
             return StageOutput(predicted=row.whole_row(output.predicted, wanted.to(data.device)))
         rows = None
         if output.hidden is not None:
             rows = {unit: output.hidden[0, at.to(data.device)] for unit, at in row.outputs.items()}
-        return StageOutput(rows, {self.unit: output.loss})
+        return StageOutput(rows, {self.unit: output.loss, **losses})
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         packed = [data.samples[sample] for sample in samples]
@@ -189,17 +202,19 @@ class LanguageStage(Stage):
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
         places: Mapping[str, Tensor] | None = None,
+        router_logits: list[Tensor] | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
         among these says what the mask says.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. predicted_at:
-        int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and nothing else. places: see
-        `merge_rows`. targets: int64 [tokens] of a packed row, labels that are shifted already. They may lie on the
-        host, as labels may if `lengths` of a packed row are given: then nothing waits for the device to find the
-        targets. Raises UserError where rows do not fit.
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
+        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
+        nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
+        [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already. They may
+        lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the device
+        to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -219,7 +234,12 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
-        hidden = self.model.base_model(**run).last_hidden_state
+        if router_logits is not None:
+            run["output_router_logits"] = True
+        output = self.model.base_model(**run)
+        if router_logits is not None:
+            router_logits += output.router_logits or ()
+        hidden = output.last_hidden_state
         if not self.is_last:
             return hidden
         # The head runs where it must: the vocabulary is large.
@@ -302,7 +322,11 @@ class LanguageUnit(Unit, LanguageStage):
         self.structure = structure
         self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         self.inputs = tuple(placeholder_ids)
-        self.loss = Loss(_target_tokens)
+        self.losses = {name: Loss(_target_tokens)}
+        self.routers = f"{name}.router" if has_router_loss(model) else None
+        if self.routers is not None:
+            in_all = partial(_tokens_of_routers, name, count_routers(model))
+            self.losses[self.routers] = Loss(in_all, router_weight(model))
         self.generating_attention = None
         self._freeze_at_start()
 
@@ -367,6 +391,7 @@ class LanguageUnit(Unit, LanguageStage):
             is_first=is_first,
             is_last=is_last,
             loss_chunk=self.loss_chunk,
+            routers=self.routers,
         )
 
 
@@ -376,3 +401,7 @@ def _target_tokens(sample: EncodedSample) -> int:
 
 def _tokens(unit: str, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0)
+
+
+def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:
+    return routers * sample.sizes.get(unit, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,8 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.structure import DEPTH_KEYS
 
 HUB_TIMEOUT_SECONDS = 10.0
+MOST_BLOCKS = 10_000
+"""More are taken for a mistake, or a trap: making them alone would take minutes."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
 _TOWERS = ("vision_config", "audio_config")
 
@@ -45,6 +49,7 @@ def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrai
 def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
     """A transformers config from `model_type` and settings. Raises UserError for unknown types, keys and values."""
     settings = dict(settings)
+    _refuse_endless(settings, where)
     model_type = settings.pop("model_type", None)
     if model_type not in CONFIG_MAPPING_NAMES:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING_NAMES), n=1, cutoff=0.5)
@@ -64,6 +69,22 @@ def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
         return config_class(**settings)
     except Exception as error:
         raise UserError(f"{where}: {model_type} refuses these settings: {_one_line(error)}") from None
+
+
+def _plain_config(path: Path, where: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {str(path)!r} cannot be read: {_one_line(error)}") from None
+
+
+def _refuse_endless(settings: Any, where: str) -> None:
+    """Raise UserError for more blocks than any model has, in the settings or in those of a tower among them."""
+    for key, value in settings.items() if isinstance(settings, Mapping) else ():
+        if key in DEPTH_KEYS and isinstance(value, int | float) and not value <= MOST_BLOCKS:
+            raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
+        if str(key).endswith("_config"):
+            _refuse_endless(value, where)
 
 
 def _is_read_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
@@ -175,6 +196,8 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
         raise UserError(
             f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout"
         )
+    if Path(name).is_dir():
+        _refuse_endless(_plain_config(Path(name) / "config.json", where), where)
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         return AutoConfig.from_pretrained(name, **local)

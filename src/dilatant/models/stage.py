@@ -27,7 +27,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of a unit. count: what a sample adds to the number that the global batch's sum is divided by (target
+    """A loss of a unit. count: what a sample adds to the number that the global batch's sum is divided by (target
     tokens, pictures). weight: of this loss in the sum of all."""
 
     count: Callable[[EncodedSample], float]
@@ -38,8 +38,8 @@ class Loss:
 class StepData:
     """The global batch of one step.
 
-    Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: unit →
-    what its loss is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
+    Every rank knows sizes, ids and labels of all samples; media only those that its own stages read. counts: loss →
+    what it is divided by, over the whole batch, at least 1. predicts: nothing is learnt; the language model's
     last stage says which token it finds likeliest in the place of every target. device: where the stages are. seed:
     of the run, and draws: of each sample, all different: the keys of what is drawn at random.
     """
@@ -61,7 +61,7 @@ class StepData:
         seed: int = 0,
         draws: Sequence[str] = (),
     ) -> StepData:
-        """The batch with what `losses`, by unit, count in it."""
+        """The batch with what `losses`, by name, count in it."""
         counts = {name: float(sum(loss.count(sample) for sample in samples)) for name, loss in losses.items()}
         return cls(
             tuple(samples),
@@ -78,7 +78,7 @@ class StageOutput:
     """What a stage makes of samples.
 
     rows: [rows, width] of the samples in order, for every consumer alike or by consumer (the stage's own unit for the
-    next stage); None where there are none. losses: unit → scalar, these samples' sum over the count of the global
+    next stage); None where there are none. losses: name → scalar, these samples' sum over the count of the global
     batch. predicted: int64 [targets], the likeliest token for every target of the samples in order, instead of a loss.
     """
 

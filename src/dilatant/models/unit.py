@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -25,14 +26,15 @@ class Unit(Stage):
     """A stage that holds every layer of its unit.
 
     model: a transformers model, or any module where `structure` is None: that is one layer. parts: the attributes
-    that hold its modules. inputs: the units whose rows it takes, in any number. loss: None where it has none.
+    that hold its modules. inputs: the units whose rows it takes, in any number. losses: what it adds to
+    the loss of training, by name; its own name for the one that it is there for.
     """
 
     model: nn.Module
     structure: Structure | None
     parts: tuple[str, ...]
     inputs: tuple[str, ...] = ()
-    loss: Loss | None = None
+    losses: Mapping[str, Loss] = MappingProxyType({})
     geometry: EncoderGeometry | None = None
     """What one item is for an encoder."""
     width: int

@@ -7,6 +7,7 @@ Parcae's and Bamboo's counts over time, Parcae's JSON lines and SkyPilot's sampl
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from dilatant.config.errors import UserError
 _SECONDS = {"ms": 1e-3, "s": 1.0, "h": 3600.0}
 # A count file has no unit. 10^7 s are four months, longer than any published trace; 10^7 ms are under three hours.
 _SURELY_MILLISECONDS = 1e7
+MOST_NODES = 100_000
+"""At one time. More are a mistake or a trap: each of them is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,10 @@ def load_node_trace(path: str | Path, seed: int = 0, unit: str | None = None) ->
         changes, end = _changes(text, seed, unit)
     except _Misfit as misfit:
         raise UserError(f"node trace {str(path)!r}, {misfit}") from None
+    except (OverflowError, RecursionError) as error:
+        raise UserError(f"node trace {str(path)!r} holds a number or a list without end: {error}") from None
+    if not all(math.isfinite(seconds) for seconds, _, _ in changes) or not math.isfinite(end):
+        raise UserError(f"node trace {str(path)!r} has a time that is no finite number")
     trace = NodeTrace(path.stem, _merge(changes), end)
     if not any(event.joined for event in trace.events):
         raise UserError(f"node trace {str(path)!r} has no node at any time")
@@ -157,6 +164,8 @@ def _counted(counts: Iterable[tuple[float, int]], seed: int) -> tuple[list[Chang
     changes: list[Change] = []
     made, seconds = 0, 0.0
     for seconds, count in sorted(counts, key=lambda entry: entry[0]):
+        if count > MOST_NODES:
+            raise _Misfit(f"{count:,} nodes at {seconds:g} s; at most {MOST_NODES:,} can be replayed")
         while len(alive) < count:
             alive.append(made)
             changes.append((seconds, True, made))

@@ -36,6 +36,11 @@ class Samples:
     train_sizes: SizesIndex | None = None
     held_out_sizes: SizesIndex | None = None
 
+    @property
+    def held_out_encoding(self) -> Encoding:
+        """By which held-out samples are measured: each must have a question."""
+        return replace(self.encoding, held_out=True)
+
 
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
@@ -57,18 +62,22 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
     Raises UserError that names samples which training would refuse, unless these are to be skipped.
     """
 
-    def sizes(blend: Blend | StreamBlend | None) -> SizesIndex | None:
+    def sizes(blend: Blend | StreamBlend | None, encoding: Encoding) -> SizesIndex | None:
         if not isinstance(blend, Blend):
             return None
         return blend_sizes(
             blend,
-            samples.encoding,
+            encoding,
             cache_dir=config.data.cache_dir,
             workers=config.data.workers,
             progress=progress,
         )
 
-    sized = replace(samples, train_sizes=sizes(samples.train), held_out_sizes=sizes(samples.held_out))
+    sized = replace(
+        samples,
+        train_sizes=sizes(samples.train, samples.encoding),
+        held_out_sizes=sizes(samples.held_out, samples.held_out_encoding),
+    )
     if config.data.on_error == "error":
         found = [
             f"{name}: {why}"

@@ -20,28 +20,36 @@ from dilatant.profiling.planned_hardware import Target
 SCATTERED = 0.3
 """A fit that is off by more was measured while the machine was busy, or of layers too small to tell: good enough for
 the plan that says so, not for later runs."""
+REACH = 2
+"""Times as long as any that was measured a row may be: what a fit says of longer ones, attention's square in the first
+place, is hardly in the measurements."""
 
 
-def keep_costs(costs: CostModel, model: ModelDescription) -> None:
-    """Keep measured costs that are no scatter; where the cache cannot be written, they are just not kept."""
+def keep_costs(costs: CostModel, model: ModelDescription) -> bool:
+    """Keep measured costs that are no scatter, and say whether they are that; where the cache cannot be written, they
+    are just not kept."""
     fits = [cost.fit_error or 0.0 for degrees in costs.layers.values() for cost in degrees.values()]
     if costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
-        return
+        return False
     path = _path(costs.hardware, costs.dtype, model)
     part = path.with_suffix(f".{os.getpid()}.part")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_costs(costs, part)
         part.replace(path)
+    return True
 
 
-def kept_costs(model: ModelDescription, target: Target, degrees: Iterable[Degree]) -> CostModel | None:
-    """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`."""
+def kept_costs(
+    model: ModelDescription, target: Target, degrees: Iterable[Degree], longest: int
+) -> CostModel | None:
+    """The costs that were kept of this model's layers, on this hardware in this dtype, at all of `degrees`, from rows
+    not much shorter than `longest` tokens."""
     try:
         costs = load_costs(_path(target.hardware.name, target.dtype, model), target.hardware.name)
-    except (OSError, UnicodeDecodeError, UserError):
+    except (OSError, UserError):
         return None
-    if costs.dtype != target.dtype or misfits(costs, model):
+    if costs.dtype != target.dtype or costs.longest * REACH < longest or misfits(costs, model):
         return None
     kinds = {layer.kind for unit in model.spec.units for layer in unit.layers}
     wanted = set(degrees)

@@ -18,6 +18,9 @@ from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
 
+USABLE = 0.93
+"""The part of a GPU's memory that training may use: its context, NCCL's buffers and pieces that the allocator cannot
+join take the rest. The data sheets' decimal gigabytes, which stand for GPUs that are not here, leave as much."""
 _UNKNOWN_GPU = "A40"
 """Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
 
@@ -122,7 +125,7 @@ def _this_device(per_node: int, threads: int) -> Hardware:
     for word in sorted(_words(properties.name)):
         with suppress(UserError):
             listed = load_hardware(word)
-    return replace(listed, name=properties.name, memory=float(properties.total_memory))
+    return replace(listed, name=properties.name, memory=USABLE * properties.total_memory)
 
 
 def _processor() -> str:

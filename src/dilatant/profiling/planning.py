@@ -26,9 +26,9 @@ from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import validate
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
-from dilatant.profiling.cost_cache import keep_costs
+from dilatant.profiling.cost_cache import keep_costs, kept_costs
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
-from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
+from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs, planned_degrees
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
 from dilatant.profiling.step_costs import described_costs
@@ -46,7 +46,7 @@ ALIKE = 0.02
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
     """All that a search or a simulation needs. `measured` are the costs as measured or modelled, `costs` as this run
-    meets them (see `costs_in_use`)."""
+    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement."""
 
     config: Config
     target: Target
@@ -54,6 +54,7 @@ class PlanningProblem:
     measured: CostModel
     costs: CostModel
     samples: PlannedSamples
+    from_before: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -100,22 +101,27 @@ def planning_problem(
     samples: Samples,
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total: None,
+    measure_again: bool = True,
 ) -> PlanningProblem:
-    """All that is to be known before a search. `say` gets the name of what is being measured. Raises UserError."""
+    """All that is to be known before a search. `say` gets the name of what is being measured. Without `measure_again`
+    the costs count that were kept of the same layers on this hardware. Raises UserError."""
     target = plan_target(config.cluster, config.train.precision, config.train.zero)
     _searched_sizes(config, target)  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))
     sampled = planned_samples(config, samples, model, progress)
-    measured = layer_costs(config, model, target, say)
+    kept = None
+    if config.plan.costs is None and target.is_local and not measure_again:
+        kept = kept_costs(model, target, planned_degrees(config.plan), config.data.max_length)
+    measured = layer_costs(config, model, target, say) if kept is None else kept
     if problems := [problem for unit in whole.units.values() for problem in context_problems(unit)]:
         if max(config.plan.context_parallel) > 1:
             raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
         measured = _without_context(measured)  # a cost file may know more than this model can do
-    if config.plan.costs is None:
+    if config.plan.costs is None and kept is None:
         keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
-    return PlanningProblem(config, target, model, measured, costs, sampled)
+    return PlanningProblem(config, target, model, measured, costs, sampled, from_before=kept is not None)
 
 
 def _without_context(costs: CostModel) -> CostModel:

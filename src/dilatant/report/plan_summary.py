@@ -7,6 +7,7 @@ from dilatant.report.plan_report import ComparedPlan, PlanReport
 from dilatant.report.wording import (
     bytes_text,
     count_text,
+    counted,
     listed,
     lost_to,
     percent_text,
@@ -78,7 +79,7 @@ def _speed(report: PlanReport) -> str:
     unused = (report.allocated_devices or devices) - devices
     sentence = (
         f"One step should take {seconds_text(report.step_seconds)} for {report.global_batch:,} samples: "
-        f"{count_text(report.samples_per_second)} samples per second on {devices:,} devices."
+        f"{count_text(report.samples_per_second)} samples per second on {counted(devices, 'device')}."
     )
     return f"{sentence} {unused:,} allocated devices stay unused." if unused > 0 else sentence
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
 from rich.console import Console
 from rich.text import Text
 
@@ -14,3 +20,32 @@ def say(console: Console, text: str, style: str = "") -> None:
 def warn(console: Console, text: str) -> None:
     """Print `warning: text`."""
     console.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
+
+
+@contextmanager
+def warnings_as_lines(console: Console) -> Iterator[None]:
+    """Inside, a warning for users (UserWarning, of a library too) is a line that is said once, without its place in the
+    code; others are not shown. Where Python was told what to do with warnings (-W, PYTHONWARNINGS), it does that."""
+    if sys.warnoptions:
+        yield
+        return
+    said = set[str]()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = " ".join(str(message).split())
+        if text not in said:
+            said.add(text)
+            warn(console, text)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield

@@ -40,8 +40,8 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: unit → how often its loss counts. dropout: goes around its forwards. speaks: of the ranks of
-    the stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
+    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards. speaks: of the ranks of the
+    stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
     together: the stage has others.
     """
 
@@ -60,10 +60,10 @@ class LocalStage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward made for the step's result: of the unit's loss these samples' share (a scalar on the device), or
-    the tokens that it predicts for them."""
+    """What a forward made for the step's result: of the loss of this name these samples' share (a scalar on the
+    device), or the tokens that a unit of this name predicts for them."""
 
-    unit: str
+    name: str
     value: Tensor
     samples: tuple[int, ...]
 
@@ -196,7 +196,7 @@ class Executor:
             return [Outcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
         if not stage.speaks:
             return []
-        return [Outcome(unit, loss.detach(), samples) for unit, loss in output.losses.items()]
+        return [Outcome(name, loss.detach(), samples) for name, loss in output.losses.items()]
 
     def _made(
         self,
@@ -242,10 +242,10 @@ class Executor:
             else:  # nothing trains in this microbatch, but what was sent must be taken
                 for message in received:
                     self._take(message)
-        for unit, loss in piece.losses.items():
+        for name, loss in piece.losses.items():
             if loss.requires_grad:
                 outputs.append(loss)
-                weight = stage.loss_weights[unit]
+                weight = stage.loss_weights[name]
                 gradients.append(None if weight == 1.0 else torch.full_like(loss, weight))
         self._recorder.computing()
         splits = action.kind == ActionKind.I

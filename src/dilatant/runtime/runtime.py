@@ -50,7 +50,7 @@ BUCKET_BYTES = 25 << 20
 class StepResult:
     """The same on every rank. Reduced gradients are in the parameters of every holder.
 
-    loss: of the global batch, the weighted sum of `losses`, which are by unit. target_tokens: of the language model.
+    loss: of the global batch, the weighted sum of `losses`, which go by name. target_tokens: of the language model.
     grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
     `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
     whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
@@ -363,12 +363,12 @@ class Runtime:
     ) -> StepResult:
         own_losses, nonfinite = _sum_losses(self._run(data, step, number), data)
         self._sync.finish()
-        weights = {unit: loss.weight for unit, loss in self.model.graph.losses.items()}
+        weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
         actions = self._recorder.rows()
         shares = self._shares.own(actions, self._recorder.seconds())
         own_found = list(found())
         own = (
-            *(own_losses.get(unit, 0.0) for unit in weights),
+            *(own_losses.get(name, 0.0) for name in weights),
             self.owned.squared_norm(),
             float(should_stop()),
             float(len(own_found)),
@@ -382,7 +382,7 @@ class Runtime:
         losses = dict(zip(weights, sums))
         squares, stops, num_found, *rest = sums[len(losses) :]
         warning = self.costs.finish(number, rest[: self.costs.num_sums])
-        loss = sum(weights[unit] * value for unit, value in losses.items())
+        loss = sum(weights[name] * value for name, value in losses.items())
         samples: tuple[str, ...] = ()
         if not math.isfinite(loss):
             everybody = all_gather_object(self.comm, nonfinite)
@@ -447,7 +447,7 @@ class Runtime:
                 needs_backward=self._trainability.backward[index],
                 gradients=gradients,
                 dropout=KeyedDropout(module, self.model.units[placed.unit]),
-                loss_weights={unit: loss.weight for unit, loss in self.model.graph.losses.items()},
+                loss_weights={name: loss.weight for name, loss in self.model.graph.losses.items()},
                 speaks=placed.stage.ranks.index(self.comm.rank) % placed.stage.tp == 0,
                 leads=placed.stage.ranks[0] == self.comm.rank,
                 together=len(placed.stage.ranks) > 1,
@@ -466,12 +466,12 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
 
 
 def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
-    """Unit → the sum of its losses computed here; and the samples of those that are not finite."""
+    """Loss → the sum of what was computed of it here; and the samples of those that are not finite."""
     values = torch.stack([outcome.value.float() for outcome in outcomes]).tolist() if outcomes else []
     sums: dict[str, float] = {}
     nonfinite: list[str] = []
     for value, outcome in zip(values, outcomes, strict=True):
         if not math.isfinite(value):
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
-        sums[outcome.unit] = sums.get(outcome.unit, 0.0) + value
+        sums[outcome.name] = sums.get(outcome.name, 0.0) + value
     return sums, nonfinite

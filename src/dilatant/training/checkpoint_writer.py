@@ -155,8 +155,7 @@ class CheckpointWriter:
             try:
                 self._pending.pop(0).result()
             except (OSError, SafetensorError, RuntimeError, DamagedError) as error:
-                for rest in self._pending:
-                    rest.cancel()
+                self._pending = [rest for rest in self._pending if not rest.cancel()]
                 raise UserError(_explain_failure(self._folder, error)) from error
 
     def close(self) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from dilatant.config import Config, UserError
 from dilatant.config.environment import place_from
 from dilatant.config.plan import ClusterConfig
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.model import CostModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import StepCosts
 from dilatant.profiling.assemble import recompute_by_unit
 from dilatant.profiling.cost_cache import kept_costs
-from dilatant.profiling.describe_model import describe_model
-from dilatant.profiling.layer_costs import costs_in_use
+from dilatant.profiling.describe_model import ModelDescription, describe_model
+from dilatant.profiling.layer_costs import costs_in_use, read_costs
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.step_costs import described_costs
@@ -28,8 +30,9 @@ def costs_of_run(
     """What the steps of `plan` cost here; `origin` says where the numbers are from. Takes milliseconds.
 
     planned: of the plan file. They count, unless the run freezes other layers than the plan was made for. Without them
-    the costs that `dilatant profile` or `dilatant plan` measured of the same layers on this hardware; without these,
-    costs modelled from the layers' shapes. targets: the share of the language model's tokens that carry loss.
+    those of `plan.costs`, if that file is of this hardware, precision and model; without these the costs that `dilatant
+    profile` or `dilatant plan` measured of the same layers on this hardware; else costs modelled from the layers'
+    shapes. targets: the share of the language model's tokens that carry loss.
     """
     trains = trainability_of(plan, trainable_layers(model.units)).backward
     note = ""
@@ -40,10 +43,13 @@ def costs_of_run(
     target = _target(config, plan)
     described = describe_model(model, recompute_by_unit(config, model.units))
     degrees = sorted({(placed.stage.tp, placed.stage.cp) for placed in plan.stages()})
-    costs = kept_costs(described, target, degrees) if target.is_local else None
+    longest = config.data.max_length
+    costs = _named_costs(config, described, target)
+    if costs is None and target.is_local:
+        costs = kept_costs(described, target, degrees, longest)
     if costs is None:
         costs = analytic_costs(layer_shapes(described, guess=True), target.hardware, degrees, target.dtype)
-        note += "; `dilatant profile` measures"
+        note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
     found = described_costs(plan, described, in_use, target)
     return replace(found, origin=found.origin + note)
@@ -63,3 +69,21 @@ def _target(config: Config, plan: Plan) -> Target:
     except UserError:  # of a hardware file that is only at hand where plans are made
         pass
     return plan_target(ClusterConfig(**shape), config.train.precision, config.train.zero)
+
+
+def _named_costs(config: Config, model: ModelDescription, target: Target) -> CostModel | None:
+    """Those of `plan.costs`, which may be of devices that are only planned for."""
+    if config.plan.costs is None:
+        return None
+    try:
+        return read_costs(Path(config.plan.costs), model, target)
+    except UserError:
+        return None
+
+
+def _how_to_measure(config: Config, target: Target) -> str:
+    """The command whose costs this run would have taken: the fewer processes share a CPU, the more threads each has."""
+    here = config.cluster.model_copy(update={"hardware": None, "hardware_file": None})
+    if plan_target(here).hardware.name == target.hardware.name:
+        return "`dilatant profile` measures"
+    return f"`dilatant profile CONFIG --set cluster.gpus_per_node={target.cluster.gpus_per_node}` measures"

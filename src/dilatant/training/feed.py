@@ -151,7 +151,9 @@ class Feed(Generic[Step]):
         """Samples that proved bad so far, index → why; belongs into a checkpoint."""
         self._lock = Lock()
         self._coming: _Collected[Step] | None = None
-        self._waited = 0.0
+        self.waited_seconds = 0.0
+        """How long whoever takes steps has waited for samples so far."""
+        self._counted_seconds = 0.0
         self._ahead = Ahead(self._collect_all(), "dilatant-feed")
 
     def __iter__(self) -> Self:
@@ -166,11 +168,11 @@ class Feed(Generic[Step]):
             began = time.perf_counter()
             with self._lock:
                 collected = self._again(collected)
-            self._waited += time.perf_counter() - began
+            self.waited_seconds += time.perf_counter() - began
         if collected.bad:
             raise UserError(next(iter(collected.bad.values())))
-        draft, waited = collected.draft, self._waited
-        self._waited = 0.0
+        draft, waited = collected.draft, self.waited_seconds - self._counted_seconds
+        self._counted_seconds = self.waited_seconds
         samples = tuple(collected.loaded.get(number, head) for number, head in enumerate(draft.heads))
         batch = GlobalBatch(samples, draft.draw.position, draft.draw.epoch, draft.problems, waited)
         return StepInput(batch, draft.step)
@@ -207,7 +209,7 @@ class Feed(Generic[Step]):
         if self._coming is None:
             began = time.perf_counter()
             self._coming = next(self._ahead, None)
-            self._waited += time.perf_counter() - began
+            self.waited_seconds += time.perf_counter() - began
         return self._coming
 
     def _collect_all(self) -> Generator[_Collected[Step]]:

@@ -32,9 +32,10 @@ TRAIN, HELD_OUT = "train", "eval"
 
 class Steps(Protocol):
     """The steps of a run, one after another. Ranks tell each other before each what they `found` to be bad in it, and
-    leave out what any of them found (see `Feed`)."""
+    leave out what any of them found (see `Feed`). waited_seconds: for samples, so far."""
 
     left_out: Mapping[int, str]
+    waited_seconds: float
 
     def __next__(self) -> StepInput[PreparedStep]: ...
 
@@ -159,9 +160,11 @@ class _Streamed:
         self._runtime = runtime
         self._step = begin
         self.left_out: Mapping[int, str] = {}
+        self.waited_seconds = 0.0
 
     def __next__(self) -> StepInput[PreparedStep]:
         batch = next(self._batches)
+        self.waited_seconds += batch.wait_seconds
         step = self._runtime.plan_step(batch.samples, step_number=self._step)
         self._step += 1
         return StepInput(batch, step)

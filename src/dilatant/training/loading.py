@@ -39,13 +39,15 @@ def make_loader(
     steps: int | None = None,
     workers: int | None = None,
     on_error: Literal["error", "skip"] = "error",
+    cache_dir: str | Path | None = None,
     parallel: Runtime | None = None,
 ) -> Batches | Loader:
     """Global batches of files or data sets, ready for `parallel.execute(batch.samples)`; endless without `steps`.
 
     sources: as `data.train` in a YAML file, or just paths. tokenizer: the model's own if not given. processors: encoder
     → an id, a folder or settings; the encoder's shape decides otherwise. workers: processes on every machine that
-    decode (None: as many as it has room for). parallel: where given, all of its ranks call, and each batch holds on
+    decode (None: as many as it has room for). cache_dir: where the index of the data is kept (None: the user's cache).
+    parallel: where given, all of its ranks call, and each batch holds on
     every rank the parts of samples that its stages use (of the rest only sizes); without it, everything. The order
     hangs on `seed` alone, so all ranks that make this loader alike get the same batches. Close it, or use it in a
     `with`. Raises UserError.
@@ -68,11 +70,13 @@ def make_loader(
         )
     encoding = Encoding(chat_tokenizer(tokenizer, chat_template), tuple(units), train_on, max_length)
     blend = open_blend(
-        [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources]
+        [source if isinstance(source, DataSource) else DataSource(path=str(source)) for source in sources],
+        cache_dir=cache_dir,
     )
     if isinstance(blend, Blend):
         sampler = blend.sampler(seed, global_batch_size)
-        return Batches(blend, encoding, sampler, steps, Decoding(workers), on_error == "skip", parallel)
+        how = Decoding(workers)
+        return Batches(blend, encoding, sampler, steps, how, on_error == "skip", parallel, cache_dir)
     stream = blend.sampler(seed, global_batch_size)
     return Loader(
         blend, encoding, stream, steps=steps, workers=workers_of_machine(workers), on_error=on_error
@@ -91,8 +95,9 @@ class Batches:
         how: Decoding,
         skips: bool,
         parallel: Runtime | None,
+        cache_dir: str | Path | None = None,
     ) -> None:
-        sizes = blend_sizes(blend, encoding, workers=how.workers)
+        sizes = blend_sizes(blend, encoding, cache_dir=cache_dir, workers=how.workers)
         data = IndexedData("train", blend, sizes, sizes.refused(encoding.max_length))
         if data.refused and not skips:
             raise list_problems("samples that cannot be trained on:", list(data.refused.values())[:8])

@@ -46,7 +46,7 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     report = search_report(
         title,
         f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
-        origin_text(problem.measured.origin),
+        _cost_source(problem),
         planned.result,
         planned.typical,
         problem.model.spec,
@@ -84,6 +84,12 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
     folder.write_text("costs.yaml", problem.measured.to_yaml())
     write_plan_page(report, folder.path / "plan.html")
     return folder.path
+
+
+def _cost_source(problem: PlanningProblem) -> str:
+    """Where the costs are from, for a reader."""
+    origin = origin_text(problem.measured.origin)
+    return f"{origin} before (`dilatant profile` measures again)" if problem.from_before else origin
 
 
 def _searched(problem: PlanningProblem) -> str:

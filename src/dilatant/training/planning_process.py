@@ -118,6 +118,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
         samples,
         say=lambda layer: progress(f"measuring {layer}"),
         progress=lambda done, total: progress(f"measuring samples: {done:,} of {total:,}"),
+        measure_again=False,
     )
     progress("searching")
     planned = plan_run(problem)

@@ -11,8 +11,10 @@ from dilatant.data.sizes import Progress
 from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
+from dilatant.report.wording import counted
 from dilatant.training.costs import costs_of_run
 from dilatant.training.layout import TrainingPlan, plan_from_config
+from dilatant.training.trainer import count_steps
 
 LOOKED_AT = 4096
 """Samples that tell what share of tokens carries loss: opening a run must not take longer for more data."""
@@ -54,7 +56,17 @@ def prepare(
                 planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets)
             )
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
-    return Prepared(samples, model, planned, tuple(said))
+    return Prepared(samples, model, planned, (*said, *_about_warm_up(config, samples)))
+
+
+def _about_warm_up(config: Config, samples: Samples) -> tuple[str, ...]:
+    steps, warm_up = count_steps(config, samples), config.train.schedule.warmup_steps
+    if warm_up < steps:
+        return ()
+    return (
+        f"train.schedule.warmup_steps {warm_up} is no less than the run's {counted(steps, 'step')}: the learning rate "
+        "does not reach its peak",
+    )
 
 
 def _target_share(samples: Samples) -> float:

@@ -153,7 +153,10 @@ class Trainer:
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         if "costs" in values:
-            self.runtime.costs.from_json(values["costs"])
+            try:
+                self.runtime.costs.from_json(values["costs"])
+            except ValueError as error:
+                raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
             self._writer.continue_from(checkpoint)
@@ -225,7 +228,7 @@ class Trainer:
 
     def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), steps.waited_seconds
         inputs = next(steps, None)
         if inputs is None:
             raise UserError(
@@ -241,7 +244,9 @@ class Trainer:
         self._apply(result, batch)
         steps.leave_out(merge_found([result.found]))
         self._left_out = steps.left_out
-        return self._metrics(batch, result, rate, time.perf_counter() - began), result.should_stop
+        # Samples that turn out bad are skipped before their step: it is the step before that waits for them.
+        waited = steps.waited_seconds - waited
+        return self._metrics(batch, result, rate, time.perf_counter() - began, waited), result.should_stop
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
@@ -263,7 +268,9 @@ class Trainer:
         self._position = batch.position
         self._half_updated = False
 
-    def _metrics(self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float) -> StepMetrics:
+    def _metrics(
+        self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
+    ) -> StepMetrics:
         tokens = batch.tokens
         return StepMetrics(
             step=self.step,
@@ -272,7 +279,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             learning_rates={label: rate * peak for label, peak in self._peak_rates.items()},
             step_seconds=seconds,
-            data_wait_seconds=batch.wait_seconds,
+            data_wait_seconds=waited,
             samples=batch.num_samples,
             skipped_samples=batch.skipped,
             skipped_updates=self._skipped_updates,

@@ -1,0 +1,60 @@
+"""The loss that keeps the experts of a mixture evenly used, as a sum over samples: so no layout changes it.
+
+Switch Transformer's (arXiv 2101.03961, equations 4-6), of each sample by itself (sequence-wise, as in DeepSeek-V3):
+over a batch it would be another in every cut into microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def has_router_loss(model: PreTrainedModel) -> bool:
+    """Whether the config asks for it, as in transformers: `output_router_logits` and `router_aux_loss_coef`."""
+    config: Any = model.config
+    return bool(getattr(config, "output_router_logits", False)) and router_weight(model) > 0
+
+
+def router_weight(model: PreTrainedModel) -> float:
+    """The config's `router_aux_loss_coef`; 0 where the family has none."""
+    return float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
+
+
+def count_routers(model: PreTrainedModel) -> int:
+    """How many blocks choose experts."""
+    recorded = cast(Any, model.base_model)._can_record_outputs["router_logits"]
+    recorders = recorded if isinstance(recorded, list) else [recorded]
+    classes: tuple[Any, ...] = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    return sum(isinstance(module, classes) for module in model.base_model.modules())
+
+
+def router_loss(
+    logits: Sequence[Tensor],
+    sample_of: Tensor,
+    lengths: Sequence[int],
+    experts_a_token: int,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Of a packed row, summed over its tokens and the routers: a scalar, fp32; with even use each adds
+    `experts_a_token`.
+
+    logits: of each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
+    sample. add_up: where these are some of a row's tokens, the sum over all who have some; this is their share then.
+    """
+    device = logits[0].device
+    sample_of = sample_of.to(device)
+    sizes = torch.tensor(lengths, device=device)
+    total = torch.zeros((), device=device)
+    for each in logits:
+        shares = each.float().softmax(dim=-1)
+        chosen = torch.zeros_like(shares).scatter_(1, shares.topk(experts_a_token, dim=-1).indices, 1.0)
+        by_sample = shares.new_zeros(len(lengths), shares.shape[1])
+        use = by_sample.index_add(0, sample_of, chosen)
+        use = (use if add_up is None else add_up(use)) / sizes[:, None]
+        total = total + shares.shape[1] * (use * by_sample.index_add(0, sample_of, shares)).sum()
+    return total

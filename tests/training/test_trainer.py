@@ -1,0 +1,151 @@
+"""What a step of the trainer does in which order, seen with a runtime and an optimizer that only keep book."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from dilatant.config import UserError
+from dilatant.data.sampler import SamplerState
+from dilatant.plan.boxes import Box
+from dilatant.training import trainer as room
+from dilatant.training.trainer import Trainer, seed_step
+
+
+class _Book:
+    """Of the calls, and the trainer that makes them."""
+
+    def __init__(self, limit: float | None = 0.5, on_nonfinite: str = "skip") -> None:
+        self.calls: list[Any] = []
+        train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, schedule="its schedule")
+        self.trainer = Trainer.__new__(Trainer)
+        self.trainer.__dict__.update(
+            step=4,
+            total_steps=9,
+            runtime=SimpleNamespace(
+                clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
+                execute=self.execute,
+                owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
+            ),
+            _config=SimpleNamespace(train=train, seed=3),
+            _optimizer=SimpleNamespace(
+                step=lambda: self.calls.append("step"), zero_grad=lambda **_: self.calls.append("zero")
+            ),
+            _skipped_updates=0,
+            _position="before",
+            _half_updated=False,
+            _metrics=lambda *_: "metrics",
+        )
+
+    def execute(self, samples: Any, step: Any, **options: Any) -> Any:
+        self.calls.append(("execute", samples, step, options["step_number"]))
+        return SimpleNamespace(loss=1.0, grad_norm=0.1, nonfinite_samples=(), found=(), should_stop=False)
+
+    def apply(self, loss: float, norm: float) -> None:
+        result: Any = SimpleNamespace(loss=loss, grad_norm=norm, nonfinite_samples=())
+        self.trainer._apply(result, SimpleNamespace(position="after", samples=()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [0.5, 2.0, None])
+def test_gradients_are_clipped_before_the_update_and_gone_after_it(limit: float | None) -> None:
+    book = _Book(limit)
+    book.apply(1.0, 7.0)
+    assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "gather", "zero"]
+    trainer = book.trainer
+    assert (trainer.step, trainer._position, trainer._skipped_updates) == (5, "after", 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
+)
+def test_what_is_not_finite_is_not_applied_and_the_step_is_counted(loss: float, norm: float) -> None:
+    book = _Book()
+    book.apply(loss, norm)
+    trainer = book.trainer
+    assert book.calls == ["zero"]
+    assert (trainer.step, trainer._position, trainer._skipped_updates) == (5, "after", 1)
+    book = _Book(on_nonfinite="stop")
+    with pytest.raises(UserError, match=r"step 5: .*nothing was updated"):
+        book.apply(loss, norm)
+    assert (book.calls, book.trainer.step, book.trainer._position) == ([], 4, "before")
+
+
+def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = _Book()
+    monkeypatch.setattr(room, "rate_factor", lambda *given: ("rate", *given))
+    monkeypatch.setattr(room, "set_rate_factor", lambda optimizer, rate: book.calls.append(rate))
+    monkeypatch.setattr(room, "seed_step", lambda *given: book.calls.append(("seed", *given)))
+
+    class OneStep:
+        left_out: ClassVar[dict[int, str]] = {}
+        found, leave_out, waited_seconds = list, lambda self, found: None, 0.0
+
+        def __next__(self) -> Any:
+            return SimpleNamespace(batch=SimpleNamespace(samples="samples", position="after"), step="step")
+
+    assert book.trainer._train_step(OneStep(), lambda: False) == ("metrics", False)
+    assert book.calls[:3] == [
+        ("rate", "its schedule", 4, 9),
+        ("seed", 3, 4),
+        ("execute", "samples", "step", 4),
+    ]
+
+
+def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight that no step has used has no moments there, and must not be asked for any."""
+    done: dict[str, Any] = {}
+    place = SamplerState((1,), (2,), 3)
+    values = {"step": 7, "position": place.to_json(), "left_out": {"12": "is cut off"}, "costs": "corrected"}
+    boxes = {name: Box.of(name, (2,)) for name in ("used", "unused")}
+    trainer = _Book().trainer
+    trainer._optimizer.masters = "masters"
+    trainer._optimizer.write_weights = lambda: done.update(rounded=True)
+    trainer.__dict__.update(
+        rank=0,
+        runtime=SimpleNamespace(
+            owned=SimpleNamespace(boxes=boxes, shapes={}, gather=lambda: done.update(gathered=True)),
+            require_equal=lambda masters, moments: done.update(compared=(masters, moments)),
+            costs=SimpleNamespace(from_json=lambda costs: done.update(costs=costs)),
+        ),
+        _sampler=SimpleNamespace(resume=lambda place: place),
+        _writer=SimpleNamespace(continue_from=lambda path: done.update(branch=path)),
+        _known=set(),
+        _any_rank=lambda *_: False,
+    )
+    monkeypatch.setattr(
+        room, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
+    )
+    monkeypatch.setattr(room, "allocate_moments", lambda _, names: done.update(moments=names))
+    monkeypatch.setattr(room, "optimizer_tensors", lambda _: "moments")
+    monkeypatch.setattr(room, "held_state", lambda *_: {})
+    monkeypatch.setattr(room, "load", lambda *_, **__: values)
+    trainer.restore(Path("somewhere"))
+    assert done == {
+        "moments": {"used"},
+        "rounded": True,
+        "gathered": True,
+        "compared": ("masters", "moments"),
+        "costs": "corrected",
+        "branch": Path("somewhere"),
+    }
+    assert (trainer.step, trainer._saved_step, trainer._position) == (7, 7, place)
+    assert trainer._left_out == {12: "is cut off"}
+
+
+def test_every_step_of_every_seed_has_random_numbers_of_its_own() -> None:
+    drawn = set()
+    for seed in range(3):
+        for step in range(3):
+            seed_step(seed, step)
+            drawn.add((random.random(), float(torch.rand(()))))
+    assert len(drawn) == 9
+    seed_step(2, 2)
+    assert (random.random(), float(torch.rand(()))) in drawn
