@@ -17,7 +17,7 @@ SHARED = {
     "colocated": {"vision": "language"},
     "microbatches": 2,
 }
-REPLICAS = {"units": {"vision": {}, "language": {"replicas": 2}}, "colocated": {"vision": "language"}}
+CONTEXT = {"units": {"vision": {}, "language": {"replicas": 2, "cp": 2}}, "microbatches": 2}
 UNLIKE = {"units": {"vision": {}, "language": {"tp": 2, "replicas": 2}}, "microbatches": 2}
 
 
@@ -46,7 +46,7 @@ def go_back(run: Path, number: int) -> None:
         shutil.rmtree(run / "checkpoints" / f"step-{later:08d}")
 
 
-def test_a_run_of_shared_layers_goes_on_in_replicas_and_then_in_one_process(
+def test_a_run_of_shared_layers_goes_on_with_shared_rows_and_then_in_one_process(
     project: Path, dilatant: Dilatant
 ) -> None:
     config, one, run = project / "config.yaml", project / "one", project / "run"
@@ -62,7 +62,7 @@ def test_a_run_of_shared_layers_goes_on_in_replicas_and_then_in_one_process(
     assert {key: tensor.shape for key, tensor in exported.items()} == {
         key: tensor.shape for key, tensor in expected.items()
     }
-    for step, parallel in ((2, layout(REPLICAS)), (4, ("--set", "parallel=single"))):
+    for step, parallel in ((2, layout(CONTEXT)), (4, ("--set", "parallel=single"))):
         go_back(run, step)
         code, _, err = dilatant("resume", run, *parallel)
         assert code == 0, err
@@ -77,7 +77,6 @@ def test_a_run_of_shared_layers_goes_on_in_replicas_and_then_in_one_process(
     ("changes", "said"),
     [
         ({"tp": 3}, "2 attention heads cannot be shared by 3 ranks; it takes tp 1, 2"),
-        ({"tp": 2, "cp": 2}, "asks for tp 2 cp 2, which this version plans but does not train yet; give it cp = 1"),
     ],
 )  # fmt: skip
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(

@@ -81,6 +81,10 @@ def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) ->
     check_case(workers, case, "none", 1)
 
 
+def test_routers_lose_by_whole_samples(workers: WorkerPool) -> None:
+    check_case(workers, case_of(TWO, language="mixtral", attention="causal", recompute="block"), "none", 1)
+
+
 def test_dropout_is_drawn_by_token(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 2, (0, 1), cp=2), Stage(2, 5, (2,))), (Stage(0, 4, (0, 1), cp=2),))
     changes = {"language": "phi", "attention": "causal", "dropout": 0.3, "recompute": "block"}

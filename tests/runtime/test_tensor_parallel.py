@@ -212,8 +212,7 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can() -> None:
         wide, settings=unlike
     )
     assert "'self_attn.q_proj' is normalised over all heads; give it tp: 1" in refusal(TWO, language="olmo2")
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    assert "'mlp.experts'" in refusal(TWO, language="mixtral", settings=experts)
+    assert "'mlp.experts'" in refusal(TWO, language="mixtral")
     assert "how ranks share the layers of 'stablelm' is not known" in refusal(TWO, language="stablelm")
     dropping = refusal(TWO, dropout=0.1)
     assert "vision: dropout is 0.1" in dropping

@@ -115,10 +115,10 @@ class ContextParallelRow:
         return torch.from_numpy(np.flatnonzero(is_place[self.tokens]))
 
     @torch.no_grad()
-    def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `own`."""
-        parts = own.new_empty(len(self._of_rank), *own.shape)
-        self.group.all_gather(parts, own.contiguous(), "sums over context-parallel ranks").wait()
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a tensor that each of them has a part of."""
+        parts = part.new_empty(len(self._of_rank), *part.shape)
+        self.group.all_gather(parts, part.contiguous(), "sums of context-parallel ranks").wait()
         return parts.sum(0)
 
     @torch.no_grad()

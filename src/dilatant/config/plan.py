@@ -48,8 +48,7 @@ class PlanConfig(Section):
     tensor_parallel: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own."""
     context_parallel: tuple[int, ...] = (1,)
-    """Context-parallel degrees to model. This version trains 1; a plan with more is marked as planned only, and the
-    best that trains stands beside it."""
+    """Context-parallel degrees to model, and to plan with. A cost file has its own."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
     """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
     as `parallel.plan` says, else `balanced`."""

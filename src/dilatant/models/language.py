@@ -130,7 +130,6 @@ class LanguageStage(Stage):
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
             given = {name: inbound[name] for name in having}
         wanted = positions_with_targets(row.targets) if data.predicts and self.is_last else None
-        is_whole = row.share is None
         router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
         output = self(
             to_device(row.ids[None], data.device) if self.is_first else None,
@@ -141,17 +140,20 @@ class LanguageStage(Stage):
             loss_denominator=data.counts[self.unit] if self.is_last else None,
             return_logits=False,
             return_hidden=bool(self.outputs) and not data.predicts,
-            lengths=[sample.sizes[self.unit] for sample in packed] if is_whole else None,
-            sample_ids=[sample.id for sample in packed] if is_whole else None,
+            lengths=row.lengths if row.share is None else None,
+            sample_ids=[sample.id for sample in packed] if row.share is None else None,
             places=find_places(row.ids.numpy(), self.placeholder_ids, data.device) if self.is_first else None,
             predicted_at=None if wanted is None else to_device(wanted, data.device),
-            **attention,
             router_logits=router_logits,
+            **attention,
         )
         losses = {}
         if router_logits:
             assert self.routers is not None
-            total = router_loss(router_logits, row, self.model.config.num_experts_per_tok)
+            logits = [row.unpadded(each) for each in router_logits]
+            add_up = None if row.share is None else row.share.sum
+            chosen = self.model.config.num_experts_per_tok
+            total = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
             losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
             return StageOutput(row.unpadded(output[0]), losses)
@@ -207,12 +209,12 @@ class LanguageStage(Stage):
         stages take `hidden` [batch, tokens, hidden]. Positions, mask and attention_kwargs go to every stage; a plan
         among these says what the mask says.
 
-        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given. predicted_at:
-        int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and nothing else. places: see
-        `merge_rows`. router_logits: a list that takes those of each router here, [tokens, experts]. targets: int64
-        [tokens] of a packed row, labels that are shifted already. They may lie on the host, as labels may if `lengths`
-        of a packed row are given: then nothing waits for the device to find the targets. Raises UserError where rows do
-        not fit.
+        Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
+        predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
+        nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
+        [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already. They may
+        lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the device
+        to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None

@@ -22,30 +22,30 @@ from dilatant.models.loss import IGNORED, shift_labels
 class PackedRow:
     """Tokens that a rank runs, [tokens] on the host: those of a row, or its share of them.
 
-    targets: what each token is to predict. sample_of: the place of its sample in the row; -1 for none. lengths: of all
-    samples. outputs: unit → the tokens whose rows it takes.
+    targets: what each token is to predict. sample_of: of each token that the rank has, the sample's place in the row.
+    outputs: unit → the tokens whose rows it takes. lengths: of the samples, whole.
     """
 
     ids: Tensor
     position_ids: Tensor
     targets: Tensor
     sample_of: Tensor
-    lengths: tuple[int, ...]
     outputs: Mapping[str, Tensor]
+    lengths: tuple[int, ...]
     share: ContextParallelRow | None = None
 
     @classmethod
     def of(cls, samples: Sequence[EncodedSample], unit: str, outputs: Mapping[str, int]) -> PackedRow:
         """All of the samples, which have so many tokens of `unit`. outputs: unit → the id of its tokens."""
-        lengths = [sample.sizes[unit] for sample in samples]
+        lengths = tuple(sample.sizes[unit] for sample in samples)
         labels = torch.as_tensor(np.concatenate([sample.labels for sample in samples]))
         position_ids = torch.as_tensor(np.concatenate([np.arange(length) for length in lengths]))
         return cls(
             ids=torch.as_tensor(np.concatenate([sample.input_ids for sample in samples])),
             position_ids=position_ids,
             targets=shift_labels(labels[None], position_ids, None, lengths)[0],
-            sample_of=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-            lengths=tuple(lengths),
+            sample_of=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            lengths=lengths,
             outputs={
                 taker: torch.as_tensor(token_places(samples, taker, token_id))
                 for taker, token_id in outputs.items()
@@ -61,7 +61,7 @@ class PackedRow:
             ids=share.take(self.ids, next(number for number in count() if number not in placeholders)),
             position_ids=share.take(self.position_ids),
             targets=share.take(self.targets, IGNORED),
-            sample_of=share.take(self.sample_of, -1),
+            sample_of=self.sample_of[torch.from_numpy(share.tokens)],
             lengths=self.lengths,
             outputs={unit: share.places(at) for unit, at in self.outputs.items()},
             share=share,
@@ -75,10 +75,6 @@ class PackedRow:
     def unpadded(self, hidden: Tensor) -> Tensor:
         """The reverse of `padded`."""
         return hidden if self.share is None else hidden[: self.share.tokens.size]
-
-    def sum(self, own: Tensor) -> Tensor:
-        """The sum of what the ranks that share the row give, which cannot be differentiated."""
-        return own.detach() if self.share is None else self.share.sum(own)
 
     def whole_row(self, values: Tensor, places: Tensor) -> Tensor:
         """Non-negative values at some places of all ranks' tokens, in the order of the row."""

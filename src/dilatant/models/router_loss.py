@@ -6,14 +6,12 @@ over a batch it would be another in every cut into microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-
-from dilatant.models.packed_row import PackedRow
 
 
 def has_router_loss(model: PreTrainedModel) -> bool:
@@ -35,21 +33,28 @@ def count_routers(model: PreTrainedModel) -> int:
     return sum(isinstance(module, classes) for module in model.base_model.modules())
 
 
-def router_loss(logits: Sequence[Tensor], row: PackedRow, experts_a_token: int) -> Tensor:
-    """What this rank's tokens add, over them and the routers: a scalar, fp32. With even use each token adds
-    `experts_a_token` for each router.
+def router_loss(
+    logits: Sequence[Tensor],
+    sample_of: Tensor,
+    lengths: Sequence[int],
+    experts_a_token: int,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Of a packed row, summed over its tokens and the routers: a scalar, fp32; with even use each adds
+    `experts_a_token`.
 
-    logits: of each router, [tokens, experts].
+    logits: of each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
+    sample. add_up: where these are some of a row's tokens, the sum over all who have some; this is their share then.
     """
-    device, samples = logits[0].device, len(row.lengths)
-    sample_of = row.sample_of.where(row.sample_of >= 0, samples).to(device)
-    lengths = torch.tensor(row.lengths, device=device)[:, None]
-    uses, shares = [], []
+    device = logits[0].device
+    sample_of = sample_of.to(device)
+    sizes = torch.tensor(lengths, device=device)
+    total = torch.zeros((), device=device)
     for each in logits:
-        share = each.float().softmax(dim=-1)
-        chosen = torch.zeros_like(share).scatter_(1, share.topk(experts_a_token, dim=-1).indices, 1.0)
-        none = share.new_zeros(samples + 1, share.shape[1])
-        uses.append(none.index_add(0, sample_of, chosen)[:samples])
-        shares.append(none.index_add(0, sample_of, share)[:samples])
-    use = row.sum(torch.stack(uses)) / lengths  # by all of a sample's tokens, on whatever rank
-    return logits[0].shape[1] * (use * torch.stack(shares)).sum()
+        shares = each.float().softmax(dim=-1)
+        chosen = torch.zeros_like(shares).scatter_(1, shares.topk(experts_a_token, dim=-1).indices, 1.0)
+        by_sample = shares.new_zeros(len(lengths), shares.shape[1])
+        use = by_sample.index_add(0, sample_of, chosen)
+        use = (use if add_up is None else add_up(use)) / sizes[:, None]
+        total = total + shares.shape[1] * (use * by_sample.index_add(0, sample_of, shares)).sum()
+    return total

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.hook import use_dilatant_attention
 from dilatant.config import UserError, list_problems
-from dilatant.models.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.unit import Unit
 from dilatant.profiling.describe_model import ModelDescription
 
@@ -35,11 +35,13 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 
 
 def check_tensor_degrees(model: ModelDescription, degrees: Iterable[int]) -> None:
-    """Raise UserError, naming the unit and the degrees it takes, unless ranks can share every unit at every degree."""
+    """Raise UserError, naming the unit and the degrees it takes, unless ranks can share every unit at every degree,
+    in training as well."""
     wanted, problems = sorted(set(degrees) - {1}), []
     for unit in dict.fromkeys(entry.unit for entry in model.types):
         plan = tensor_plan(unit)
         problems += [problem for degree in wanted for problem in degree_problems(unit, plan, degree)]
+        problems += dropout_problems(unit, plan) if wanted else []
     if problems:
         raise list_problems(
             "tensor-parallel degrees (plan.tensor_parallel, --tp):", list(dict.fromkeys(problems))

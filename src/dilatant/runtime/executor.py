@@ -40,8 +40,8 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards. speaks: of the ranks of
-    the stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
+    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards. speaks: of the ranks of the
+    stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
     together: the stage has others.
     """
 

@@ -10,7 +10,6 @@ from dilatant.models.language import LanguageUnit
 from dilatant.models.tensor_plan import degree_problems, dropout_problems
 from dilatant.models.unit import Unit
 from dilatant.plan.plan import Plan
-from dilatant.plan.runnable import training_problems
 from dilatant.runtime.holders import tensor_plans
 
 
@@ -23,7 +22,7 @@ def require_trainable(plan: Plan, units: Mapping[str, Unit]) -> None:
 
 def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     """Everything that `require_trainable` would complain about."""
-    problems = training_problems(plan) or [
+    problems = [
         f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}, but tp {p.stage.tp} and cp "
         f"{p.stage.cp}"
         for p in plan.stages()

@@ -134,7 +134,7 @@ def plan_from_config(
         planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
-    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
+    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
     problems += _too_few_devices(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
