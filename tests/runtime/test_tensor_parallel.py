@@ -217,4 +217,5 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can() -> None:
     dropping = refusal(TWO, dropout=0.1)
     assert "vision: dropout is 0.1" in dropping
     assert "language: attention_dropout is 0.1" in dropping
-    assert "asks for cp 2" in refusal(plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2), cp=2),)))
+    shared_rows = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2), cp=2),))
+    assert "language: context parallelism needs attention over block tables" in refusal(shared_rows)
