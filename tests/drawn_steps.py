@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,19 @@ LANGUAGE = {
 }  # fmt: skip
 CHOOSES_EXPERTS = ("mixtral",)
 """In bfloat16 rounding decides between experts that are nearly as likely, which makes another model of a layout."""
+MORE_LANGUAGES = {
+    "qwen2": {},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 8},
+    "phi3": {},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
+    "cohere": {},
+    "stablelm": {},
+}
+"""Families that are not drawn."""
+UNDIVIDED = ("olmo2", "mixtral", "stablelm")
+"""Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {
     "siglip_vision_model": {**SMALL, "image_size": 8, "patch_size": 4, "vision_use_head": False},
@@ -130,6 +143,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     """What weights and activations are held in."""
     loss_chunk: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the language model, besides its family's."""
 
 
 def build_model(case: Case, device: str = "cpu", plain: bool = False) -> MultimodalModel:
@@ -139,7 +154,8 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
         {
             "model_type": case.language,
             **TEXT,
-            **LANGUAGE[case.language],
+            **(LANGUAGE | MORE_LANGUAGES)[case.language],
+            **case.settings,
             "num_hidden_layers": case.language_layers,
             "tie_word_embeddings": case.tied,
             **dict.fromkeys(DROPOUT.get(case.language, ()), case.dropout),
@@ -313,7 +329,12 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     # Layers of a unit as the model names them; counted on a model without memory.
     model = build_model(case, "meta")
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks)
+    degrees = [(1, 1)]
+    if case.language not in UNDIVIDED and not case.dropout:
+        degrees.append((2, 1))
+    if case.attention is not None:
+        degrees += [(1, 2), (1, 3), *((tp, 2) for tp, _ in degrees[1:])]
+    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
@@ -322,7 +343,7 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     family = draw(st.sampled_from(families))
     schedule = family(plan, assignment, trainability)
     if draw(st.integers(0, 2)) == 0:
-        schedule = _draw_split(draw, schedule)
+        schedule = _draw_split(draw, plan, schedule)
     return replace(
         case,
         plan=plan,
@@ -351,9 +372,22 @@ def _draw_frozen(draw: Any, encoders: tuple, generators: tuple) -> tuple[str, ..
     return tuple(chosen)
 
 
-def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ...]], most_ranks: int) -> Plan:
-    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones."""
+def _draw_plan(
+    draw: Any,
+    layers: dict[str, int],
+    feeds: dict[str, tuple[str, ...]],
+    most_ranks: int,
+    degrees: list[tuple[int, int]],
+) -> Plan:
+    """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones.
+
+    Stages are on groups of tp x cp ranks; all that is drawn here is drawn of groups.
+    """
     budget = draw(st.sampled_from([2, 4, most_ranks, 1, 3, 5, 6, most_ranks]))
+    groups: list[tuple[int, int]] = []
+    while (left := budget - sum(tp * cp for tp, cp in groups)) > 0:
+        groups.append(draw(st.sampled_from([(tp, cp) for tp, cp in degrees if tp * cp <= left])))
+    budget = len(groups)
     taken: list[int] = []
     units: dict[str, UnitPlan] = {}
     # The language model chooses first, so that others can be put on its ranks.
@@ -387,8 +421,12 @@ def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ..
             used_by_unit.update(ranks)
         taken += [rank for rank in sorted(used_by_unit) if rank not in taken]
         units[name] = UnitPlan(name, tuple(replicas), feeds[name])
-    # Ranks that nobody took are closed up: a plan uses ranks 0 to n - 1.
-    number = {rank: index for index, rank in enumerate(sorted(taken))}
+    # Groups that nobody took are closed up: a plan uses ranks 0 to n - 1.
+    ranks_of: dict[int, tuple[int, ...]] = {}
+    for group in sorted(taken):
+        first = sum(map(len, ranks_of.values()))
+        tp, cp = groups[group]
+        ranks_of[group] = tuple(range(first, first + tp * cp))
     return Plan(
         tuple(
             UnitPlan(
@@ -396,8 +434,9 @@ def _draw_plan(draw: Any, layers: dict[str, int], feeds: dict[str, tuple[str, ..
                 tuple(
                     Replica(
                         tuple(
-                            replace(stage, ranks=tuple(number[rank] for rank in stage.ranks))
+                            replace(stage, ranks=ranks_of[group], tp=groups[group][0], cp=groups[group][1])
                             for stage in replica.stages
+                            for (group,) in [stage.ranks]
                         )
                     )
                     for replica in units[name].replicas
@@ -435,10 +474,14 @@ def _repeats(replica: Replica) -> bool:
     return ranks == (ranks[: len(set(ranks))] * len(ranks))[: len(ranks)]
 
 
-def _draw_split(draw: Any, schedule: Schedule) -> Schedule:
+def _draw_split(draw: Any, plan: Plan, schedule: Schedule) -> Schedule:
     """Some more backwards in two halves, the second one anywhere later on the same rank."""
-    ranks = {}
-    for rank, actions in schedule.actions.items():
+    ranks: dict[int, tuple[Action, ...]] = {}
+    lead = {rank: placed.stage.ranks[0] for placed in plan.stages() for rank in placed.stage.ranks}
+    for rank, actions in sorted(schedule.actions.items()):
+        if lead[rank] != rank:
+            ranks[rank] = ranks[lead[rank]]
+            continue
         halves: list[Action] = []
         owed: list[Action] = []
         for action in actions:
@@ -472,7 +515,7 @@ def expected(
         name: (units[name].connector, units[name].model, token_id(case, name), PLACES)
         for name, *_ in case.generators
     }
-    router = LANGUAGE[case.language].get("router_aux_loss_coef", 0.0)
+    router = (LANGUAGE | MORE_LANGUAGES)[case.language].get("router_aux_loss_coef", 0.0)
     weights = {
         "language": 1.0,
         "language.router": router,

@@ -29,16 +29,14 @@ BANDWIDTHS = {"inside a node, 350 GB/s": 350e9, "between nodes, 45 GB/s": 45e9}
 
 @dataclass(frozen=True)
 class Rank:
-    """Stands for a process group: a share is made by its rank and size alone."""
+    """Stands for a group of ranks: a share is made by its place among them alone."""
 
-    number: int
-    ranks: int
+    index: int
+    size: int
 
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.ranks
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
 
 
 def measure_shares(

@@ -14,6 +14,7 @@ from attention_cases import Case, assert_close_to_dense, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_strategies import MODALITIES, masks, ragged_masks
+from rank_pool import Among
 
 from dilatant.attention import attention, packing
 from dilatant.attention.attention_plan import AttentionPlan
@@ -179,7 +180,9 @@ def test_groups_of_heads_that_are_gathered_in_turn_give_the_gradients_of_dense_a
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         blocks = np.zeros(-(-mask.num_tokens // 16), dtype=np.int64)
-        share = ContextParallelRow(mask, Placement(blocks, np.zeros(1), 0.0), dist.group.WORLD, block=16)
+        share = ContextParallelRow(
+            mask, Placement(blocks, np.zeros(1), 0.0), Among(dist.group.WORLD), block=16
+        )
         output = context_parallel_attention(
             *inputs[:3],
             share,

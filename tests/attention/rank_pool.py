@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,6 +14,27 @@ import torch
 import torch.distributed as dist
 
 SIZES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Among:
+    """The ranks of torch's process group, as a row is shared among them."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.group.size()))
+
+    @property
+    def index(self) -> int:
+        return self.group.rank()
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Any:
+        return dist.all_gather_into_tensor(output, input, group=self.group, async_op=True)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Any:
+        return dist.reduce_scatter_tensor(output, input, group=self.group, async_op=True)
 
 
 def _serve(rank: int, ranks: int, store_path: str, pipe: Connection) -> None:
@@ -25,7 +47,7 @@ def _serve(rank: int, ranks: int, store_path: str, pipe: Connection) -> None:
             break
         function, size, arguments = task
         try:
-            pipe.send((True, function(groups[size], *arguments)))
+            pipe.send((True, function(Among(groups[size]), *arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
@@ -49,7 +71,7 @@ class RankPool:
             process.start()
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(group, *arguments)` on the first `size` ranks at once; their results in rank order."""
+        """`function(ranks, *arguments)` on the first `size` ranks at once; their results in rank order."""
         for pipe in self._pipes[:size]:
             pipe.send((function, size, arguments))
         answers = [pipe.recv() for pipe in self._pipes[:size]]

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_strategies import masks
-from rank_pool import RankPool
+from rank_pool import Among, RankPool
 
 from dilatant.attention import AttentionMask, RowLayout, attention, block_workloads, place_blocks
 from dilatant.attention.blocks import block_table
@@ -60,9 +59,9 @@ class Call:
         return AttentionMask.from_tokens(self.fields, self.positions, self.window)
 
 
-def run_share(group: dist.ProcessGroup, call: Call) -> tuple[np.ndarray, list[torch.Tensor]]:
+def run_share(group: Among, call: Call) -> tuple[np.ndarray, list[torch.Tensor]]:
     """One rank's tokens, and its output and gradients of query, key, value and sinks."""
-    placement = Placement(call.rank_of_block, np.zeros(group.size()), 0.0)
+    placement = Placement(call.rank_of_block, np.zeros(len(group.ranks)), 0.0)
     share = ContextParallelRow(call.mask, placement, group, block=BLOCK, reduce_dtype=call.reduce_dtype)
     if call.layer_window is not None:
         share = share.windowed(call.layer_window)
@@ -73,7 +72,8 @@ def run_share(group: dist.ProcessGroup, call: Call) -> tuple[np.ndarray, list[to
     )
     output.backward(share.take(call.grad_output))
     leaves = inputs if sinks is None else [*inputs, sinks]
-    return share.tokens, [output.detach(), *(leaf.grad for leaf in leaves)]
+    rows = [x[: share.tokens.size] for x in (output.detach(), *(leaf.grad for leaf in inputs))]
+    return share.tokens, [*rows, *(leaf.grad for leaf in leaves[3:])]
 
 
 def run_alone(call: Call) -> list[torch.Tensor]:
@@ -195,11 +195,8 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
     """Ranks are laid side by side in whole blocks, so gathering splits no block of the row in two."""
 
     class Group:
-        def rank(self) -> int:
-            return 1
-
-        def size(self) -> int:
-            return 4
+        index = 1
+        ranks = range(4)
 
     mask = build_mask(RowLayout.of_samples([[("text", 40), ("image", 88)] * 4]), "embedded")
     placement = place_blocks(block_workloads(mask, BLOCK), 4)
@@ -210,15 +207,13 @@ def test_key_blocks_of_a_share_stay_as_exact_as_those_of_the_row() -> None:
     assert table.partial_blocks.tolist() == whole.partial_blocks.tolist()
 
 
-def run_model_share(
-    group: dist.ProcessGroup, call: Call, inputs: torch.Tensor
-) -> tuple[np.ndarray, torch.Tensor]:
+def run_model_share(group: Among, call: Call, inputs: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
     from tiny_families import language_model
 
     from dilatant.attention.hook import use_dilatant_attention
 
     model = use_dilatant_attention(language_model("gemma2"))
-    placement = Placement(call.rank_of_block, np.zeros(group.size()), 0.0)
+    placement = Placement(call.rank_of_block, np.zeros(len(group.ranks)), 0.0)
     share = ContextParallelRow(call.mask, placement, group, block=BLOCK)
     positions = share.take(torch.tensor(call.positions).long())[None]
     own = share.take(inputs)[None]
@@ -253,7 +248,7 @@ def test_a_placement_for_other_ranks_is_refused(pool: RankPool) -> None:
         pool.run(3, place_for_two, call)
 
 
-def place_for_two(group: dist.ProcessGroup, call: Call) -> None:
+def place_for_two(group: Among, call: Call) -> None:
     ContextParallelRow(call.mask, Placement(call.rank_of_block % 2, np.zeros(2), 0.0), group, block=BLOCK)
 
 
@@ -263,6 +258,6 @@ def test_backends_without_a_backward_of_their_own_are_refused(pool: RankPool) ->
         pool.run(1, ask_for_sdpa, call)
 
 
-def ask_for_sdpa(group: dist.ProcessGroup, call: Call) -> None:
+def ask_for_sdpa(group: Among, call: Call) -> None:
     share = ContextParallelRow(call.mask, Placement(call.rank_of_block, np.zeros(1), 0.0), group, block=BLOCK)
     context_parallel_attention(call.query, call.key, call.value, share, backend="sdpa")

@@ -158,12 +158,14 @@ def test_a_layout_that_cannot_work_lists_every_reason_before_a_process_starts(
     assert not (project / "run" / "metrics.jsonl").exists()
 
 
-def test_tensor_parallel_stages_are_refused_for_now(project: Path, dilatant: Dilatant) -> None:
+def test_a_degree_that_divides_no_heads_is_refused_with_those_that_do(
+    project: Path, dilatant: Dilatant
+) -> None:
     code, _, err = dilatant(
-        "train", project / "config.yaml", *layout({"units": {"vision": {}, "language": {"tp": 2}}})
+        "train", project / "config.yaml", *layout({"units": {"vision": {}, "language": {"tp": 3}}})
     )
     assert code == 2
-    assert "tp" in err
+    assert "attention heads cannot be shared by 3 ranks; it takes tp 1, 2" in err
 
 
 def test_a_corrupt_sample_is_named_by_the_rank_that_reads_it(project: Path, dilatant: Dilatant) -> None:

@@ -21,7 +21,7 @@ def test_every_placeholder_takes_the_next_token_of_its_encoder(row: list[int], b
     names = {"vision": 64, "audio": 65}
     rows = {name: torch.randn(int((ids == id_).sum()), 3) for name, id_ in names.items()}
     merged = merge_rows(embeddings, ids, names, rows)
-    places = find_places(list(ids.numpy()), names, ids.device)
+    places = find_places(ids.numpy().ravel(), names, ids.device)
     assert torch.equal(merge_rows(embeddings, ids, names, rows, places=places), merged)
     used = dict.fromkeys(names, 0)
     for line, token in torch.cartesian_prod(torch.arange(batch), torch.arange(len(row))).tolist():

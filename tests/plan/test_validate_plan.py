@@ -132,18 +132,17 @@ def test_each_mistake_is_named(plan, complaint):
 
 def test_all_mistakes_are_listed_at_once():
     plan = change(
-        "vision", 0, (Stage(0, 3, (9,)),), change("language", 0, (Stage(0, 6, (3, 4, 5, 6), tp=4),))
+        "vision", 0, (Stage(0, 3, (9,)),), change("language", 0, (Stage(0, 6, (3, 4, 5, 6), tp=2, cp=2),))
     )
     with pytest.raises(InvalidPlanError) as raised:
-        validate(plan, model(), cluster(), to_train=True)
+        validate(plan, model(), cluster())
     text = str(raised.value)
     for part in (
         "this plan cannot train:",
         "vision replica 0 lacks layer v3",
         "uses ranks [9]",
         "rank 3 is in two groups",
-        "puts tensor-parallel ranks [3, 4, 5, 6] on nodes [0, 1]",
-        "unit 'language' asks for tp 4, which this version plans but does not train yet",
+        "puts tensor-parallel ranks [3, 4] on nodes [0, 1]",
     ):
         assert part in text
 

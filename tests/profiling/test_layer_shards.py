@@ -13,7 +13,7 @@ from dilatant.cost.model import CostModel
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.profiling.layer_probes import layer_probe
-from dilatant.profiling.layer_shards import is_divided, tensor_shard
+from dilatant.profiling.layer_shards import tensor_shard
 from dilatant.profiling.planned_hardware import plan_target
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -115,19 +115,19 @@ def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(
         # Two all-reduces, which wait for at least their latency.
         assert degrees[2, 1].forward.c >= 2 * target.hardware.inside.latency
     for entry in model.types:
-        if not is_divided(entry):
+        if not entry.is_divided:
             assert costs.layers[entry.kind][2, 1] == costs.layers[entry.kind][1, 1], entry.kind
 
 
 def test_a_degree_that_does_not_divide_names_the_unit_and_those_that_do(tmp_path):
     model, config = described(tmp_path), configured(tmp_path)
     target = plan_target(config.cluster)
-    with pytest.raises(UserError, match=r"language has 2 key/value heads, which 4 ranks .*; it takes 1, 2"):
-        measure_layers(model, target, (8,), degrees=[(4, 1)])
+    with pytest.raises(UserError, match=r"language: 4 attention heads .* 3 ranks; it takes tp 1, 2"):
+        measure_layers(model, target, (8,), degrees=[(3, 1)])
     elsewhere = configured(
         tmp_path, cluster={"hardware": "H100"}, plan={"tensor_parallel": [3], "context_parallel": [1]}
     )
-    with pytest.raises(UserError, match=r"vision has 4 attention heads, .*3 ranks"):
+    with pytest.raises(UserError, match=r"vision: 4 attention heads .*3 ranks"):
         layer_costs(elsewhere, model, plan_target(elsewhere.cluster))
 
 

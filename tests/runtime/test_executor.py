@@ -52,9 +52,8 @@ def _one_rank_differs(worker: Worker) -> None:
     _execute(
         runtime, samples, CASE.assignment, _schedule(runtime)
     )  # opens the edges, so nothing waits for that
-    transport = runtime._transport
-    send = transport.send
-    transport.send = lambda message, rows: (sent.append(message), send(message, rows))
+    for edge in runtime._transport._edges.values():
+        edge.send = lambda *given: sent.append(given)
     schedule = _schedule(runtime, gpipe if worker.rank == 1 else one_f_one_b)
     with pytest.raises(Diverged, match="the schedule of rank 1 differs"):
         _execute(runtime, samples, CASE.assignment, schedule)
@@ -168,18 +167,17 @@ def test_clipping_scales_all_gradients_to_the_limit_and_leaves_smaller_ones() ->
 
 def test_rows_that_come_in_pieces_and_from_several_sides_are_ordered_and_added() -> None:
     """Of samples 0, 1 and 2 with 1, 2 and 1 rows; a message holds the power of ten that is its name."""
-    counts = (1, 2, 1)
+    counts = {2: 1, 0: 1, 1: 2}  # in the order wanted
     executor = Executor.__new__(Executor)
     executor._device = torch.device("cpu")
     executor._take = lambda message: torch.full(  # type: ignore[method-assign]
         (sum(counts[sample] for sample in message.samples), 2), float(message.name)
     )
-    boundary = SimpleNamespace(width=2, dtype=torch.float32, rows_of=lambda rows: rows)
+    boundary = SimpleNamespace(width=2, dtype=torch.float32)
 
     def assembled(*messages: tuple[int, tuple[int, ...]]) -> list[float]:
         given = [SimpleNamespace(name=name, samples=samples) for name, samples in messages]
-        data = SimpleNamespace(samples=counts)
-        return executor._assemble(given, (2, 0, 1), boundary, data)[:, 0].tolist()  # type: ignore[arg-type]
+        return executor._assemble(given, counts, boundary)[:, 0].tolist()  # type: ignore[arg-type]
 
     assert assembled((1, (1, 2)), (10, (0, 1))) == [1, 10, 11, 11]
     assert assembled((1, (2, 0, 1)), (10, (1,)), (100, (2, 0, 1))) == [101, 101, 111, 111]
@@ -197,7 +195,7 @@ def test_gradients_for_rows_that_nothing_trains_behind_are_taken_all_the_same() 
     received = [SimpleNamespace(name=name, producer=producer) for name in ("first", "second")]
     stage = SimpleNamespace(outbound={"language": None}, inbound={})
     routes = SimpleNamespace(received={action: received})
-    executor._backward(stage, action, (0,), routes, None, False)  # type: ignore[arg-type]
+    executor._backward(stage, action, (0,), routes, False)  # type: ignore[arg-type]
     assert taken == ["first", "second"]
     assert not executor._pieces
 

@@ -24,6 +24,7 @@ from dilatant.plan.stage_costs import stage_costs
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_costs import costs_in_use
 from dilatant.profiling.layer_probes import layer_probe
+from dilatant.profiling.layer_shards import tensor_shard
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.predict import predict
@@ -54,6 +55,7 @@ class Run:
     loss_chunk: int | None = None
     width: int = 64
     replicas: int = 1
+    tp: int = 1
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -68,10 +70,15 @@ class Run:
         return model
 
     def plan(self) -> Plan:
-        layers = LAYERS + 2
+        layers, tp = LAYERS + 2, self.tp
         replicas = tuple(
-            Replica((Stage(0, layers // 2, (rank,)), Stage(layers // 2, layers, (rank + 1,))))
-            for rank in range(0, 2 * self.replicas, 2)
+            Replica(
+                (
+                    Stage(0, layers // 2, tuple(range(rank, rank + tp)), tp),
+                    Stage(layers // 2, layers, tuple(range(rank + tp, rank + 2 * tp)), tp),
+                )
+            )
+            for rank in range(0, 2 * tp * self.replicas, 2 * tp)
         )
         return Plan((UnitPlan("language", replicas, ()),))
 
@@ -119,10 +126,13 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     return held, peak, parameters
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", RULES)
-def test_a_trained_parameter_takes_the_bytes_of_the_table(workers: WorkerPool, dtype: torch.dtype) -> None:
-    run = Run(dtype, "none", "1f1b", tokens=8, width=128)
-    for held, _, parameters in workers.run(_held, 2, run):
+def test_a_trained_parameter_takes_the_bytes_of_the_table(
+    workers: WorkerPool, dtype: torch.dtype, tp: int
+) -> None:
+    run = Run(dtype, "none", "1f1b", tokens=8, width=128, tp=tp)
+    for held, _, parameters in workers.run(_held, 2 * tp, run):
         assert held == pytest.approx(
             RULES[dtype].of(parameters, True), rel=0.01
         )  # rotary tables, counters of steps
@@ -143,7 +153,15 @@ def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
 def _predicted(run: Run) -> np.ndarray:
     model = run.model()
     found = describe_model(model, dict.fromkeys(model.units, run.recompute))
-    probes = [layer_probe(entry, torch.device("cpu"), run.dtype) for entry in found.types]
+    probes = [
+        replace(
+            layer_probe(
+                replace(entry, unit=tensor_shard(entry.unit, run.tp)), torch.device("cpu"), run.dtype
+            ),
+            degree=(run.tp, 1),
+        )
+        for entry in found.types
+    ]
     dtype = str(run.dtype).removeprefix("torch.")
     counts = (run.tokens // 2, run.tokens, 2 * run.tokens)
     measured = profile_layers(probes, "here", dtype, counts, repeats=1)
@@ -162,8 +180,10 @@ RUNS = {
     "gpipe, attention kept": Run(torch.float32, "block_keep_attention", "gpipe", 512, count=14),
     "halves": Run(torch.float32, "none", "zb-h1", 512),
     "loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, vocabulary=2000, loss_chunk=64),
+    "tp 2": Run(torch.float32, "none", "1f1b", 512, vocabulary=2000, tp=2),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
 }
+RARELY = ("bf16", "gpipe, attention kept", "halves")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -190,7 +210,9 @@ def test_the_oracle_counts_what_the_allocator_gives(attention: str) -> None:
     assert live.peak == pytest.approx(steps.max(), abs=8192 if attention == "sdpa" else 64)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARELY else ()) for name in RUNS]
+)
 def test_the_peak_of_a_step_is_what_the_planner_says(workers: WorkerPool, name: str) -> None:
     predicted = _predicted(RUNS[name])
     ranks = len(RUNS[name].plan().ranks)

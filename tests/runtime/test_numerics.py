@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
+from dilatant.models.unit import Unit
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.master_weights import make_masters
 from dilatant.training.needs import Needs
@@ -113,10 +114,11 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
             parameter.data.copy_(masters[key])
         owned.gather()
     owners = {key: box.name for key, box in owned.boxes.items()}
-    held = {name: p.detach().clone() for name, p in runtime.parameters.items()}
+    held = {runtime.boxes[name].key: p.detach().clone() for name, p in runtime.parameters.items()}
     updated = {key: master.detach().clone() for key, master in masters.items()}
+    shared = {p.unit for p in case.plan.stages() if p.stage.tp > 1 and comm.rank in p.stage.ranks}
     meta = all(
-        p.is_meta == (name not in held)
+        p.is_meta or (name in runtime.parameters and not (unit.unit in shared and name in _of_model(unit)))
         for unit in runtime.model.units.values()
         for name, p in unit.named_logical_parameters()
     )
@@ -124,6 +126,11 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
     comm.close()
     found = {"losses": losses, "gradients": gradients, "norm": norm, "parameters": held, "only own": meta}
     return found | {"owns": owners, "masters": updated}
+
+
+def _of_model(unit: Unit) -> set[str]:
+    """What ranks that share a unit hold in memory of their own."""
+    return {w.canonical for w in unit.weights if w.part == "model" and unit.structure is not None}
 
 
 def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
@@ -157,13 +164,16 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
                 moved = _part(gradients, key) if name in gradients else torch.zeros_like(parameter)
                 limit = 2 * STEPS * STEP_SIZE * allowed.of(moved, largest)
             _assert_close(parameter, wanted, limit, f"{key} after three steps")
-    assert seen == set(parameters)
+    assert {key.partition("@")[0] for key in seen} == set(parameters)
 
 
 def _part(whole: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     """A weight, or the `@first:end,...` of it."""
     name, _, spans = key.partition("@")
-    return whole[name][tuple(slice(*map(int, span.split(":"))) for span in spans.split(",") if span)]
+    for dim, of_dim in enumerate(spans.split(",") if spans else ()):
+        pieces = [slice(*map(int, span.split(":"))) for span in of_dim.split("+")]
+        whole = {name: torch.cat([whole[name].narrow(dim, p.start, p.stop - p.start) for p in pieces], dim)}
+    return whole[name]
 
 
 def _assert_close(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, what: str) -> None:
@@ -180,7 +190,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-@settings(max_examples=8, **COMMON)
+@settings(max_examples=6, **COMMON)
 @given(case=cases(dtype=torch.bfloat16), zero=SHARING, nodes=NODES)
 def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
@@ -188,7 +198,7 @@ def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     check_case(workers, case, zero, nodes)
 
 
-@settings(max_examples=20, **COMMON)
+@settings(max_examples=12, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
 def test_any_step_gives_the_loss_and_the_gradients_of_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int

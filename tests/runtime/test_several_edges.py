@@ -17,7 +17,8 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
 from dilatant.runtime.executor import Executor, LocalStage
 from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.routes import boundary_of, derive_routes, stages_before
+from dilatant.runtime.routes import derive_routes, stages_before
+from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.shared_weights import share_weights
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients
@@ -127,7 +128,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         )
         for stage in own
     }
-    transport = Transport(comm, [stage.stage.ranks[0] for stage in placed], look_ahead=1, check=True)
+    transport = Transport(comm, [stage.stage.ranks for stage in placed], look_ahead=1, check=True)
     sync = share_weights(comm, {}, {}, {}, {}, 1).sync  # of no weights
     executor = Executor(
         worker.rank,
@@ -141,14 +142,12 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
     samples = tuple(EncodedSample(f"s{i}", np.zeros(1), np.zeros(1)) for i in range(5))
     routes = derive_routes(build(PLAN, ASSIGNMENT, schedule), worker.rank, range(len(placed)))
 
-    def shape(message):
-        made = boundary_of(message)
-        taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
-        return len(message.samples) * _given(placed[made].unit, placed[taken].unit), WIDTH, torch.float64
-
-    transport.begin(routes, shape)
+    boundaries = [{taker: _boundary(stage.unit, taker) for taker in feeds[stage.unit]} for stage in placed]
+    data = StepData(samples, COUNTS)
+    owners = RowOwners({}, placed, boundaries, routes, data)
     agreement = Agreement(comm, {})
-    made = executor.run(schedule.actions[worker.rank], routes, StepData(samples, COUNTS), agreement)
+    transport.begin(routes, owners.parcel, agreement.require)
+    made = executor.run(schedule.actions[worker.rank], routes, data, agreement, owners)
     comm.world.barrier()
     comm.close()
     gradients = {unit: w.grad for unit, w in weights.items() if w.grad is not None}

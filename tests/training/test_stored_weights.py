@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -13,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from dilatant.comm.comm import Comm
 from dilatant.config import ModelConfig
 from dilatant.models.build import build_model as build_model_from
-from dilatant.runtime.holders import holdings_of
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.boxes import Box
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.holders import boxes_held_on, holdings_of
 from dilatant.runtime.runtime import Runtime
 from dilatant.training import stored_weights
 from dilatant.training.stored_weights import read_pretrained
@@ -21,9 +25,24 @@ from drawn_steps import CASE, PLAN, build_model
 from worker_pool import Worker, WorkerPool
 
 
+def whole_boxes(model: MultimodalModel, *names: str) -> dict[str, Box]:
+    """All of the weights, of all that there are if none is named."""
+    held = {name: p for unit in model.units.values() for name, p in unit.named_logical_parameters()}
+    return {name: Box.of(name, held[name].shape) for name in names or held}
+
+
 def test_only_what_was_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_model(CASE).save_pretrained(tmp_path)
-    read: list[str] = []
+    read: list[tuple[str, object]] = []
+
+    class View:
+        def __init__(self, key: str, view: Any) -> None:
+            self._key, self._view = key, view
+            self.get_shape = view.get_shape
+
+        def __getitem__(self, places: object) -> torch.Tensor:
+            read.append((self._key, places))
+            return self._view[places]
 
     class Spy:
         def __init__(self, *args: object, **kwargs: object) -> None:
@@ -39,13 +58,24 @@ def test_only_what_was_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Mon
             return list(self._file.keys())
 
         def get_tensor(self, key: str) -> torch.Tensor:
-            read.append(key)
+            read.append((key, None))
             return self._file.get_tensor(key)
 
+        def get_slice(self, key: str) -> View:
+            return View(key, self._file.get_slice(key))
+
     monkeypatch.setattr(stored_weights, "safe_open", Spy)
-    name = "language.layers.1.mlp.up_proj.weight"
-    read_pretrained(build_model(CASE, "meta"), _pretrained_config(tmp_path), [name], seed=1)
-    assert read == ["model.layers.1.mlp.up_proj.weight"]
+    name, stored = "language.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    model = build_model(CASE, "meta")
+    config = _pretrained_config(tmp_path)
+    read_pretrained(model, config, whole_boxes(model, name), seed=1)
+    assert read == [(stored, None)]
+    read.clear()
+    part = Box(name, (24, 16), (((3, 5), (20, 24)), ((0, 16),)))
+    weights = read_pretrained(model, config, {name: part}, seed=1)
+    assert read == [(stored, (slice(3, 5), slice(0, 16))), (stored, (slice(20, 24), slice(0, 16)))]
+    whole = dict(build_model(CASE).language.named_logical_parameters())[name]
+    assert torch.equal(weights[name], torch.cat([whole[3:5], whole[20:24]]))
 
 
 def test_a_stored_prefix_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +85,8 @@ def test_a_stored_prefix_is_seen_through(tmp_path: Path, monkeypatch: pytest.Mon
     save_file({f"text_model.{key}": tensor for key, tensor in load_file(file).items()}, file)
     monkeypatch.setattr(stored_weights, "load_language_model", None)  # that would read all of it
     name = "language.layers.0.mlp.up_proj.weight"
-    weights = read_pretrained(build_model(CASE, "meta"), _pretrained_config(tmp_path), [name], seed=1)
+    held = whole_boxes(model, name)
+    weights = read_pretrained(build_model(CASE, "meta"), _pretrained_config(tmp_path), held, seed=1)
     assert torch.equal(weights[name], dict(model.language.named_logical_parameters())[name])
 
 
@@ -86,12 +117,12 @@ def test_a_pretrained_id_is_read_by_name_and_gives_what_transformers_reads(
 
     monkeypatch.setattr(stored_weights, "load_language_model", refuse)
     monkeypatch.setattr(stored_weights, "load_encoder", refuse)
-    weights = read_pretrained(hollow, config, expected.keys(), seed=1)
+    weights = read_pretrained(hollow, config, whole_boxes(hollow), seed=1)
     assert weights.keys() == {name for name in expected if not name.startswith("vision.projector")}
     for name, tensor in weights.items():
         assert torch.equal(tensor, expected[name]), name
-    some = ["language.layers.1.mlp.up_proj.weight"]
-    assert list(read_pretrained(hollow, config, some, seed=1)) == some
+    some = whole_boxes(hollow, "language.layers.1.mlp.up_proj.weight")
+    assert read_pretrained(hollow, config, some, seed=1).keys() == some.keys()
 
 
 def test_a_checkpoint_with_other_names_is_read_by_transformers(tmp_path: Path) -> None:
@@ -103,32 +134,50 @@ def test_a_checkpoint_with_other_names_is_read_by_transformers(tmp_path: Path) -
     config = _pretrained_config(tmp_path)
     whole = dict(build_model_from(config, seed=1)["language"].named_logical_parameters())
     hollow = build_model_from(config, seed=1, hollow={"vision", "language"})
-    weights = read_pretrained(hollow, config, whole.keys(), seed=1)
+    held = whole_boxes(hollow, *whole)
+    weights = read_pretrained(hollow, config, held, seed=1)
     assert weights.keys() == whole.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, whole[name]), name
     assert not torch.equal(weights["language.head.lm_head.weight"], missing)
+    name = "language.head.lm_head.weight"
+    rows = Box(name, tuple(missing.shape), (((5, 9),), ((0, missing.shape[1]),)))
+    assert torch.equal(read_pretrained(hollow, config, {name: rows}, seed=1)[name], whole[name][5:9])
 
 
-def _held_pretrained(worker: Worker, folder: Path) -> dict[str, torch.Tensor]:
+TWO_RANKS = Plan(
+    (
+        UnitPlan("vision", (Replica((Stage(0, 3, (0, 1), tp=2), Stage(3, 5, (2,)))),), ("language",)),
+        UnitPlan("language", (Replica((Stage(0, 1, (2,)), Stage(1, 4, (0, 1), tp=2))),)),
+    )
+)
+
+
+def _held_pretrained(worker: Worker, folder: Path, plan: Plan) -> dict[Box, torch.Tensor]:
     comm = Comm(worker.store, worker.rank, worker.size)
     config = _pretrained_config(folder)
     model = build_model_from(config, seed=1, hollow={"vision", "language"})
-    own = [name for name, held in holdings_of(PLAN, model.units).items() if worker.rank in held.boxes]
-    runtime = Runtime(model, PLAN, comm, seed=1, weights=read_pretrained(model, config, own, seed=1))
+    own = boxes_held_on(holdings_of(plan, model.units), worker.rank)
+    runtime = Runtime(model, plan, comm, seed=1, weights=read_pretrained(model, config, own, seed=1))
     comm.close()
-    return {name: parameter.detach().clone() for name, parameter in runtime.parameters.items()}
+    return {own[name]: parameter.detach().clone() for name, parameter in runtime.parameters.items()}
 
 
+@pytest.mark.parametrize("plan", [PLAN, TWO_RANKS], ids=["one rank a stage", "tp 2"])
 def test_ranks_hold_their_layers_of_a_pretrained_model_and_the_projector_of_the_seed(
-    workers: WorkerPool, tmp_path: Path
+    workers: WorkerPool, tmp_path: Path, plan: Plan
 ) -> None:
     build_model(CASE).save_pretrained(tmp_path)
     whole = build_model_from(_pretrained_config(tmp_path), seed=1)
     expected = {name: p for unit in whole.units.values() for name, p in unit.named_logical_parameters()}
-    held: dict[str, torch.Tensor] = {}
-    for of_rank in workers.run(_held_pretrained, 3, tmp_path):
-        held |= of_rank
-    assert held.keys() == expected.keys()
-    for name, tensor in held.items():
-        assert torch.equal(tensor, expected[name]), name
+    held: dict[str, set[int]] = {}
+    for of_rank in workers.run(_held_pretrained, 3, tmp_path, plan):
+        for box, tensor in of_rank.items():
+            indices = torch.arange(expected[box.name].numel()).view(box.whole)
+            for dim, spans in enumerate(box.intervals):
+                indices = torch.cat([indices.narrow(dim, a, b - a) for a, b in spans], dim)
+            assert torch.equal(tensor, expected[box.name].flatten()[indices]), box.key
+            held.setdefault(box.name, set()).update(indices.flatten().tolist())
+    assert {name: len(numbers) for name, numbers in held.items()} == {
+        name: p.numel() for name, p in expected.items()
+    }

@@ -118,6 +118,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         _sampler=SimpleNamespace(resume=lambda place: place),
         _writer=SimpleNamespace(continue_from=lambda path: done.update(branch=path)),
         _known=set(),
+        _shapes={},
         _any_rank=lambda *_: False,
     )
     monkeypatch.setattr(

@@ -14,16 +14,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.backends import choose_kernel, installed, request_of
 from dilatant.attention.kernels import load_kernel
-from dilatant.attention.mask import AttentionMask
+from dilatant.attention.mask import PADDING, AttentionMask
 from dilatant.attention.placement import Placement, PlacementError
 from dilatant.attention.scores import AttentionError, Kernel, Scores
 
@@ -31,12 +30,35 @@ MOST_GATHERS = 4
 """Keys and values come in at most so many gathers: with four, three quarters of the communication can hide."""
 
 
+class Pending(Protocol):
+    def wait(self) -> object:
+        """Return when the tensors may be used; on a GPU the current stream waits."""
+        ...
+
+
+class Ranks(Protocol):
+    """Ranks that share a row, as a `comm.group.Group`; both collectives return at once."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def index(self) -> int:
+        """This rank's place among them."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
+
+
 class ContextParallelRow:
     """One rank's share of a packed row, for every layer of a microbatch.
 
     `mask` is that of the whole row and `placement` says which rank of `group` holds which blocks of `block` tokens.
     The rank's tokens are `tokens`, int64 row indices in row order: what its activations, positions and labels are taken
-    by. `reduce_dtype` is the type in which gradients of keys and values are summed over ranks, None for their own.
+    by. A rank without any computes one token of padding, so that it meets the others: see `take`. `reduce_dtype` is the
+    type in which gradients of keys and values are summed over ranks, None for their own.
 
     Raises:
         PlacementError: if the placement is for another number of ranks or blocks.
@@ -46,29 +68,31 @@ class ContextParallelRow:
         self,
         mask: AttentionMask,
         placement: Placement,
-        group: dist.ProcessGroup,
+        group: Ranks,
         *,
         block: int = 128,
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> None:
-        if placement.num_ranks != group.size():
-            raise PlacementError(
-                f"blocks were placed on {placement.num_ranks} ranks, the group has {group.size()}"
-            )
-        of_rank = [placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(group.size())]
+        size = len(group.ranks)
+        if placement.num_ranks != size:
+            raise PlacementError(f"blocks were placed on {placement.num_ranks} ranks, the group has {size}")
+        of_rank = self._of_rank = [
+            placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(size)
+        ]
         self.group = group
         self.reduce_dtype = reduce_dtype
-        self.tokens = of_rank[group.rank()]
+        self.tokens = of_rank[group.index]
         self.width = int(placement.counts.max(initial=0)) * block
         """Tokens that each rank sends: its own, then padding up to the fullest rank's blocks."""
 
-        fields = np.zeros((group.size(), self.width), dtype=np.int64)
-        positions = np.zeros((group.size(), self.width), dtype=np.int64)
+        fields = np.full((size, self.width), PADDING, dtype=np.int64)
+        positions = np.zeros((size, self.width), dtype=np.int64)
         for rank, tokens in enumerate(of_rank):
             fields[rank, : tokens.size] = mask.fields[tokens]
             positions[rank, : tokens.size] = mask.positions[tokens]
         keys = AttentionMask.from_tokens(fields.ravel(), positions.ravel())
-        self.plan = AttentionPlan(mask.take(self.tokens), keys)
+        own = mask.take(self.tokens) if self.tokens.size else AttentionMask.from_tokens([PADDING])
+        self.plan = AttentionPlan(own, keys)
 
     def windowed(self, window: int | None) -> ContextParallelRow:
         """The share under another window width; tables are kept with this one."""
@@ -78,9 +102,36 @@ class ContextParallelRow:
         share.plan = self.plan.windowed(window)
         return share
 
-    def take(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of a tensor over the whole row, `[tokens, ...]`."""
+    def take(self, row: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """This rank's tokens of a tensor over the whole row, `[tokens, ...]`; a rank without any gets one `padding`."""
+        if not self.tokens.size:
+            return row.new_full((1, *row.shape[1:]), padding)
         return row[torch.from_numpy(self.tokens).to(row.device)]
+
+    def places(self, at: torch.Tensor) -> torch.Tensor:
+        """Where, among this rank's tokens, those of the row's tokens `at` are that it has."""
+        is_place = np.zeros(sum(tokens.size for tokens in self._of_rank), dtype=bool)
+        is_place[at] = True
+        return torch.from_numpy(np.flatnonzero(is_place[self.tokens]))
+
+    @torch.no_grad()
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a tensor that each of them has a part of."""
+        parts = part.new_empty(len(self._of_rank), *part.shape)
+        self.group.all_gather(parts, part.contiguous(), "sums of context-parallel ranks").wait()
+        return parts.sum(0)
+
+    @torch.no_grad()
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """A tensor over the whole row, of which every rank gives its `own` tokens, `[own tokens, ...]`."""
+        padded = own.new_zeros(self.width, *own.shape[1:])
+        padded[: self.tokens.size] = own[: self.tokens.size]
+        parts = own.new_empty(len(self._of_rank), *padded.shape)
+        self.group.all_gather(parts, padded, "tokens of context-parallel ranks").wait()
+        row = own.new_empty(sum(tokens.size for tokens in self._of_rank), *own.shape[1:])
+        for tokens, part in zip(self._of_rank, parts):
+            row[torch.from_numpy(tokens).to(row.device)] = part[: tokens.size]
+        return row
 
 
 def context_parallel_attention(
@@ -110,7 +161,7 @@ def context_parallel_attention(
             f"context-parallel keys are {list(key.shape)}, values {list(value.shape)}; they must agree"
         )
     request = request_of(
-        query, key, value, share.plan, softcap=softcap, sinks=sinks, key_tokens=share.tokens.size
+        query, key, value, share.plan, softcap=softcap, sinks=sinks, key_tokens=share.plan.mask.num_tokens
     )
     kernel = load_kernel(choose_kernel(request, installed(query.device), backend))
     kv_heads = key.shape[1]
@@ -151,10 +202,10 @@ def _gather(
 
     While the caller computes on one group, the next is on its way. What was yielded is overwritten two steps later.
     """
-    ranks = share.group.size()
+    ranks = len(share.group.ranks)
     buffers: list[torch.Tensor] = []
 
-    def start(number: int) -> tuple[torch.Tensor, dist.Work]:
+    def start(number: int) -> tuple[torch.Tensor, Pending]:
         heads = groups[number].kv
         shape = (2 * (heads.stop - heads.start), key.shape[2])
         own = key.new_zeros((share.width, *shape))
@@ -165,7 +216,7 @@ def _gather(
         everybody = buffers[number % 2][:, : shape[0]]
         if not everybody.is_contiguous():
             everybody = key.new_empty((ranks * share.width, *shape))
-        return everybody, dist.all_gather_into_tensor(everybody, own, group=share.group, async_op=True)
+        return everybody, share.group.all_gather(everybody, own, "keys and values of context-parallel ranks")
 
     following = start(0)
     for number, heads in enumerate(groups):
@@ -234,7 +285,7 @@ class _Reduction(NamedTuple):
     """Gradients of a group of heads on their way to the ranks that own the tokens; `parts` is kept until they are."""
 
     heads: _Heads
-    work: dist.Work
+    work: Pending
     parts: torch.Tensor
     own: torch.Tensor
 
@@ -253,5 +304,5 @@ def _reduce(
         dtype = grad_key.dtype
     parts = torch.cat([grad_key.to(dtype), grad_value.to(dtype)], dim=1)
     own = parts.new_empty((share.width, *parts.shape[1:]))
-    work = dist.reduce_scatter_tensor(own, parts, group=share.group, async_op=True)
+    work = share.group.reduce_scatter(own, parts, "gradients of keys and values of context-parallel ranks")
     return _Reduction(heads, work, parts, own)

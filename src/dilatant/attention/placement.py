@@ -11,10 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dilatant.attention.blocks import BlockTable
+from dilatant.attention.blocks import BlockTable, block_workloads
+from dilatant.attention.mask import AttentionMask
 from dilatant.config.errors import UserError
 
 POLICIES = ("lpt", "zigzag", "contiguous", "random", "exact", "document_affine")
+
+LARGEST_BLOCK = 128
+BLOCKS_PER_RANK = 4
+"""A short row is cut into smaller blocks until each rank has so many."""
 
 _SEARCH_STEPS = 20_000_000
 _SWAP_STEPS = 20_000
@@ -143,6 +148,31 @@ def place_blocks(
     loads = _loads(work, rank_of, num_ranks)
     bound = float(loads.max()) if proven and work.size else _bound(work, num_ranks)
     return Placement(rank_of, loads, bound, proven or bool(loads.max() <= bound))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedRow:
+    """A packed row of `num_tokens` in blocks of `block` tokens on ranks."""
+
+    placement: Placement
+    block: int
+    num_tokens: int
+
+    @property
+    def owners(self) -> NDArray[np.int32]:
+        """The rank of each token: `[tokens]`."""
+        return np.repeat(self.placement.rank_of_block, self.block)[: self.num_tokens]
+
+
+def place_row(mask: AttentionMask, num_ranks: int, policy: str = "lpt") -> PlacedRow:
+    """Where the tokens of a row with this mask go; the same on whoever asks.
+
+    A row of fewer tokens than ranks leaves some ranks without any.
+    """
+    block = LARGEST_BLOCK
+    while block > 1 and block * BLOCKS_PER_RANK * num_ranks > mask.num_tokens:
+        block //= 2
+    return PlacedRow(place_blocks(block_workloads(mask, block), num_ranks, policy), block, mask.num_tokens)
 
 
 def needed_keys(table: BlockTable, placement: Placement) -> NDArray[np.bool_]:

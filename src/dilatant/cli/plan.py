@@ -38,18 +38,16 @@ def plan(
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
 
-    Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/. Where you ask for
-    more than this version trains, trained.json there is the best plan that it does.
+    Writes plan.json, plan.html, report.json, costs.yaml and config.yaml into the run folder's plan/.
     """
     from rich.console import Console
 
-    from dilatant.plan.runnable import planned_only
     from dilatant.profiling.planning import plan_run
     from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.report.terminal import print_indented, print_line
-    from dilatant.training.planned_run import TRAINED_FILE, plan_report, training_plan, write_plan_folder
+    from dilatant.training.planned_run import plan_report, training_plan, write_plan_folder
 
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
@@ -71,21 +69,17 @@ def plan(
     print_line(console, ("Why this plan", "bold"))
     for sentence in report.reasons:
         print_indented(console, sentence)
-    untrained = planned_only(winner.plan)
-    trained = None if planned.trained is None else folder / TRAINED_FILE if untrained else file
     show_places(
         console,
         {
-            file: "the plan, which this version does not train yet" if untrained else "the plan",
-            **({trained: "the best plan that this version trains"} if untrained and trained else {}),
+            file: "the plan",
             page or folder / "plan.html": "the same as a page: open it in a browser",
             folder / "costs.yaml": f"what layers take ({problem.measured.origin}); share it, or edit it",
         },
     )
-    if trained is not None:
-        where = "" if problem.target.is_local else f" on {problem.target.hardware.name}"
-        print_line(console, f"\nTo train with {'the best that trains' if untrained else 'it'}{where}:")
-        print_line(console, f"  {train_command(config, trained)}", wrap=False)
+    where = "" if problem.target.is_local else f" on {problem.target.hardware.name}"
+    print_line(console, f"\nTo train with it{where}:")
+    print_line(console, f"  {train_command(config, file)}", wrap=False)
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:

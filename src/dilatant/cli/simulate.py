@@ -115,6 +115,10 @@ def _read(source: Path, overrides: list[str]) -> _Given:
         overrides = [*overrides, f"cluster.gpus_per_node={len(plan.ranks)}"]
     if not any(entry.startswith("plan.costs=") for entry in overrides):
         overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
+    stages = [placed.stage for placed in plan.stages()]
+    for name, degrees in (("tensor", {s.tp for s in stages}), ("context", {s.cp for s in stages})):
+        if degrees != {1}:  # what its layers cost at these is asked for, too
+            overrides = [f"plan.{name}_parallel={sorted({1, *degrees})}", *overrides]
     config = read_config(beside, overrides)
     folder = path.parent
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem

@@ -79,6 +79,11 @@ class Group:
         self._on_device = backend is not None and backend.is_nccl
 
     @property
+    def index(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.index(self._rank)
+
+    @property
     def backend(self) -> Backend | None:
         """The communicator; None for a group of one rank and after the end of its generation."""
         return self._backend
@@ -131,7 +136,7 @@ class Group:
             in_place = output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
             summed = input.view(-1) if in_place else input.view(-1).clone()
             work = self._backend.all_reduce(summed, dist.ReduceOp.SUM)
-        own = summed.view(len(self.ranks), -1)[self.ranks.index(self._rank)]
+        own = summed.view(len(self.ranks), -1)[self.index]
         finish = None if in_place else lambda: output.view(-1).copy_(own)
         return self._pending(work, what, (summed,), finish=finish)
 

@@ -46,10 +46,9 @@ class PlanConfig(Section):
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; those that divide the global batch."""
     tensor_parallel: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees to measure or model. This version trains 1; a plan with more is marked as planned only,
-    and the best that trains stands beside it. A cost file has its own."""
+    """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own."""
     context_parallel: tuple[int, ...] = (1,)
-    """Context-parallel degrees to model; as above."""
+    """Context-parallel degrees to model, and to plan with. A cost file has its own."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
     """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
     as `parallel.plan` says, else `balanced`."""

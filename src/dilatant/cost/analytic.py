@@ -131,9 +131,9 @@ def analytic_cost(
     attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
     traffic = Quadratic(b=width * shape.traffic / memory / group)
     once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
-    collectives = collective_seconds(shape, hardware.inside, dtype, tp, cp)
-    forward = product + attention + traffic + once + collectives
-    input_gradient = product + attention.scaled(2.5) + traffic + once + collectives
+    forth, back = (collective_seconds(shape, hardware.inside, dtype, tp, cp, way) for way in (False, True))
+    forward = product + attention + traffic + once + forth
+    input_gradient = product + attention.scaled(2.5) + traffic + once + back
     weight_gradient = product + once
     kept = Quadratic(b=width * shape.kept / group)
     return LayerCost(
@@ -147,7 +147,7 @@ def analytic_cost(
         checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
         attention=attention.rounded(),
-        working_bytes=kept.scaled(0.5).rounded(),
+        working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
         attention_bytes=Quadratic(b=width * shape.attention_width / group).rounded(),
         parameters=-(-shape.parameters // tp),
     )
@@ -173,14 +173,25 @@ def analytic_costs(
     )
 
 
-def collective_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
-    """What a pass of one layer waits for its group: all-reduces of the output (tensor parallel) and the all-gather of
-    keys and values (context parallel), by a sample's tokens, over `link`."""
+def collective_seconds(
+    shape: LayerShape, link: Link, dtype: str, tp: int, cp: int, backward: bool = False
+) -> Quadratic:
+    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-reduces of the output
+    (tensor parallel), and the all-gather of keys and values (context parallel), behind which the backward sends their
+    gradients to their ranks in fp32."""
     width, result = BYTES[dtype], ZERO
     if tp > 1 and shape.collectives:
         moved = 2 * (tp - 1) / tp * shape.output_width * width / cp
         result += Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)
     if cp > 1 and shape.key_value_width:
-        moved = (cp - 1) / cp * shape.key_value_width * width / tp
-        result += Quadratic(b=moved / link.bandwidth, c=link.latency)
+        moved = (cp - 1) / cp * shape.key_value_width * (width + 4 * backward) / tp
+        result += Quadratic(b=moved / link.bandwidth, c=(1 + backward) * link.latency)
     return result
+
+
+def gathered_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
+    """What attention holds of the keys and values of a row's other ranks, and of their gradients in fp32, while it
+    runs: two of four groups of heads (see `attention.context_parallel`)."""
+    if cp == 1:
+        return ZERO
+    return Quadratic(b=shape.key_value_width / tp * (BYTES[dtype] + 4) / 2)

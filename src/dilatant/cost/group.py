@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dilatant.cost.analytic import LayerShape, collective_seconds
+from dilatant.cost.analytic import LayerShape, collective_seconds, gathered_bytes
 from dilatant.cost.hardware import Link
-from dilatant.cost.layer import LayerCost
+from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import Degree
 from dilatant.cost.quadratic import Quadratic
 
-_WITH_COLLECTIVES = ("forward", "input_gradient", "first_trainable", "recompute")
+_FORTH, _BACK = ("forward", "recompute"), ("input_gradient", "first_trainable")
 """The passes that wait for the group; weight gradients need nothing of other ranks."""
 _WITHOUT = (
     "weight_gradient",
@@ -35,10 +35,16 @@ def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degr
     `shape` is that of the whole layer, `link` what the group's collectives travel on, none of them overlapped.
     """
     tp, cp = degree
-    collectives = collective_seconds(shape, link, dtype, tp, cp)
-    own: dict[str, Any] = {name: _of_row(getattr(share, name), cp) for name in _WITH_COLLECTIVES + _WITHOUT}
-    waiting = {name: own[name] + collectives for name in _WITH_COLLECTIVES}
-    return replace(share, **{name: curve.rounded() for name, curve in (own | waiting).items()})
+    added = {
+        **dict.fromkeys(_FORTH, collective_seconds(shape, link, dtype, tp, cp)),
+        **dict.fromkeys(_BACK, collective_seconds(shape, link, dtype, tp, cp, backward=True)),
+        **dict.fromkeys(_WITHOUT, ZERO),
+        "working_bytes": gathered_bytes(shape, dtype, tp, cp),
+    }
+    own: dict[str, Any] = {
+        name: (_of_row(getattr(share, name), cp) + more).rounded() for name, more in added.items()
+    }
+    return replace(share, **own)
 
 
 def _of_row(curve: Quadratic, cp: int) -> Quadratic:

@@ -25,12 +25,12 @@ class ParameterBytes:
     zero: Zero = "none"
     ranks_per_node: int | None = None
 
-    def of(self, parameters: int, trainable: bool) -> float:
+    def of(self, parameters: float, trainable: bool) -> float:
         """Bytes that `parameters` parameters take through the whole step where nobody shares their state; frozen ones
         keep their weights only."""
         return parameters * (self.weight + (self.gradient + self.optimizer if trainable else 0.0))
 
-    def shared(self, parameters: int, trainable: bool) -> float:
+    def shared(self, parameters: float, trainable: bool) -> float:
         """The part of these bytes that is divided among those who share state."""
         return parameters * self.optimizer if trainable else 0.0
 

@@ -7,6 +7,7 @@ again in their backward (Chen et al. 2016, "Training Deep Nets with Sublinear Me
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dilatant.models.loss import sum_cross_entropy
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+"""The sum over positions, of logits [positions, vocabulary] and targets [positions]."""
 
 LOSS_CHUNK = 1024
 """Targets whose logits exist at once, unless something else is asked for."""
@@ -60,14 +64,20 @@ def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
     return head(inputs_embeds=hidden, use_cache=False).logits
 
 
-def chunked_loss(head: PreTrainedModel, hidden: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
+def chunked_loss(
+    head: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int | None,
+    cross_entropy: CrossEntropy = sum_cross_entropy,
+) -> Tensor:
     """Cross entropy in fp32, summed over targets: a scalar.
 
     hidden: [positions, width]; targets: int64 [positions], -100 where there is none. chunk: positions whose logits
     exist at once, in the backward as well; None: all of them, kept for the backward. No more than one chunk is not
     worth running the head twice: it is kept, too.
     """
-    run = partial(_loss, head)
+    run = partial(_loss, head, cross_entropy)
     if chunk is None or len(targets) <= chunk:
         return run(hidden, targets)
     total = torch.zeros((), device=hidden.device)
@@ -79,15 +89,20 @@ def chunked_loss(head: PreTrainedModel, hidden: Tensor, targets: Tensor, chunk: 
     return total
 
 
-def chunked_predictions(head: PreTrainedModel, hidden: Tensor, chunk: int | None) -> Tensor:
+def chunked_predictions(
+    head: PreTrainedModel,
+    hidden: Tensor,
+    chunk: int | None,
+    argmax: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1),  # noqa: B008  # keeps nothing
+) -> Tensor:
     """The likeliest token after each position: int64 [positions]. hidden: [positions, width]."""
     return torch.cat(
-        [logits_of(head, rows[None])[0].argmax(dim=-1) for rows in hidden.split(chunk or max(1, len(hidden)))]
+        [argmax(logits_of(head, rows[None])[0]) for rows in hidden.split(chunk or max(1, len(hidden)))]
     )
 
 
-def _loss(head: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    return sum_cross_entropy(logits_of(head, hidden[None])[0], targets)
+def _loss(head: PreTrainedModel, cross_entropy: CrossEntropy, hidden: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits_of(head, hidden[None])[0], targets)
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -79,7 +79,9 @@ class KeyedDropout:
         """
         if not (self._hooks and self._stage.training) or data.predicts:
             return nullcontext()
-        draws = KeyedDraws(data.seed, [data.draws[s] for s in samples], self._stage.spread(data, samples))
+        stage = self._stage
+        keys = [data.draws[sample] for sample in samples]
+        draws = KeyedDraws(data.seed, keys, stage.spread(data, samples), stage.own(data, samples))
         if not draws.total:
             return nullcontext()
         return self._around(Running(self._stage.unit, draws, self._trains, self._shapes), data.device)

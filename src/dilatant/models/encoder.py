@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -71,8 +73,11 @@ class EncoderStage(Stage):
         """All items of the samples in one batch; no rows where none of them has any."""
         if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
             return StageOutput()
+        items = self.own(data, samples)
+        if items is not None and not items.size:
+            return StageOutput()
         if self.is_first:
-            output = self(media_of(data, samples, self.unit))
+            output = self(media_of(data, samples, self.unit, items))
         else:
             output = self(None, inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens)))
         return StageOutput(output.flatten(0, -2))
@@ -213,6 +218,13 @@ class EncoderUnit(Unit, EncoderStage):
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
             rows_of=partial(_rows, self.unit, self.geometry.encoder_tokens, tokens),
+        )
+
+    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+        geometry = self.geometry
+        items = sample.sizes.get(self.unit, 0) // geometry.encoder_tokens
+        return np.repeat(
+            np.arange(items), geometry.encoder_tokens if other == self.unit else geometry.tokens_per_row
         )
 
     def stage(self, first: int, end: int) -> EncoderStage:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError, list_problems
@@ -69,7 +71,7 @@ class GeneratorStage(Stage):
             rows = self.connector(in_dtype_of(self.connector, rows))
         if self.model is None:
             return StageOutput(rows)
-        targets = media_of(data, samples, self.unit)
+        targets = media_of(data, samples, self.unit, self.own(data, samples))
         self._check_items([data.samples[sample] for sample in samples])
         total = self(rows, **targets).float().sum()
         return StageOutput(losses={self.unit: total / data.counts[self.unit]})
@@ -170,6 +172,9 @@ class GeneratorUnit(Unit, GeneratorStage):
             self.row_dtype,
             partial(_rows, self.unit),
         )
+
+    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+        return np.arange(_rows(self.unit, sample)) // self.tokens_per_item
 
     def stage(self, first: int, end: int) -> GeneratorStage:
         self._check_stage(first, end)

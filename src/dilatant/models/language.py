@@ -10,11 +10,13 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
+from dilatant.attention.placement import place_row
 from dilatant.data.encode import TOKENS
 from dilatant.data.sample import EncodedSample
 from dilatant.models.chunked_head import (
@@ -26,11 +28,13 @@ from dilatant.models.chunked_head import (
 )
 from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
+from dilatant.models.packed_row import PackedRow, token_places
 from dilatant.models.random_draws import Spread
 from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
 from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
+from dilatant.models.tensor_parallel import VocabularyShard
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight, name_weights
 
@@ -75,6 +79,8 @@ class LanguageStage(Stage):
     row_attention: PlansAttention | None
     """What makes keywords for the attention of every stage from the `input_ids` of a packed row's samples; None where
     positions alone keep samples apart. Set by `row_attention.use_row_attention`."""
+    vocabulary: VocabularyShard | None = None
+    """Where ranks share the head: what is asked of its logits, of which this rank has some."""
 
     def __init__(
         self,
@@ -110,57 +116,59 @@ class LanguageStage(Stage):
         return {} if self.row_attention is None else self.row_attention(samples, padding)
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        """The samples packed in one row."""
+        """The samples packed in one row, of which this rank runs its own tokens."""
         packed = [data.samples[sample] for sample in samples]
-        lengths = [sample.sizes[self.unit] for sample in packed]
-        ids = np.concatenate([sample.input_ids for sample in packed])
-
-        def row(values: Any) -> Tensor:
-            return to_device(torch.as_tensor(values)[None], data.device)
-
-        position_ids = row(np.concatenate([np.arange(length) for length in lengths]))
-        labels = wanted = None
-        if self.is_last:
-            # Labels, as placeholders, are looked through on the host, which would wait for the device to tell it.
-            labels = torch.as_tensor(np.concatenate([sample.labels for sample in packed]))[None]
-            if data.predicts:
-                wanted = positions_with_targets(shift_labels(labels, position_ids, None, lengths)[0])
-                wanted, labels = to_device(wanted, data.device), None
+        # Ids and targets are looked through on the host, which would wait for the device to tell it.
+        row = PackedRow.of(packed, self.unit, self.outputs)
+        given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
+        attention = self.attention_of([sample.input_ids for sample in packed])
+        if self.context.ranks is not None:
+            mask = attention[PLAN_KEYWORD].mask
+            row = row.shared(mask, self.context.ranks, [*self.placeholder_ids.values()])
+            attention = {PLAN_KEYWORD: row.share}
+            # Also those of which this rank has no row, so that all ranks have the same to differentiate.
+            having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
+            given = {name: inbound[name] for name in having}
+        wanted = positions_with_targets(row.targets) if data.predicts and self.is_last else None
         router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
         output = self(
-            row(ids) if self.is_first else None,
-            {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]},
-            None if self.is_first else inbound[self.unit][None],
-            position_ids=position_ids,
-            labels=labels,
+            to_device(row.ids[None], data.device) if self.is_first else None,
+            given,
+            None if self.is_first else row.padded(inbound[self.unit])[None],
+            position_ids=to_device(row.position_ids[None], data.device),
+            targets=row.targets if self.is_last else None,
             loss_denominator=data.counts[self.unit] if self.is_last else None,
             return_logits=False,
             return_hidden=bool(self.outputs) and not data.predicts,
-            lengths=lengths,
-            sample_ids=[sample.id for sample in packed],
-            places=find_places([sample.input_ids for sample in packed], self.placeholder_ids, data.device)
-            if self.is_first
-            else None,
-            **self.attention_of([sample.input_ids for sample in packed]),
-            predicted_at=wanted,
+            lengths=row.lengths if row.share is None else None,
+            sample_ids=[sample.id for sample in packed] if row.share is None else None,
+            places=find_places(row.ids.numpy(), self.placeholder_ids, data.device) if self.is_first else None,
+            predicted_at=None if wanted is None else to_device(wanted, data.device),
             router_logits=router_logits,
+            **attention,
         )
         losses = {}
         if router_logits:
             assert self.routers is not None
-            total = router_loss(router_logits, lengths, self.model.config.num_experts_per_tok)
+            logits = [row.unpadded(each) for each in router_logits]
+            add_up = None if row.share is None else row.share.sum
+            chosen = self.model.config.num_experts_per_tok
+            total = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
             losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
-            return StageOutput(output[0], losses)
+            return StageOutput(row.unpadded(output[0]), losses)
         if wanted is not None:
-            return StageOutput(predicted=output.predicted)
+            return StageOutput(predicted=row.whole_row(output.predicted, wanted.to(data.device)))
         rows = None
         if output.hidden is not None:
-            rows = {
-                unit: output.hidden[0, torch.as_tensor(_places(packed, unit, token_id)).to(data.device)]
-                for unit, token_id in self.outputs.items()
-            }
+            rows = {unit: output.hidden[0, at.to(data.device)] for unit, at in row.outputs.items()}
         return StageOutput(rows, {self.unit: output.loss, **losses})
+
+    def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
+        packed = [data.samples[sample] for sample in samples]
+        mask = self.attention_of([sample.input_ids for sample in packed])[PLAN_KEYWORD].mask
+        lengths = [sample.sizes[self.unit] for sample in packed]
+        return np.split(place_row(mask, size).owners, np.cumsum(lengths)[:-1])
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))
@@ -186,6 +194,7 @@ class LanguageStage(Stage):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        targets: Tensor | None = None,
         loss_denominator: float | Tensor | None = None,
         return_logits: bool = True,
         return_hidden: bool = False,
@@ -203,8 +212,9 @@ class LanguageStage(Stage):
         Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
         predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
         nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
-        [tokens, experts]. labels may lie on the host, if `lengths` of a packed row are given: then nothing
-        waits for the device to find the targets. Raises UserError where rows do not fit.
+        [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already. They may
+        lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the device
+        to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -236,17 +246,24 @@ class LanguageStage(Stage):
         head = head_of(self.model, self.container)
         predicted = loss = logits = None
         if predicted_at is not None:
-            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk)
-        elif labels is not None:
-            packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
-            targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
+            argmax = {} if self.vocabulary is None else {"argmax": self.vocabulary.argmax}
+            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk, **argmax)
+        elif labels is not None or targets is not None:
+            if targets is None:
+                assert labels is not None
+                packed = lengths if labels.shape[0] == 1 and attention_mask is None else None
+                targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
             if return_logits:
                 logits = logits_of(head, hidden)
                 total = sum_cross_entropy(logits.flatten(0, 1), to_device(targets, hidden.device))
             else:
                 at = positions_with_targets(targets)
                 chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
-                total = chunked_loss(head, chosen, to_device(targets[at], hidden.device), self.loss_chunk)
+                wanted = to_device(targets[at], hidden.device)
+                cross_entropy = (
+                    sum_cross_entropy if self.vocabulary is None else self.vocabulary.sum_cross_entropy
+                )
+                total = chunked_loss(head, chosen, wanted, self.loss_chunk, cross_entropy)
             loss = divide_loss(total, targets, loss_denominator)
         elif return_logits:
             logits = logits_of(head, hidden)
@@ -341,6 +358,13 @@ class LanguageUnit(Unit, LanguageStage):
         """Stop the language model from training."""
         self.freeze_parts("model")
 
+    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+        if other == self.unit:
+            return np.arange(sample.sizes[self.unit])
+        if other in self.placeholder_ids:
+            return np.flatnonzero(sample.input_ids == self.placeholder_ids[other])
+        return token_places([sample], other, self.outputs[other])
+
     def reads(self, first: int, end: int) -> frozenset[str]:
         # Ids at the first stage, labels at the last, and between them what keeps samples of a row apart.
         return frozenset({TOKENS})
@@ -381,10 +405,3 @@ def _tokens(unit: str, sample: EncodedSample) -> int:
 
 def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:
     return routers * sample.sizes.get(unit, 0)
-
-
-def _places(packed: Sequence[EncodedSample], unit: str, token_id: int) -> np.ndarray:
-    """Where in the packed row the rows of `unit` are, of the samples that have work there."""
-    has_work = [np.full(len(sample.input_ids), bool(sample.sizes.get(unit, 0))) for sample in packed]
-    is_place = np.concatenate([sample.input_ids == token_id for sample in packed])
-    return np.flatnonzero(is_place & np.concatenate(has_work))

@@ -50,17 +50,16 @@ def merge_rows(
         raise list_problems("encoder tokens do not fit into the text:", wrong)
     merged = embeddings.flatten(0, 1)
     for unit, at in places.items():
-        if unit in rows and rows[unit].shape[0]:
+        if unit in rows:
             # masked_scatter would wait for the device in its backward.
             merged = merged.index_copy(0, at, rows[unit].to(merged.dtype))
     return merged.view_as(embeddings)
 
 
 def find_places(
-    samples: Sequence[NDArray[np.int64]], placeholder_ids: Mapping[str, int], device: torch.device
+    row: NDArray[np.int64], placeholder_ids: Mapping[str, int], device: torch.device
 ) -> dict[str, Tensor]:
-    """The `places` of a row of samples with these `input_ids`, found on the host."""
-    row = np.concatenate(samples)
+    """The `places` of a row of tokens, found on the host."""
     return {unit: upload(np.flatnonzero(row == id_), device) for unit, id_ in placeholder_ids.items()}
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dilatant.config.errors import UserError
@@ -32,10 +34,13 @@ class DoesNotFit(Exception):
 class KeyedDraws:
     """Uniform numbers for tensors of one microbatch.
 
-    seed: of the run. keys: of the samples, all different. An item of a sample has a key of its own.
+    seed: of the run. keys: of the samples, all different. An item of a sample has a key of its own. own: the tokens or
+    items that the tensors have, if not all.
     """
 
-    def __init__(self, seed: int, keys: Sequence[str], spread: Spread) -> None:
+    def __init__(
+        self, seed: int, keys: Sequence[str], spread: Spread, own: NDArray[np.int64] | None = None
+    ) -> None:
         self.packed = spread.packed
         self._seed = seed
         if spread.packed:
@@ -44,7 +49,15 @@ class KeyedDraws:
             self.segments = tuple(
                 (f"{key} item {item}", 1) for key, items in zip(keys, spread.lengths) for item in range(items)
             )
+            if own is not None:
+                self.segments = tuple(self.segments[item] for item in own)
         self.total = sum(length for _, length in self.segments)
+        # Who has no token of a row computes one that nobody sees.
+        self._own = (
+            torch.from_numpy(own if own.size else np.zeros(1, np.int64))
+            if spread.packed and own is not None
+            else None
+        )
 
     def uniform(
         self, place: str, shape: Sequence[int], device: torch.device
@@ -53,22 +66,25 @@ class KeyedDraws:
 
         place: where in the model and the how manieth there. Raises DoesNotFit.
         """
+        tokens = self.total if self._own is None else len(self._own)
         if self.packed and len(shape) >= 4 and shape[0] == 1 and shape[-1] == shape[-2] == self.total:
             return self._weights(place, shape, device), (*shape[1:-2], -1, -1)
         if not self.packed:
             if not shape or shape[0] % self.total:
                 raise DoesNotFit
             each = (shape[0] // self.total, *shape[1:])
-        elif len(shape) >= 3 and shape[0] == 1 and shape[1] == self.total:
+        elif len(shape) >= 3 and shape[0] == 1 and shape[1] == tokens:
             each = tuple(shape[2:])
-        elif shape and shape[0] == self.total:
+        elif shape and shape[0] == tokens:
             each = tuple(shape[1:])
         else:
             raise DoesNotFit
-        numbers = torch.empty(prod(shape), device=device)
+        numbers = torch.empty(self.total * prod(each), device=device)
         sizes = [length * prod(each) for _, length in self.segments]
         for (key, _), part in zip(self.segments, numbers.split(sizes)):
             self._fill(part, key, place)
+        if self._own is not None:
+            numbers = numbers.view(self.total, -1)[self._own.to(device)]
         return numbers.view(*shape), each
 
     def of_segment(self, index: int, place: str, shape: Sequence[int], device: torch.device) -> Tensor:

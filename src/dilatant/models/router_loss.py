@@ -6,7 +6,7 @@ over a batch it would be another in every cut into microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,20 +33,28 @@ def count_routers(model: PreTrainedModel) -> int:
     return sum(isinstance(module, classes) for module in model.base_model.modules())
 
 
-def router_loss(logits: Sequence[Tensor], lengths: Sequence[int], experts_a_token: int) -> Tensor:
+def router_loss(
+    logits: Sequence[Tensor],
+    sample_of: Tensor,
+    lengths: Sequence[int],
+    experts_a_token: int,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Of a packed row, summed over its tokens and the routers: a scalar, fp32; with even use each adds
     `experts_a_token`.
 
-    logits: of each router, [tokens, experts]. lengths: tokens of each sample.
+    logits: of each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
+    sample. add_up: where these are some of a row's tokens, the sum over all who have some; this is their share then.
     """
     device = logits[0].device
-    sizes = torch.tensor(lengths)
-    sample_of = torch.repeat_interleave(torch.arange(len(lengths)), sizes).to(device)
+    sample_of = sample_of.to(device)
+    sizes = torch.tensor(lengths, device=device)
     total = torch.zeros((), device=device)
     for each in logits:
         shares = each.float().softmax(dim=-1)
         chosen = torch.zeros_like(shares).scatter_(1, shares.topk(experts_a_token, dim=-1).indices, 1.0)
         by_sample = shares.new_zeros(len(lengths), shares.shape[1])
-        use = by_sample.index_add(0, sample_of, chosen) / sizes.to(device)[:, None]
+        use = by_sample.index_add(0, sample_of, chosen)
+        use = (use if add_up is None else add_up(use)) / sizes[:, None]
         total = total + shares.shape[1] * (use * by_sample.index_add(0, sample_of, shares)).sum()
     return total

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dilatant.attention.context_parallel import Ranks
 from dilatant.config.errors import UserError
 from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
@@ -101,11 +104,24 @@ class Boundary:
     rows_of: Callable[[EncodedSample], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Which of `size` context-parallel ranks of a stage one is: each runs its own tokens or items of every microbatch.
+    ranks: all of them, where they attend together."""
+
+    index: int = 0
+    size: int = 1
+    ranks: Ranks | None = None
+
+
 class Stage(nn.Module):
     """Layers of one unit, named in `layers`. Its weights are those of the unit, not copies.
 
     `weights` lists what is held here, with keys into this stage's own modules.
     """
+
+    context = Context()
+    """Which part of every microbatch it runs."""
 
     def __init__(self, unit: str, layers: tuple[str, ...], weights: tuple[Weight, ...]) -> None:
         super().__init__()
@@ -117,9 +133,24 @@ class Stage(nn.Module):
         """Forward of `samples`, numbers in `data.samples`, in evaluation or training mode as the stage is.
 
         inbound: unit → [rows, width] of the samples in order: hidden states of the stage's own unit, or on a first
-        stage the rows of the units that feed it. Raises UserError for a sample that cannot be run.
+        stage the rows of the units that feed it. Under context parallelism all rows are this rank's. Raises UserError
+        for a sample that cannot be run.
         """
         raise NotImplementedError
+
+    def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
+        """Which of `size` context-parallel ranks runs each item (of a language model: each token) of a microbatch, by
+        sample. Items are equally long, so each rank gets as many of them, one after the other."""
+        lengths = self.spread(data, samples).lengths
+        total = sum(lengths)
+        return np.split(np.arange(total) * size // max(1, total), np.cumsum(lengths)[:-1])
+
+    def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
+        """Those items, or tokens, of a microbatch that this rank runs; None for all of them."""
+        if self.context.size == 1:
+            return None
+        owners = np.concatenate(self.owners(data, samples, self.context.size))
+        return np.flatnonzero(owners == self.context.index)
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         """How `samples` lie in the tensors of a forward."""
@@ -176,7 +207,9 @@ def _quiet_frozen(module: nn.Module) -> None:
         module.eval()
 
 
-def media_of(data: StepData, samples: Sequence[int], unit: str) -> dict[str, Tensor]:
+def media_of(
+    data: StepData, samples: Sequence[int], unit: str, items: NDArray[np.int64] | None = None
+) -> dict[str, Tensor]:
     """The media of `unit` of the samples that have any: keyword → tensor [items, ...], on the step's device.
 
     Raises UserError where they were not loaded here.
@@ -188,27 +221,33 @@ def media_of(data: StepData, samples: Sequence[int], unit: str) -> dict[str, Ten
             f"the {unit} inputs of sample {', '.join(missing[:8])} were not loaded on the rank that runs them"
         )
     return {
-        name: on_device([sample.media[unit][name] for sample in having], data.device)
+        name: on_device([sample.media[unit][name] for sample in having], data.device, items)
         for name in (having[0].media[unit] if having else ())
     }
 
 
-def on_device(inputs: Sequence[EncoderInput], device: torch.device) -> Tensor:
-    """The items of all inputs as an encoder sees them; images cross to the device as bytes.
+def on_device(
+    inputs: Sequence[EncoderInput], device: torch.device, items: NDArray[np.int64] | None = None
+) -> Tensor:
+    """The items of all inputs, or some of them, as an encoder sees them; images cross to the device as bytes.
 
     To the bit as `Pixels.normalized` has it where the device rounds as IEEE 754 says.
     """
     together = joined(inputs) if all(isinstance(each, Pixels) for each in inputs) else None
     if not isinstance(together, Pixels):
         arrays = [torch.as_tensor(as_array(each)) for each in inputs]
-        return torch.cat(arrays).to(device, non_blocking=True)
+        return _some(torch.cat(arrays), items).to(device, non_blocking=True)
     # Not as numbers: a GPU would multiply by the reciprocal of the deviation.
     mean, std = (
         torch.tensor(each, dtype=torch.float32, device=device)[:, None, None]
         for each in (together.mean, together.std)
     )
-    pixels = torch.as_tensor(together.values).to(device, non_blocking=True)
+    pixels = _some(torch.as_tensor(together.values), items).to(device, non_blocking=True)
     return pixels.to(torch.float32).mul_(together.rescale).sub_(mean).div_(std)
+
+
+def _some(tensor: Tensor, items: NDArray[np.int64] | None) -> Tensor:
+    return tensor if items is None else tensor[torch.from_numpy(items)]
 
 
 def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:

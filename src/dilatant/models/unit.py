@@ -7,11 +7,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.recompute import Recompute
+from dilatant.data.sample import EncodedSample
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.recompute import recompute
 from dilatant.models.stage import Boundary, Loss, Stage
@@ -45,6 +48,11 @@ class Unit(Stage):
 
     def boundary(self, end: int, consumer: str) -> Boundary:
         """The rows that leave layer `end - 1` for `consumer`: this unit itself, or after the last layer another."""
+        raise NotImplementedError
+
+    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+        """Of each row of a sample that passes between stages of this unit, or between it and an `other` unit: the token
+        (of a language model) or item of this unit that it belongs to. int64 [rows]."""
         raise NotImplementedError
 
     def part_name(self, part: str) -> str:

@@ -9,12 +9,18 @@ from dilatant.config.recompute import Recompute
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: its logical name, its type in the cost model, its parameters, and whether it trains."""
+    """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
+    tensor-parallel ranks divide it."""
 
     name: str
     kind: str
     parameters: int
     trainable: bool = True
+    divided: bool = True
+
+    def held(self, tp: int) -> float:
+        """Parameters that one of `tp` ranks holds."""
+        return self.parameters / tp if self.divided else self.parameters
 
 
 @dataclass(frozen=True, slots=True)

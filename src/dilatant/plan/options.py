@@ -140,7 +140,7 @@ class OptionTable:
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array(
-                    [self._rules.gradient * layer.parameters * layer.trainable / tp for layer in spec.layers]
+                    [self._rules.gradient * layer.held(tp) * layer.trainable for layer in spec.layers]
                 ),
             )
         return self._layers[key]

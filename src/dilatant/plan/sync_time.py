@@ -37,7 +37,7 @@ def sync_seconds(
                         bandwidth = cluster.inside.bandwidth
                     else:
                         bandwidth = cluster.between.bandwidth / cluster.gpus_per_node
-                    size_bytes = rules.gradient * spec.layers[layer].parameters / stage.tp
+                    size_bytes = rules.gradient * spec.layers[layer].held(stage.tp)
                     for rank in stage.ranks:
                         seconds[rank] += 2 * (size - 1) / size * size_bytes / bandwidth
     return seconds

@@ -8,41 +8,27 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.runnable import training_problems
 
 
 class InvalidPlanError(UserError):
     """A plan that cannot train; the message lists every reason."""
 
 
-def validate(
-    plan: Plan,
-    model: ModelSpec,
-    cluster: Cluster,
-    *,
-    to_train: bool = False,
-) -> None:
+def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
     """Return if the plan is valid; else raise InvalidPlanError listing all that is wrong.
 
     Every layer of every unit must be held once in every replica, in order; a rank belongs to one group of ranks, which
     may hold stages of several units or several stages of one replica, but not two replicas of one unit; ranks exist
-    in the cluster; the tensor-parallel ranks of a stage share a node. `to_train` refuses what this version only plans.
+    in the cluster; the tensor-parallel ranks of a stage share a node.
     """
-    problems = plan_problems(plan, model, cluster, to_train=to_train)
+    problems = plan_problems(plan, model, cluster)
     if problems:
         raise InvalidPlanError(str(list_problems("this plan cannot train:", problems)))
 
 
-def plan_problems(
-    plan: Plan,
-    model: ModelSpec,
-    cluster: Cluster,
-    *,
-    to_train: bool = False,
-) -> list[str]:
+def plan_problems(plan: Plan, model: ModelSpec, cluster: Cluster) -> list[str]:
     """Everything `validate` would complain about."""
     return [
-        *(training_problems(plan) if to_train else ()),
         *_unit_problems(plan, model),
         *_layer_problems(plan, model),
         *_rank_problems(plan, cluster),

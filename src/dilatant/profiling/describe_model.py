@@ -42,6 +42,11 @@ class LayerType:
     variant: str
     geometry: EncoderGeometry | None
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
+        return self.role == BLOCK or (self.geometry is None and self.role in (EMBEDDING, HEAD))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
@@ -112,6 +117,7 @@ def describe_model(
                     kind=kind,
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     trainable=any(parameter.requires_grad for _, parameter in weights),
+                    divided=types[kind].is_divided,
                 )
             )
         units.append(

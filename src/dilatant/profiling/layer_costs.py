@@ -19,7 +19,7 @@ from dilatant.cost.quadratic import Quadratic
 from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType, ModelDescription
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.layer_shards import check_tensor_degrees, is_divided, tensor_shard
+from dilatant.profiling.layer_shards import check_tensor_degrees, tensor_shard
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.precision import pick_device
 
@@ -99,7 +99,7 @@ def measure_layers(
         for entry in model.types
         for tp, share in (
             [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor]
-            if is_divided(entry)
+            if entry.is_divided
             else [(tensor[0], entry)]
         )
     ]

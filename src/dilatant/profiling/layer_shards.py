@@ -8,7 +8,6 @@ would give wider ones, so there the projections of attention are narrowed in the
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from typing import cast
 
@@ -18,23 +17,16 @@ from transformers import PreTrainedModel
 
 from dilatant.attention.hook import use_dilatant_attention
 from dilatant.config import UserError, list_problems
+from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.unit import Unit
-from dilatant.profiling.describe_model import BLOCK, EMBEDDING, HEAD, LayerType, ModelDescription
+from dilatant.profiling.describe_model import ModelDescription
 
-_HEADS = {
-    "num_attention_heads": "attention heads",
-    "num_key_value_heads": "key/value heads",
-    "linear_num_key_heads": "key heads of linear attention",
-    "linear_num_value_heads": "value heads of linear attention",
-}
-_SIZES = {
-    "intermediate_size": "intermediate size",
-    "encoder_ffn_dim": "intermediate size",
-    "ffn_dim": "intermediate size",
-    "moe_intermediate_size": "intermediate size of an expert",
-    "shared_expert_intermediate_size": "intermediate size of the shared expert",
-}
-"""What a tensor-parallel rank has a share of: attributes of configs, and how a reader calls them."""
+_HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+_SIZES = (
+    *("intermediate_size", "encoder_ffn_dim", "ffn_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+"""What a tensor-parallel rank has a share of: attributes of configs."""
 
 _INTO_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value")
 _OUT_OF_HEADS = ("o_proj", "out_proj", "projection_layer", "dense")
@@ -42,28 +34,18 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 """The projections of an attention module, and where it keeps its number of heads."""
 
 
-def is_divided(entry: LayerType) -> bool:
-    """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
-    return entry.role == BLOCK or (entry.geometry is None and entry.role in (EMBEDDING, HEAD))
-
-
 def check_tensor_degrees(model: ModelDescription, degrees: Iterable[int]) -> None:
-    """Raise UserError, naming the unit and the degrees it takes, unless every degree divides the heads and the
-    feed-forward of every unit."""
-    wanted, problems = sorted(set(degrees)), []
+    """Raise UserError, naming the unit and the degrees it takes, unless ranks can share every unit at every degree,
+    in training as well."""
+    wanted, problems = sorted(set(degrees) - {1}), []
     for unit in dict.fromkeys(entry.unit for entry in model.types):
-        counts = _counts(unit)
-        common = math.gcd(*counts.values())
-        fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
-        for degree in wanted:
-            whole = [f"{count:,} {name}" for name, count in counts.items() if count % degree]
-            if whole:
-                problems.append(
-                    f"{unit.unit} has {' and '.join(whole)}, which {degree} ranks cannot share evenly; "
-                    f"it takes {', '.join(fitting)}"
-                )
+        plan = tensor_plan(unit)
+        problems += [problem for degree in wanted for problem in degree_problems(unit, plan, degree)]
+        problems += dropout_problems(unit, plan) if wanted else []
     if problems:
-        raise list_problems("tensor-parallel degrees (plan.tensor_parallel, --tp):", problems)
+        raise list_problems(
+            "tensor-parallel degrees (plan.tensor_parallel, --tp):", list(dict.fromkeys(problems))
+        )
 
 
 def tensor_shard(unit: Unit, degree: int) -> Unit:
@@ -91,9 +73,11 @@ def _built(unit: Unit, degree: int, divide_heads: bool) -> PreTrainedModel:
     if divide_heads and getattr(own, "head_dim", None) is None:
         own.head_dim = own.hidden_size // own.num_attention_heads
     # All read before one is written: some configs know one number by two names.
-    whole = {name: getattr(own, name) for name in _counted(own, _HEADS | _SIZES if divide_heads else _SIZES)}
+    whole = {
+        name: getattr(own, name) for name in _counted(own, (*_HEADS, *_SIZES) if divide_heads else _SIZES)
+    }
     for name, count in whole.items():
-        setattr(own, name, count // degree)
+        setattr(own, name, max(1, count // degree))  # fewer key/value heads than ranks: several hold one
     if _whole(unit).get_output_embeddings() is not None:
         own.vocab_size = -(-own.vocab_size // degree)
         if own.pad_token_id is not None:
@@ -133,7 +117,7 @@ def _narrow_attention(unit: Unit, model: PreTrainedModel, degree: int) -> None:
             ins, outs = (ins, outs // degree) if name in into else (ins // degree, outs)
             setattr(module, name, nn.Linear(ins, outs, whole.bias is not None, "meta", whole.weight.dtype))
         for name in _counted(module, _HEAD_COUNTS):
-            setattr(module, name, getattr(module, name) // degree)
+            setattr(module, name, max(1, getattr(module, name) // degree))
 
 
 def _refuse_whole(unit: Unit, model: PreTrainedModel) -> None:
@@ -147,14 +131,6 @@ def _refuse_whole(unit: Unit, model: PreTrainedModel) -> None:
                 f"{unit.unit}: how tensor-parallel ranks share {name.split('.', 1)[1]!r} of {type(model).__name__} is "
                 "not known, so it can be measured at tp = 1 only"
             )
-
-
-def _counts(unit: Unit) -> dict[str, int]:
-    """What a degree must divide, in a reader's words."""
-    if unit.structure is None:
-        return {}
-    own = unit.config
-    return {(_HEADS | _SIZES)[name]: getattr(own, name) for name in _counted(own, _HEADS | _SIZES)}
 
 
 def _counted(holder: object, names: Iterable[str]) -> list[str]:

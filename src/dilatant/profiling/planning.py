@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.config import Config, UserError
+from dilatant.config import Config, list_problems
 from dilatant.cost.model import CostModel
 from dilatant.data.pieces import Progress
 from dilatant.plan.candidates import EncoderPosition, Mode
@@ -17,7 +17,6 @@ from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
-from dilatant.plan.runnable import TRAINED_DEGREES, planned_only
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore
 from dilatant.plan.search import RankedPlan, SearchResult, search
@@ -33,6 +32,7 @@ from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
 from dilatant.profiling.step_costs import described_costs
+from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import FAMILIES, plan_scorer, predict
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.measured import MeasuredStep
@@ -85,14 +85,12 @@ class PlanningProblem:
 class PlannedRun:
     """The answer: the search's result, and the simulated step of its winner that is nearest to the mean.
 
-    `trained` is the best plan that this version trains: the winner, or another where that has degrees which are planned
-    only; None if there is none. `work` is [samples, units] seconds on one device, of different samples; `stable` says
+    `work` is [samples, units] seconds on one device, of different samples; `stable` says
     from which global batch on the data ask for the same division of devices, None where there is nothing to divide.
     """
 
     problem: PlanningProblem
     result: SearchResult
-    trained: RankedPlan | None
     typical: Timeline
     work: NDArray[np.float64]
     stable: StableBatch | None
@@ -116,45 +114,35 @@ def planning_problem(
     if config.plan.costs is None and target.is_local and not measure_again:
         kept = kept_costs(model, target, planned_degrees(config.plan), config.data.max_length)
     measured = layer_costs(config, model, target, say) if kept is None else kept
+    if problems := [problem for unit in whole.units.values() for problem in context_problems(unit)]:
+        if max(config.plan.context_parallel) > 1:
+            raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
+        measured = _without_context(measured)  # a cost file may know more than this model can do
     if config.plan.costs is None and kept is None:
         keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
     return PlanningProblem(config, target, model, measured, costs, sampled, from_before=kept is not None)
 
 
+def _without_context(costs: CostModel) -> CostModel:
+    layers = {
+        kind: {(tp, cp): cost for (tp, cp), cost in known.items() if cp == 1}
+        for kind, known in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
+
+
 def plan_run(problem: PlanningProblem) -> PlannedRun:
     """Search for the plan of a run. Raises PlanError as `plan.search` does."""
     result = _search(problem)
-    trained: RankedPlan | None = result.winner
-    if planned_only(result.winner.plan):
-        try:
-            trained = _search(as_trained(problem)).winner
-        except UserError:
-            trained = None
     work = _work(problem)
     return PlannedRun(
         problem=problem,
         result=result,
-        trained=trained,
         typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
         work=work,
         stable=_stable_batch(problem, result.winner, work),
     )
-
-
-def as_trained(problem: PlanningProblem) -> PlanningProblem:
-    """The problem with the degrees only that this version trains. Raises UserError where layers have no such costs."""
-    layers = {
-        kind: {degree: cost for degree, cost in known.items() if degree in TRAINED_DEGREES}
-        for kind, known in problem.costs.layers.items()
-    }
-    lacking = [kind for kind, known in layers.items() if not known]
-    if lacking:
-        raise UserError(
-            f"the costs have no tp = cp = 1, which alone this version trains, of {', '.join(lacking)}; profile with "
-            "--tp 1 --cp 1"
-        )
-    return replace(problem, costs=replace(problem.costs, layers=layers))
 
 
 def _search(problem: PlanningProblem) -> SearchResult:
@@ -225,8 +213,7 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
         lower_bound=0.0,
     )
     work = _work(problem)
-    trained = None if planned_only(plan) else ranked
-    return PlannedRun(problem, result, trained, typical_step(problem, plan, best).timeline, work, None)
+    return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
 
 
 def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> plan_scorer.Step:

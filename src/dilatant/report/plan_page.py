@@ -88,8 +88,6 @@ def _tiles(report: PlanReport) -> list[dict[str, str]]:
         fullest = max(use.fraction for use in report.memory)
         tone = "bad" if fullest > 1.0 else ""
         tiles.append((percent_text(fullest), "of memory on the fullest device", tone))
-    if report.planned_only:
-        tiles.append(("planned only", f"{report.planned_only}: not trained yet", "bad"))
     if report.proven:
         tiles.append(("proven", "the fastest of what was searched", "good"))
     elif report.lower_bound_seconds:

@@ -82,7 +82,6 @@ class ComparedPlan:
     """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence.
 
     `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
-    `planned_only`: what this version plans but does not train ("language tp 2"); empty for a plan that trains.
     """
 
     name: str
@@ -93,7 +92,6 @@ class ComparedPlan:
     idle: dict[str, float]
     chosen: bool = False
     why: str = ""
-    planned_only: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,6 @@ class PlanReport:
     `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
     step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
     they are. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned, shown as they are.
-    `planned_only` is as in `ComparedPlan`.
     """
 
     title: str
@@ -127,7 +124,6 @@ class PlanReport:
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     searched: str = ""
-    planned_only: str = ""
 
     @property
     def step_seconds(self) -> float:

@@ -56,13 +56,7 @@ def suggest(report: PlanReport) -> tuple[str, ...]:
 
 
 def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
-    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss; and whether it
-    is planned only."""
-    only = f"Planned only: {candidate.planned_only}." if candidate.planned_only else ""
-    return f"{_difference(candidate, chosen)} {only}".rstrip()
-
-
-def _difference(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
+    """Why `candidate` was not taken: its planner's words, or else its memory or its largest extra loss."""
     if candidate.why:
         return candidate.why
     if candidate.chosen:

@@ -125,7 +125,7 @@ def _candidates(report: PlanReport, wide: bool) -> Table:
     table = _table("plan", "step", "against ours" if wide else "slower", *extra)
     chosen = report.chosen
     for one in report.ranked:
-        name = (f"✓ {one.name}" if one.chosen else one.name) + (" (planned only)" if one.planned_only else "")
+        name = f"✓ {one.name}" if one.chosen else one.name
         table.add_row(
             name if wide or not one.layout else Text.assemble(name, "\n", (one.layout, "dim")),
             seconds_text(one.step_seconds),

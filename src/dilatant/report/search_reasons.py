@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dilatant.plan.candidates import EncoderPosition
-from dilatant.plan.runnable import degrees_text
 from dilatant.plan.search import RankedPlan, SearchResult
-from dilatant.report.wording import counted, listed, percent_text, seconds_text
+from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
 
 _WHERE = {
     EncoderPosition.PARALLEL: "every unit on devices of its own",

@@ -14,7 +14,6 @@ from dilatant.plan.candidates import EncoderPosition, roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.runnable import degrees_text, planned_only_text
 from dilatant.plan.search import RankedPlan, SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.state_sharing import sharing
@@ -29,7 +28,7 @@ from dilatant.report.plan_report import (
     WorkloadRatio,
 )
 from dilatant.report.search_reasons import search_reasons
-from dilatant.report.wording import counted, percent_text, seconds_text
+from dilatant.report.wording import counted, degrees_text
 from dilatant.schedule import Timeline
 
 _BINS = 24
@@ -52,30 +51,18 @@ def search_report(
     names: Mapping[str, str] | None = None,
     stable: StableBatch | None = None,
     rules: ParameterBytes = BF16,
-    trained: RankedPlan | None = None,
     searched: str = "",
 ) -> PlanReport:
     """The report of the winner of `result`, with `timeline` its typical step (without the exposed gradient sync).
 
     `work` is [samples, units] seconds on one device, units as in `model`. `names[unit]` says what a unit is ("Llama
-    3.2 1B"). Without `stable` nothing is said about the size of the global batch. `trained` is the best plan that this
-    version trains, for a winner that it only plans. `searched` says among what the winner is the best.
+    3.2 1B"). Without `stable` nothing is said about the size of the global batch. `searched` says among what the winner
+    is the best.
     """
     roles = roles_of(model)
     shown = [result.winner, *result.runners_up[:_RUNNERS_UP]]
     candidates = [_candidate(one, cluster, chosen=one is result.winner) for one in shown]
     warnings = [stable.warning(global_batch)] if stable else []
-    only = candidates[0].planned_only
-    if only:
-        if trained is not None:
-            same = [
-                one
-                for one in shown
-                if (one.plan, one.num_microbatches) == (trained.plan, trained.num_microbatches)
-            ]
-            if not same:
-                candidates.append(_candidate(trained, cluster))
-        warnings.append(_planned_only(only, result, trained))
     return PlanReport(
         title=title,
         hardware=hardware,
@@ -106,20 +93,6 @@ def search_report(
         reasons=search_reasons(result),
         warnings=tuple(warning for warning in warnings if warning),
         searched=searched,
-        planned_only=only,
-    )
-
-
-def _planned_only(only: str, result: SearchResult, trained: RankedPlan | None) -> str:
-    """What to say of a winner that this version does not train."""
-    if trained is None:
-        return (
-            f"planned only: {only}, which this version does not train yet; there is no plan for tp = cp = 1"
-        )
-    more = percent_text(trained.score.seconds / result.seconds - 1.0)
-    return (
-        f"planned only: {only}, which this version does not train yet. The best plan that it trains "
-        f"({layout_text(trained.plan)}) takes {seconds_text(trained.score.seconds)} a step, {more} more"
     )
 
 
@@ -206,11 +179,11 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        trained = sum(layer.parameters for layer in layers if layer.trainable) / placed.stage.tp
-        weights += rules.weight * sum(layer.parameters for layer in layers) / placed.stage.tp
-        gradients += rules.gradient * trained
-        state = [rules.shared(layer.parameters, layer.trainable) for layer in layers]
-        optimizer += float((np.array(state) / shared_by[placed.index]).sum()) / placed.stage.tp
+        tp = placed.stage.tp
+        weights += rules.weight * sum(layer.held(tp) for layer in layers)
+        gradients += rules.gradient * sum(layer.held(tp) for layer in layers if layer.trainable)
+        state = [rules.shared(layer.held(tp), layer.trainable) for layer in layers]
+        optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
@@ -226,7 +199,6 @@ def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Co
         peak_memory=max(score.peak_bytes, default=0.0) / cluster.bytes_per_device,
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
-        planned_only=planned_only_text(plan),
     )
 
 

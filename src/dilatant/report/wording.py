@@ -89,3 +89,8 @@ def lost_to(cause: str) -> str:
 def unbroken(sentence: str) -> str:
     """The sentence with figures tied to their units, so that no line ends between them."""
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB|[mµ]?s\b|min\b|h\b)", "\u00a0", sentence)
+
+
+def degrees_text(tp: int, cp: int) -> str:
+    """`tp 2 cp 4`, without what is 1."""
+    return " ".join(f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp)) if degree != 1)

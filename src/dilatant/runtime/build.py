@@ -8,29 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError
 from dilatant.cost.memory import Zero
 from dilatant.models.dtype import hold_in
 from dilatant.models.freeze import check
+from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import Boundary, Stage, stage_tensors
+from dilatant.models.stage import Boundary, Context, Stage, stage_tensors
+from dilatant.models.unit import Unit
+from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
-from dilatant.plan.plan import Plan
-from dilatant.plan.runnable import training_problems
-from dilatant.runtime.holders import holdings_of
+from dilatant.plan.holdings import Holdings
+from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.plan import Stage as StagePlan
+from dilatant.runtime.shared_unit import SharedUnit
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
-
-
-def refuse_tensor_parallel(plan: Plan) -> None:
-    """Raises UserError that names the units of stages with more than one rank."""
-    problems = training_problems(plan) or [
-        f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}; it must have one"
-        for p in plan.stages()
-        if len(p.stage.ranks) != 1
-    ]
-    if problems:
-        raise list_problems("this plan cannot train:", problems)
 
 
 def derive_boundaries(model: MultimodalModel, plan: Plan) -> list[dict[str, Boundary]]:
@@ -50,18 +43,29 @@ def build_stages(
     comm: Comm,
     seed: int | None,
     weights: Mapping[str, Tensor],
+    boxes: Mapping[str, Box],
     precision: torch.dtype | None = None,
 ) -> dict[int, Stage]:
     """The stages of `comm.rank` by number, on its device: drawn from `seed`, or with the `weights` of their names.
 
-    precision: what the weights of all units are held in from now on, by every rank, since it is what rows travel in;
-    what trains gets fp32 gradients then. None: as they are.
+    boxes: what this rank holds of each weight, and what `weights` have of it. precision: what the weights of all units
+    are held in from now on, by every rank, since it is what rows travel in; what trains gets fp32 gradients then. None:
+    as they are.
 
     Raises UserError for a weight of another shape.
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
+    shared = {
+        placed.unit: SharedUnit(model.units[placed.unit], comm, _tensor_ranks(placed.stage, comm.rank), boxes)
+        for placed in own
+        if placed.stage.tp > 1 and model.units[placed.unit].structure is not None
+    }
     for placed in own:
-        materialize(model.units[placed.unit], placed.stage.first, placed.stage.end, seed, weights.keys())
+        first, end = placed.stage.first, placed.stage.end
+        if placed.unit in shared:
+            shared[placed.unit].materialize(first, end, seed, weights.keys())
+        else:
+            materialize(model.units[placed.unit], first, end, seed, weights.keys())
     if precision is not None:  # drawn in the model's own format, so that draws do not depend on this
         for unit in model.units.values():
             hold_in(unit, precision)
@@ -70,7 +74,11 @@ def build_stages(
     stages = {}
     for placed in own:
         unit = model.units[placed.unit]
-        stage = unit.stage(placed.stage.first, placed.stage.end).to(comm.device)
+        stage = unit.stage(placed.stage.first, placed.stage.end)
+        stage.context = _context(placed, unit, comm)
+        if placed.unit in shared:
+            shared[placed.unit].share(stage, placed.stage.first, placed.stage.end)
+        stage = stage.to(comm.device)
         stage.train(unit.training)
         check(stage.named_logical_parameters(), unit.frozen)
         for name, tensor in stage_tensors(stage).items():
@@ -88,11 +96,30 @@ def build_stages(
     return stages
 
 
+def _tensor_ranks(stage: StagePlan, rank: int) -> tuple[int, ...]:
+    """The ranks that share this one's tokens; tp varies fastest."""
+    first = stage.ranks.index(rank) // stage.tp * stage.tp
+    return stage.ranks[first : first + stage.tp]
+
+
+def _context(placed: PlacedStage, unit: Unit, comm: Comm) -> Context:
+    stage = placed.stage
+    if stage.cp == 1:
+        return Context()
+    place = stage.ranks.index(comm.rank)
+    if not isinstance(unit, LanguageUnit):
+        return Context(place // stage.tp, stage.cp)
+    ranks = stage.ranks[place % stage.tp :: stage.tp]
+    group = comm.group("context/" + "-".join(map(str, ranks)), ranks)
+    return Context(place // stage.tp, stage.cp, group)
+
+
 def build_shared(
     model: MultimodalModel,
     plan: Plan,
     comm: Comm,
     stages: Mapping[int, Stage],
+    held: Holdings,
     bucket_bytes: int,
     zero: Zero = "none",
     node_of: Sequence[int] | None = None,
@@ -117,5 +144,4 @@ def build_shared(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    held = holdings_of(plan, model.units)
     return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact)

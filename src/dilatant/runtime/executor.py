@@ -23,6 +23,7 @@ from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
+from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import Deferred, WeightGradients, accumulate
 from dilatant.schedule.dependencies import Message
@@ -39,7 +40,9 @@ class LocalStage:
 
     outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
     they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards.
+    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards. speaks: of the ranks of the
+    stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
+    together: the stage has others.
     """
 
     placed: PlacedStage
@@ -50,6 +53,9 @@ class LocalStage:
     gradients: WeightGradients
     loss_weights: Mapping[str, float]
     dropout: KeyedDropout | None = None
+    speaks: bool = True
+    leads: bool = True
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +102,28 @@ class Executor:
         self._recorder = recorder
         self._device = device
         self._pieces: dict[PieceKey, _Piece] = {}
-        self._handed_over: dict[Message, Tensor] = {}
         self._agreement: Agreement
+        self._owners: RowOwners
 
     def run(
-        self, actions: Sequence[Action], routes: Routes, data: StepData, agreement: Agreement
+        self,
+        actions: Sequence[Action],
+        routes: Routes,
+        data: StepData,
+        agreement: Agreement,
+        owners: RowOwners,
     ) -> list[Outcome]:
         """Run `actions`; returns the losses of their forwards, or the predictions, where `data` asks for these
         (`actions` are forwards only, and leave no gradients).
 
-        agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited.
+        agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited. owners:
+        who has which rows.
         Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, CommAborted when another rank
         failed, and CommTimeout when one is silent.
         """
         self._agreement = agreement
+        self._owners = owners
         self._pieces.clear()
-        self._handed_over.clear()
         last = {
             action.stage: index
             for index, action in enumerate(actions)
@@ -136,7 +148,7 @@ class Executor:
                     if action.kind == ActionKind.W:
                         self._weight_gradients(action)
                     else:
-                        self._backward(stage, action, samples, routes, data, is_last)
+                        self._backward(stage, action, samples, routes, is_last)
                     if is_last:
                         self._sync.left_last_backward(action.stage)
                 else:
@@ -165,21 +177,25 @@ class Executor:
             messages = self._from(unit, routes.received.get(action, ()))
             self._require_all(messages, samples, unit, boundary, data)
             # Detached: a tensor handed over within the rank may have other takers.
-            rows = self._assemble(messages, samples, boundary, data).detach()
+            rows = self._assemble(messages, self._counts(stage, samples, unit, boundary), boundary).detach()
             inputs[unit] = rows.requires_grad_(needs_gradient and needs_backward)
+        if stage.together:  # its ranks meet within the forward
+            self._agreement.require()
         self._recorder.computing()
         with torch.set_grad_enabled(needs_backward):
             with nullcontext() if stage.dropout is None else stage.dropout.running(data, samples):
                 output = stage.module.run(data, samples, inputs)
-            made = self._made(stage, action, output, samples, routes, data)
+            made = self._made(stage, action, output, samples, routes)
         self._recorder.done()
         if needs_backward:
             self._pieces[_key(action)] = _Piece(inputs, made, output.losses)
         for unit, boundary in stage.outbound.items():
             messages = self._to(unit, routes.sent.get(action, ()))
-            self._send(messages, samples, made[unit].detach(), boundary, data)
+            self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
-            return [Outcome(stage.placed.unit, output.predicted, samples)]
+            return [Outcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
+        if not stage.speaks:
+            return []
         return [Outcome(name, loss.detach(), samples) for name, loss in output.losses.items()]
 
     def _made(
@@ -189,7 +205,6 @@ class Executor:
         output: StageOutput,
         samples: tuple[int, ...],
         routes: Routes,
-        data: StepData,
     ) -> dict[str, Tensor]:
         """The rows for every consumer as they travel, none where the stage gives none. Raises UserError where a unit
         does not give what it says to one that takes it."""
@@ -198,7 +213,7 @@ class Executor:
             rows = output.rows_for(unit)
             if rows is None:
                 rows = torch.zeros(0, boundary.width, device=self._device)
-            said = [sum(_counts(samples, boundary, data)), boundary.width]
+            said = [sum(self._counts(stage, samples, unit, boundary).values()), boundary.width]
             if [*rows.shape] != said and self._to(unit, routes.sent.get(action, ())):
                 raise UserError(
                     f"{stage.placed.unit} gives rows of shape {[*rows.shape]} where {said} were expected; does its "
@@ -213,7 +228,6 @@ class Executor:
         action: Action,
         samples: tuple[int, ...],
         routes: Routes,
-        data: StepData,
         is_last: bool,
     ) -> None:
         piece = self._pieces[_key(action)]
@@ -223,7 +237,8 @@ class Executor:
             received = self._from(unit, routes.received.get(action, ()))
             if piece.rows[unit].requires_grad and received:
                 outputs.append(piece.rows[unit])
-                gradients.append(self._assemble(received, samples, boundary, data))
+                counts = self._counts(stage, samples, unit, boundary)
+                gradients.append(self._assemble(received, counts, boundary))
             else:  # nothing trains in this microbatch, but what was sent must be taken
                 for message in received:
                     self._take(message)
@@ -248,7 +263,8 @@ class Executor:
             if needs_gradient:
                 rows = piece.inputs[unit]
                 gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
-                self._send(self._to(unit, routes.sent.get(action, ())), samples, gradient, boundary, data)
+                counts = self._counts(stage, samples, unit, boundary)
+                self._send(self._to(unit, routes.sent.get(action, ())), counts, gradient)
         if splits:
             piece.inputs, piece.rows, piece.losses = {}, {}, {}
         else:
@@ -265,30 +281,34 @@ class Executor:
         accumulate(self._pieces.pop(_key(action)).deferred)
         self._recorder.done()
 
-    def _assemble(
-        self, messages: Sequence[Message], samples: tuple[int, ...], boundary: Boundary, data: StepData
-    ) -> Tensor:
-        """Rows of `samples` in their order, from messages that hold them in pieces; those of several messages about
-        one sample are added (gradients from several consumers)."""
+    def _counts(
+        self, stage: LocalStage, samples: tuple[int, ...], other: str, boundary: Boundary
+    ) -> dict[int, int]:
+        """How many rows this rank has of each sample, of those that pass a boundary to or from the unit `other`."""
+        counts = self._owners.counts(stage.placed.index, self._rank, samples, other, boundary)
+        return dict(zip(samples, counts, strict=True))
+
+    def _assemble(self, messages: Sequence[Message], counts: Mapping[int, int], boundary: Boundary) -> Tensor:
+        """Rows of samples in their order, so many of each, from messages that hold them in pieces; those of several
+        messages about one sample are added (gradients from several consumers)."""
         parts: dict[int, Tensor] = {}
         whole = None
         for message in messages:
             rows = self._take(message)
-            if message.samples == samples:
+            if message.samples == tuple(counts):
                 whole = rows if whole is None else whole + rows
                 continue
-            for sample, part in zip(message.samples, rows.split(_counts(message.samples, boundary, data))):
+            for sample, part in zip(message.samples, rows.split([counts[s] for s in message.samples])):
                 parts[sample] = parts[sample] + part if sample in parts else part
         if not parts and whole is not None:
             return whole
         empty = torch.zeros(0, boundary.width, dtype=boundary.dtype, device=self._device)
-        counts = _counts(samples, boundary, data)
         missing = {
             sample: empty.new_zeros(count, boundary.width)
-            for sample, count in zip(samples, counts)
+            for sample, count in counts.items()
             if sample not in parts
         }
-        assembled = torch.cat([empty, *((parts | missing)[sample] for sample in samples)])
+        assembled = torch.cat([empty, *((parts | missing)[sample] for sample in counts)])
         return assembled if whole is None else assembled + whole
 
     def _require_all(
@@ -307,38 +327,22 @@ class Executor:
             )
 
     def _take(self, message: Message) -> Tensor:
-        if message.producer.stage in self._stages:
-            return self._handed_over.pop(message)
         began = time.perf_counter()
-        self._agreement.require()
-        rows = self._transport.receive(message)
-        source = self._transport.rank_of(message.producer.stage)
-        self._recorder.waited(source, time.perf_counter() - began)
+        rows, source = self._transport.receive(message)
+        if source is not None:
+            self._recorder.waited(source, time.perf_counter() - began)
         return rows
 
-    def _send(
-        self,
-        messages: Sequence[Message],
-        samples: tuple[int, ...],
-        rows: Tensor,
-        boundary: Boundary,
-        data: StepData,
-    ) -> None:
-        if not messages:
-            return
+    def _send(self, messages: Sequence[Message], counts: Mapping[int, int], rows: Tensor) -> None:
         parts = None
         for message in messages:
-            if message.samples == samples:
+            if message.samples == tuple(counts):
                 chosen = rows
             else:
                 if parts is None:
-                    parts = dict(zip(samples, rows.split(_counts(samples, boundary, data))))
+                    parts = dict(zip(counts, rows.split([*counts.values()])))
                 chosen = torch.cat([parts[sample] for sample in message.samples])
-            if message.consumer.stage in self._stages:
-                self._handed_over[message] = chosen
-            else:
-                self._agreement.require()
-                self._transport.send(message, chosen)
+            self._transport.send(message, chosen)
 
     def _explain(
         self, stage: LocalStage, action: Action, samples: tuple[int, ...], data: StepData, error: Exception
@@ -355,7 +359,3 @@ class Executor:
 
 def _key(action: Action) -> PieceKey:
     return (action.stage, action.microbatch, action.samples)
-
-
-def _counts(samples: Sequence[int], boundary: Boundary, data: StepData) -> list[int]:
-    return [boundary.rows_of(data.samples[sample]) for sample in samples]

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from torch import Tensor
+
+from dilatant.models.stage import stage_tensors
+from dilatant.models.tensor_plan import TensorPlan, tensor_plan
 from dilatant.models.unit import Unit
+from dilatant.plan.boxes import Box, Intervals, atoms
 from dilatant.plan.holdings import HeldWeight, Holdings, holdings
 from dilatant.plan.plan import Plan
 
 
 def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
-    """Who holds each parameter, in layer order of the units in plan order.
+    """Who holds which part of each parameter and buffer, in layer order of the units in plan order.
 
-    A tied weight is one logical parameter, held where either of its layers is.
+    A tied weight is one logical weight, held where either of its layers is.
     """
     weights = []
     for unit_plan in plan.units:
         unit = units[unit_plan.name]
-        parameters = dict(unit.named_logical_parameters())
         layers: dict[str, set[str]] = {}
         for weight in unit.weights:
-            if weight.canonical in parameters:
-                layers.setdefault(weight.canonical, set()).add(weight.layer)
+            layers.setdefault(weight.canonical, set()).add(weight.layer)
         weights += [
-            HeldWeight(name, frozenset(using), tuple(parameters[name].shape))
-            for name, using in layers.items()
+            HeldWeight(name, frozenset(layers[name]), tuple(tensor.shape))
+            for name, tensor in stage_tensors(unit).items()
         ]
-    return holdings(plan, {name: unit.layers for name, unit in units.items()}, weights)
+    plans = tensor_plans(plan, units)
+
+    def split(weight: HeldWeight, tp: int, index: int) -> tuple[Intervals | None, bool]:
+        own = plans.get(weight.name.partition(".")[0])
+        return (None, False) if own is None else own.held(weight.name, weight.shape, tp, index)
+
+    return holdings(plan, {name: unit.layers for name, unit in units.items()}, weights, split)
+
+
+def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]:
+    """How the units that have stages of several tensor-parallel ranks are shared among these."""
+    wide = dict.fromkeys(placed.unit for placed in plan.stages() if placed.stage.tp > 1)
+    return {name: tensor_plan(units[name]) for name in wide}
 
 
 def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
@@ -43,26 +58,31 @@ def trainable_layers(units: Mapping[str, Unit]) -> dict[str, list[bool]]:
     return flags
 
 
-def weights_held_on(plan: Plan, units: Mapping[str, Unit], rank: int) -> set[str]:
-    """Logical names of the weights and buffers that `rank` holds."""
-    layers = {
-        layer
-        for placed in plan.stages()
-        if rank in placed.stage.ranks
-        for layer in units[placed.unit].layers[placed.stage.first : placed.stage.end]
-    }
-    return {weight.canonical for unit in units.values() for weight in unit.weights if weight.layer in layers}
+def boxes_held_on(held: Holdings, rank: int) -> dict[str, Box]:
+    """Logical name → what `rank` holds of the weight or buffer."""
+    return {name: holding.boxes[rank] for name, holding in held.items() if rank in holding.boxes}
 
 
-def lowest_holders(plan: Plan, units: Mapping[str, Unit]) -> dict[str, int]:
-    """Logical name of every weight and buffer → the lowest rank that holds the layer it is named after."""
-    lowest: dict[str, int] = {}
-    for placed in plan.stages():
-        for layer in units[placed.unit].layers[placed.stage.first : placed.stage.end]:
-            lowest[layer] = min(lowest.get(layer, placed.stage.ranks[0]), *placed.stage.ranks)
+def part(tensor: Tensor, box: Box) -> Tensor:
+    """The part of a whole weight that is `box`; of a whole box a view, else in memory of its own."""
+    if box.is_whole:
+        return tensor
+    own = tensor.new_empty(box.shape)
+    for cell in box.cells():
+        own[box.place(cell)] = tensor[Box.of(box.name, box.whole).place(cell)]
+    return own
+
+
+def written_cells(held: Holdings, rank: int) -> dict[str, tuple[Box, ...]]:
+    """Logical name → the cells that `rank` writes of weights that no optimizer owns: it is the first that has them."""
     return {
-        weight.name: lowest[weight.layer]
-        for unit in units.values()
-        for weight in unit.weights
-        if weight.tied_to is None
+        name: tuple(_first_of(holding.boxes, rank)) for name, holding in held.items() if rank in holding.boxes
     }
+
+
+def _first_of(boxes: Mapping[int, Box], rank: int) -> Iterator[Box]:
+    if not boxes[rank].size:  # no atom has any of it
+        yield from (boxes[rank],) if rank == min(boxes) else ()
+    for atom in atoms(boxes):
+        if atom.ranks[0] == rank:
+            yield atom.box

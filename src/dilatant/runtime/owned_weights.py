@@ -57,11 +57,6 @@ class OwnedWeights:
                     self.spoken[key] = (*self.spoken.get(key, ()), box)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every weight that this rank owns a box of."""
-        return {box.name: box.whole for box in self.boxes.values()}
-
-    @property
     def is_divided(self) -> bool:
         """Whether any state is shared; then an update must be followed by `gather`."""
         return bool(self._divided)

@@ -7,33 +7,39 @@ rank, and gradients for stages that need none are left out.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from dilatant.plan.plan import Plan
-from dilatant.schedule.dependencies import Edge, Message, shared_samples
+from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.schedule.dependencies import Message, shared_samples
 from dilatant.schedule.graph import ScheduleError, ScheduleGraph, message_order
 from dilatant.schedule.schedule import Action, ActionKind
 
-K = TypeVar("K", Action, Edge)
+Link = tuple[int, int, int, int]
+"""A directed edge between two ranks: stages, then ranks, of its two ends."""
+
+K = TypeVar("K", Action, Link)
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """The messages of one rank in one step.
 
-    received, sent: by own action, in edge order. incoming, outgoing: by directed edge (stage, stage) to or from
-    another rank, in the order of the edge. samples: of each own action. turn: for each action in a message, a number
-    that grows along the actions of its rank.
+    received, sent: by own action, in edge order. incoming, outgoing: by directed edge from or to a rank, this one
+    included, in the order of the edge. samples: of each own action, and of those that these exchange messages with.
+    turn: for each action in a message, a number that grows along the actions of its rank.
+
+    Tensor-parallel ranks all need, and all have, the same rows; context-parallel ranks have their own. So each row
+    travels once to each rank that needs it, from the rank in the same place, where both stages have as many.
     """
 
     received: Mapping[Action, tuple[Message, ...]]
     sent: Mapping[Action, tuple[Message, ...]]
-    incoming: Mapping[Edge, tuple[Message, ...]]
-    outgoing: Mapping[Edge, tuple[Message, ...]]
+    incoming: Mapping[Link, tuple[Message, ...]]
+    outgoing: Mapping[Link, tuple[Message, ...]]
     samples: Mapping[Action, tuple[int, ...]]
     turn: Mapping[Action, int]
 
@@ -65,21 +71,20 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
     with_backward: stages that something trainable is in or before; others get no gradient. Raises ScheduleError when
     such a stage of this rank has a forward without a backward.
     """
-    placed = graph.plan.stages()
-    rank_of = np.asarray([stage.stage.ranks[0] for stage in placed])
-    rank_of_op = rank_of[graph.stage]
-    own_ops = np.flatnonzero(rank_of_op == rank).tolist()
+    stages = graph.plan.stages()
+    is_own = np.asarray([rank in placed.stage.ranks for placed in stages])[graph.stage]
+    own_ops = np.flatnonzero(is_own).tolist()
     actions = {op: graph.action(op) for op in own_ops}
-    samples = {action: graph.packed.pieces.samples_of(int(graph.piece[op])) for op, action in actions.items()}
+    samples = {action: _samples(graph, op) for op, action in actions.items()}
     _check_backwards(graph, actions, with_backward)
 
     order = message_order(graph)
     source, target = graph.edge_source[order], graph.edge_target[order]
-    mine = (rank_of_op[source] == rank) | (rank_of_op[target] == rank)
+    mine = is_own[source] | is_own[target]
     received: dict[Action, list[Message]] = defaultdict(list)
     sent: dict[Action, list[Message]] = defaultdict(list)
-    incoming: dict[Edge, list[Message]] = defaultdict(list)
-    outgoing: dict[Edge, list[Message]] = defaultdict(list)
+    incoming: dict[Link, list[Message]] = defaultdict(list)
+    outgoing: dict[Link, list[Message]] = defaultdict(list)
     turn: dict[Action, int] = {}
     for made, used in zip(source[mine].tolist(), target[mine].tolist(), strict=True):
         producer = actions.get(made) or graph.action(made)
@@ -87,17 +92,40 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
         message = Message(producer, consumer, shared_samples(graph, made, used))
         if producer.kind != ActionKind.F and boundary_of(message) not in with_backward:
             continue
-        edge = producer.stage, consumer.stage
         turn[producer], turn[consumer] = made, used
+        for op, action in ((made, producer), (used, consumer)):
+            if action not in samples:
+                samples[action] = _samples(graph, op)
         if made in actions:
             sent[producer].append(message)
-            if used not in actions:
-                outgoing[edge].append(message)
         if used in actions:
             received[consumer].append(message)
-            if made not in actions:
-                incoming[edge].append(message)
+        giving, taking = stages[producer.stage], stages[consumer.stage]
+        one_row = samples[producer] == samples[consumer]
+        for giver, taker in _pairs(giving, taking, one_row):
+            link = giving.index, taking.index, giver, taker
+            if giver == rank:
+                outgoing[link].append(message)
+            if taker == rank:
+                incoming[link].append(message)
     return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
+
+
+def _pairs(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Iterator[tuple[int, int]]:
+    """(giver, taker): from whom each rank of a stage takes its rows of a message, which another stage has in parts.
+
+    one_row: both stages run the same samples in one row; of one unit, they then part it alike.
+    """
+    made, taken = giving.stage, taking.stage
+    alike = one_row and giving.unit == taking.unit and made.cp == taken.cp
+    for place, taker in enumerate(taken.ranks):
+        for part in (place // taken.tp,) if alike else range(made.cp):
+            having = made.ranks[part * made.tp : (part + 1) * made.tp]
+            yield taker if taker in having else having[place % made.tp], taker
+
+
+def _samples(graph: ScheduleGraph, op: int) -> tuple[int, ...]:
+    return graph.packed.pieces.samples_of(int(graph.piece[op]))
 
 
 def _check_backwards(

@@ -24,18 +24,20 @@ from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
-from dilatant.runtime.build import build_shared, build_stages, derive_boundaries, refuse_tensor_parallel
+from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.executor import Executor, LocalStage, Outcome
-from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
+from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.routes import boundary_of, stages_before
+from dilatant.runtime.routes import stages_before
+from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
-from dilatant.schedule.dependencies import Message, messages
+from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.step_assignment import Microbatching
@@ -74,9 +76,10 @@ class Runtime:
     """The stages of `comm.rank` under `plan`, ready to execute steps until `close()`.
 
     model: its units may be on the meta device; the layers held here are then given memory and weights fixed by `seed`,
-    the others stay without. weights: logical name → tensor for weights held here, instead of the seed's. Every rank
-    builds the same model and plan. Nothing is global: a process may close one runtime and build another under
-    another plan. Raises UserError where replicas would begin with unlike weights.
+    the others stay without. weights: logical name → tensor for weights held here, instead of the seed's: whole, or what
+    `boxes` says. Every rank builds the same model and plan. Nothing is global: a process may close one runtime and
+    build another under another plan. Raises UserError where replicas would begin with unlike weights, and for a plan
+    that cannot be trained.
     precision: what weights, activations and rows are held in, by the model from now on; None: as they are. In bf16
     gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
@@ -84,6 +87,7 @@ class Runtime:
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
     communication, too.
 
+    holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
 
@@ -111,7 +115,7 @@ class Runtime:
         check_transport: bool = False,
         owns_comm: bool = False,
     ) -> None:
-        refuse_tensor_parallel(plan)
+        require_trainable(plan, model.units)
         refuse_random_depth(model.units.values())
         if zero == "node" and node_of is None:
             node_of = nodes_of(comm)
@@ -124,7 +128,14 @@ class Runtime:
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        modules = build_stages(model, plan, comm, seed, weights or {}, precision)
+        self.holdings = holdings_of(plan, model.units)
+        self.boxes = boxes_held_on(self.holdings, comm.rank)
+        weights = {
+            name: part(tensor, self.boxes[name]) if tensor.shape == self.boxes[name].whole else tensor
+            for name, tensor in (weights or {}).items()
+            if name in self.boxes
+        }
+        modules = build_stages(model, plan, comm, seed, weights, self.boxes, precision)
         self._boundaries = derive_boundaries(model, plan)
         self._stages = self._wire(modules)
         self.parameters = {
@@ -132,14 +143,14 @@ class Runtime:
             for module in modules.values()
             for name, parameter in module.named_logical_parameters()
         }
-        self._shared = build_shared(model, plan, comm, modules, bucket_bytes, zero, node_of, weights)
+        self._shared = build_shared(
+            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights
+        )
         self._sync = self._shared.sync
         self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
-        self._transport = Transport(
-            comm, [p.stage.ranks[0] for p in self._placed], look_ahead, check_transport
-        )
+        self._transport = Transport(comm, [p.stage.ranks for p in self._placed], look_ahead, check_transport)
         self._executor = Executor(
             comm.rank,
             self._stages,
@@ -293,7 +304,8 @@ class Runtime:
         return [(message.producer, message.consumer) for edge in edges for message in edge]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight and persistent buffer held here by logical name, tied ones once; not copies."""
+        """Every weight and persistent buffer held here by logical name, tied ones once; not copies. What `boxes` says
+        of each."""
         held: dict[str, Tensor] = {}
         for module in self.modules.values():
             held |= stage_tensors(module)
@@ -373,7 +385,8 @@ class Runtime:
         loss = sum(weights[name] * value for name, value in losses.items())
         samples: tuple[str, ...] = ()
         if not math.isfinite(loss):
-            samples = tuple(name for names in all_gather_object(self.comm, nonfinite) for name in names)
+            everybody = all_gather_object(self.comm, nonfinite)
+            samples = tuple(dict.fromkeys(name for names in everybody for name in names))
         everything = all_gather_object(self.comm, own_found) if num_found else []
         return StepResult(
             loss=loss,
@@ -401,26 +414,16 @@ class Runtime:
             },
         )
 
-        def shape(message: Message) -> tuple[int, int, torch.dtype]:
-            boundary = self._boundary_of(message)
-            rows = sum(boundary.rows_of(samples[sample]) for sample in message.samples)
-            return rows, boundary.width, boundary.dtype
-
+        owners = RowOwners(self.model.units, self._placed, self._boundaries, step.routes, data)
         if not self._transport.has_open(step.routes):
             agreement.require()
-        self._transport.begin(step.routes, shape)
+        self._transport.begin(step.routes, owners.parcel, agreement.require)
         self._recorder.begin(kept=not data.predicts)
-        return self._executor.run(step.actions, step.routes, data, agreement)
+        return self._executor.run(step.actions, step.routes, data, agreement, owners)
 
     def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
         draws = draws_of(samples, number)
         return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
-
-    def _boundary_of(self, message: Message) -> Boundary:
-        """The boundary that the rows of a message, or the rows that its gradients belong to, pass."""
-        made = boundary_of(message)
-        taken = message.consumer.stage if message.producer.stage == made else message.producer.stage
-        return self._boundaries[made][self._placed[taken].unit]
 
     def _wire(self, modules: Mapping[int, Stage]) -> dict[int, LocalStage]:
         before = stages_before(self.plan)
@@ -445,6 +448,9 @@ class Runtime:
                 gradients=gradients,
                 dropout=KeyedDropout(module, self.model.units[placed.unit]),
                 loss_weights={name: loss.weight for name, loss in self.model.graph.losses.items()},
+                speaks=placed.stage.ranks.index(self.comm.rank) % placed.stage.tp == 0,
+                leads=placed.stage.ranks[0] == self.comm.rank,
+                together=len(placed.stage.ranks) > 1,
             )
         return stages
 

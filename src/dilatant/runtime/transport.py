@@ -1,33 +1,35 @@
-"""Transport: rows of samples along directed edges between stages on different ranks.
+"""Transport: rows of samples along directed edges between ranks of different stages.
 
 Every directed edge has its own communicator, on a GPU with its own stream. Both ends know every message, its order and
-its shape, so nothing but rows travels. Sends return at once. Receives are posted in the sender's order, at most
-`look_ahead` messages beyond the furthest one that was needed so far, so buffers are bounded by the schedule. What was
-sent is let go when a message comes back from an action that took it, or from a later one of the same rank: Gloo does
-not tell when a send is over, but then it must be.
+its shape, so nothing but rows travels; what a rank has for itself stays where it is. Sends return at once. Receives are
+posted in the sender's order, at most `look_ahead` messages beyond the furthest one that was needed so far, so buffers
+are bounded by the schedule. What was sent is let go when a message comes back from an action that took it, or from a
+later one of the same rank: Gloo does not tell when a send is over, but then it must be.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dilatant.attention.attention_plan import upload
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group, Pending
-from dilatant.runtime.routes import Routes
-from dilatant.schedule.dependencies import Edge, Message
+from dilatant.runtime.routes import Link, Routes
+from dilatant.runtime.row_owners import Parcel
+from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
 
 _TAGS = 1 << 18
 _HEADER_TAG = 1 << 19
 
-Shape = Callable[[Message], tuple[int, int, torch.dtype]]
-"""Rows, width and dtype of a message; the same at both ends."""
+Parcels = Callable[[Message, Link], Parcel]
+"""What of a message goes along a link; the same at both ends."""
 
 
 class TransportError(RuntimeError):
@@ -37,69 +39,101 @@ class TransportError(RuntimeError):
 class Transport:
     """The edges of one rank. `begin`, then `receive` and `send`, then `finish`, each step.
 
-    rank_of_stage: by stage number. check: a header before every message proves that both ends mean the same one
+    ranks_of_stage: by stage number. check: a header before every message proves that both ends mean the same one
     (slower; for debugging).
     """
 
     def __init__(
-        self, comm: Comm, rank_of_stage: Sequence[int], look_ahead: int = 2, check: bool = False
+        self, comm: Comm, ranks_of_stage: Sequence[tuple[int, ...]], look_ahead: int = 2, check: bool = False
     ) -> None:
         self._comm = comm
-        self._rank_of_stage = rank_of_stage
+        self._ranks_of_stage = ranks_of_stage
         self._look_ahead = look_ahead
         self._check = check
-        self._edges: dict[Edge, Group] = {}
-        self._inboxes: dict[Edge, _Inbox] = {}
-        self._place: dict[Message, int] = {}
-        self._sending: dict[int, list[tuple[int, Pending]]] = defaultdict(list)
+        self._edges: dict[Link, Group] = {}
+        self._inboxes: dict[Link, _Inbox] = {}
+        self._own: dict[Message, Tensor] = {}
+        self._place: dict[tuple[Message, Link], int] = {}
+        self._sources: dict[Message, list[Link]] = {}
+        self._targets: dict[Message, list[Link]] = {}
+        self._sending: dict[tuple[int, ...], list[tuple[int, Pending]]] = defaultdict(list)
         self._turn: Mapping[Action, int] = {}
-        self._shape: Shape | None = None
+        self._parcels: Parcels
+        self._before: Callable[[], None]
 
     def has_open(self, routes: Routes) -> bool:
         """Whether all edges of a step are open already."""
-        return self._edges.keys() >= {*routes.incoming, *routes.outgoing}
+        return self._edges.keys() >= set(_edges(routes))
 
-    def begin(self, routes: Routes, shape: Shape) -> None:
-        """Open the edges of a step, which waits for the ranks at their other ends, and post the first receives."""
-        self._shape = shape
+    def begin(self, routes: Routes, parcels: Parcels, before: Callable[[], None]) -> None:
+        """Open the edges of a step, which waits for the ranks at their other ends, and post the first receives.
+
+        before: called before rows are sent to, or awaited from, another rank.
+        """
+        self._parcels, self._before = parcels, before
         self._turn = routes.turn
         # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
-        for edge in sorted({*routes.incoming, *routes.outgoing} - self._edges.keys()):
-            self._edges[edge] = self._open(edge)
+        for link in sorted(set(_edges(routes)) - self._edges.keys()):
+            made, taken, source, target = link
+            self._edges[link] = self._comm.edge(f"edge/{made}-{taken}/{source}-{target}", source, target)
+        self._own.clear()
         self._place = {
-            message: index
-            for messages in (*routes.incoming.values(), *routes.outgoing.values())
+            (message, link): index
+            for link, messages in (*routes.incoming.items(), *routes.outgoing.items())
             for index, message in enumerate(messages)
         }
+        self._sources, self._targets = _by_message(routes.incoming), _by_message(routes.outgoing)
         self._inboxes = {
-            edge: _Inbox(self, self._edges[edge], messages, self._look_ahead)
-            for edge, messages in routes.incoming.items()
+            link: _Inbox(self, self._edges[link], link, routes.incoming[link])
+            for link in _edges(routes)
+            if link in routes.incoming
         }
 
-    def receive(self, message: Message) -> Tensor:
-        """The rows of `message`, [rows, width], when they are here. Each message is received once."""
-        rows = self._inboxes[edge_of(message)].take(self._place[message])
-        self._let_go(self.rank_of(message.producer.stage), self._turn[message.producer])
-        return rows
+    def receive(self, message: Message) -> tuple[Tensor, int | None]:
+        """This rank's rows of `message`, [rows, width], when they are here, and a rank that they had to come from, if
+        any. Each message is received once."""
+        parts: list[tuple[Parcel, Tensor]] = []
+        came_from = None
+        for link in self._sources[message]:
+            parcel = self._parcels(message, link)
+            if _is_own(link):
+                rows = self._own.pop(message)
+            else:
+                self._before()
+                rows = self._inboxes[link].take(self._place[message, link])
+                came_from = link[2] if parcel.rows else came_from
+            parts.append((parcel, rows))
+        if came_from is not None:
+            self._let_go(self._ranks_of_stage[message.producer.stage], self._turn[message.producer])
+        return _joined(parts), came_from
 
     def send(self, message: Message, rows: Tensor) -> None:
-        """Send [rows, width] to the message's target and return at once; `rows` must not change any more."""
-        assert self._shape is not None
-        count, width, dtype = self._shape(message)
-        if tuple(rows.shape) != (count, width) or rows.dtype != dtype:
-            raise TransportError(
-                f"{describe(message)}: {list(rows.shape)} of {rows.dtype} were made, but the sizes of the samples "
-                f"say {[count, width]} of {dtype}; the sizes index does not fit the model"
-            )
-        if not count:
-            return
-        place, turn = self._place[message], self._turn[message.consumer]
-        edge, target = self._edges[edge_of(message)], self.rank_of(message.consumer.stage)
-        sending = self._sending[target]
-        if self._check:
-            header = self.header(message, place).to(self._comm.device)
-            sending.append((turn, edge.send(header, target, _HEADER_TAG + place % _TAGS, describe(message))))
-        sending.append((turn, edge.send(rows.contiguous(), target, place % _TAGS, describe(message))))
+        """Send [rows, width], all that this rank has of `message`, to those who need them, and return at once; `rows`
+        must not change any more."""
+        links = self._targets.get(message, ())
+        turn, what = self._turn[message.consumer], describe(message)
+        sending = self._sending[self._ranks_of_stage[message.consumer.stage]]
+        rows = rows.contiguous()
+        for link in links:
+            parcel = self._parcels(message, link)
+            at = parcel.at_source
+            own = rows if at is None else rows[upload(at, rows.device)]
+            if tuple(own.shape) != (parcel.rows, parcel.width) or own.dtype != parcel.dtype:
+                raise TransportError(
+                    f"{what}: {list(own.shape)} of {own.dtype} were made, but the sizes of the samples say "
+                    f"{[parcel.rows, parcel.width]} of {parcel.dtype}; the sizes index does not fit the model"
+                )
+            if _is_own(link):
+                self._own[message] = own
+                continue
+            if not parcel.rows:
+                continue
+            self._before()
+            edge, target, place = self._edges[link], link[3], self._place[message, link]
+            if self._check:
+                header = self.header(message, link, place).to(self._comm.device)
+                sending.append((turn, edge.send(header, target, _HEADER_TAG + place % _TAGS, what)))
+            sending.append((turn, edge.send(own, target, place % _TAGS, what)))
 
     def finish(self) -> None:
         """Return when everything is sent. Raises TransportError if a message was never received."""
@@ -112,32 +146,21 @@ class Transport:
         if left:
             raise TransportError(f"{len(left)} messages were not used; the first is {describe(left[0])}")
 
-    def header(self, message: Message, place: int) -> Tensor:
+    def header(self, message: Message, link: Link, place: int) -> Tensor:
         """What both ends of a checked edge must agree on: int64 [5]."""
-        assert self._shape is not None
-        rows, width, _ = self._shape(message)
+        parcel = self._parcels(message, link)
         samples = hashlib.sha256(repr(message).encode()).digest()
         return torch.tensor(
-            [self._comm.generation, place, rows, width, int.from_bytes(samples[:7], "little")]
+            [self._comm.generation, place, parcel.rows, parcel.width, int.from_bytes(samples[:7], "little")]
         )
 
-    def rank_of(self, stage: int) -> int:
-        """The rank that runs a stage."""
-        return self._rank_of_stage[stage]
-
-    def _let_go(self, rank: int, turn: int) -> None:
-        """Forget what was sent to actions of `rank` up to `turn`: they are done."""
-        sending = self._sending[rank]
+    def _let_go(self, ranks: tuple[int, ...], turn: int) -> None:
+        """Forget what was sent to actions of `ranks`, which run the same ones, up to `turn`: they are done."""
+        sending = self._sending[ranks]
         for wanted, pending in sending:
             if wanted <= turn:
                 pending.wait()
-        self._sending[rank] = [entry for entry in sending if entry[0] > turn]
-
-    def _open(self, edge: Edge) -> Group:
-        source, target = edge
-        return self._comm.edge(
-            f"edge/{source}-{target}", self._rank_of_stage[source], self._rank_of_stage[target]
-        )
+        self._sending[ranks] = [entry for entry in sending if entry[0] > turn]
 
 
 @dataclass(slots=True)
@@ -150,16 +173,15 @@ class _Posted:
 class _Inbox:
     """Receives of one directed edge, in the sender's order."""
 
-    def __init__(
-        self, transport: Transport, edge: Group, messages: tuple[Message, ...], look_ahead: int
-    ) -> None:
+    def __init__(self, transport: Transport, edge: Group, link: Link, messages: tuple[Message, ...]) -> None:
         self._transport = transport
         self._edge = edge
+        self._link = link
         self._messages = messages
-        self._look_ahead = look_ahead
+        self._look_ahead = transport._look_ahead
         self._posted: dict[int, _Posted] = {}
         self._next = 0
-        self._post_through(look_ahead - 1)
+        self._post_through(self._look_ahead - 1)
 
     def take(self, place: int) -> Tensor:
         self._post_through(place + self._look_ahead)
@@ -179,16 +201,15 @@ class _Inbox:
 
     def _post_through(self, last: int) -> None:
         transport = self._transport
-        assert transport._shape is not None
         while self._next <= min(last, len(self._messages) - 1):
             place, message = self._next, self._messages[self._next]
-            rows, width, dtype = transport._shape(message)
-            buffer = torch.empty(rows, width, dtype=dtype, device=transport._comm.device)
+            parcel = transport._parcels(message, self._link)
+            buffer = torch.empty(parcel.rows, parcel.width, dtype=parcel.dtype, device=transport._comm.device)
             header = pending = None
-            if rows and transport._check:
+            if parcel.rows and transport._check:
                 header = torch.zeros(5, dtype=torch.int64, device=transport._comm.device)
                 pending = self._receive(header, place, _HEADER_TAG)
-            elif rows:
+            elif parcel.rows:
                 pending = self._receive(buffer, place, 0)
             self._posted[place] = _Posted(buffer, header, pending)
             self._next += 1
@@ -197,7 +218,7 @@ class _Inbox:
         """Compare before the rows are received: Gloo ends the process when a message outgrows its buffer."""
         assert posted.header is not None
         message = self._messages[place]
-        wanted = self._transport.header(message, place)
+        wanted = self._transport.header(message, self._link, place)
         if not torch.equal(posted.header.cpu(), wanted):
             raise TransportError(
                 f"{describe(message)} was awaited as message {place} of its edge, but something else came: "
@@ -208,13 +229,37 @@ class _Inbox:
 
     def _receive(self, tensor: Tensor, place: int, tag: int) -> Pending:
         message = self._messages[place]
-        source = self._transport.rank_of(message.producer.stage)
-        return self._edge.receive(tensor, source, tag + place % _TAGS, describe(message))
+        return self._edge.receive(tensor, self._link[2], tag + place % _TAGS, describe(message))
 
 
-def edge_of(message: Message) -> Edge:
-    """The directed edge between stages that a message travels on."""
-    return message.producer.stage, message.consumer.stage
+def _joined(parts: Sequence[tuple[Parcel, Tensor]]) -> Tensor:
+    """All rows of a message that a rank has, from what came from each rank that had some."""
+    for parcel, rows in parts:
+        if parcel.at_target is None and (parcel.rows or len(parts) == 1):
+            return rows
+    _, any_rows = parts[0]
+    whole = any_rows.new_empty(sum(parcel.rows for parcel, _ in parts), any_rows.shape[1])
+    for parcel, rows in parts:
+        if parcel.at_target is not None:
+            whole[upload(parcel.at_target, whole.device)] = rows
+    return whole
+
+
+def _edges(routes: Routes) -> Iterator[Link]:
+    """Those that end at another rank."""
+    return (link for link in (*routes.incoming, *routes.outgoing) if not _is_own(link))
+
+
+def _is_own(link: Link) -> bool:
+    return link[2] == link[3]
+
+
+def _by_message(links: Mapping[Link, Sequence[Message]]) -> dict[Message, list[Link]]:
+    found: dict[Message, list[Link]] = {}
+    for link, messages in links.items():
+        for message in messages:
+            found.setdefault(message, []).append(link)
+    return found
 
 
 def describe(message: Message) -> str:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dilatant.models.tensor_parallel import ParallelLinear
+
 _PIECE = 1 << 24
 """Numbers of a weight whose gradients are made at once, where they are not made in the format they are added in."""
 
@@ -77,7 +79,7 @@ def accumulate(deferred: list[Deferred]) -> None:
             _add(bias, gradient.sum(dim=0, dtype=_gradient_dtype(bias)))
 
 
-class DeferredLinear(nn.Linear):
+class DeferredLinear(ParallelLinear):
     """A linear layer that shares the weights of `linear` and can put off their gradients."""
 
     def __init__(self, linear: nn.Linear, gradients: WeightGradients, defers: bool = True) -> None:
@@ -89,14 +91,15 @@ class DeferredLinear(nn.Linear):
         self.training = linear.training
         self.gradients = gradients
         self.defers = defers
+        self.enter = linear.enter if isinstance(linear, ParallelLinear) else None
+        self.leave = linear.leave if isinstance(linear, ParallelLinear) else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        weight_trains = self.weight.requires_grad
-        bias_trains = self.bias is not None and self.bias.requires_grad
-        trains = torch.is_grad_enabled() and (weight_trains or bias_trains)
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        bias_trains = bias is not None and bias.requires_grad
+        trains = torch.is_grad_enabled() and (self.weight.requires_grad or bias_trains)
         if trains and (self.gradients.splits or not self.defers or _adds_itself(self.weight)):
-            return _Linear.apply(input, self.weight, self.bias, self.gradients, self.defers)
-        return functional.linear(input, self.weight, self.bias)
+            return _Linear.apply(input, self.weight, bias, self.gradients, self.defers)
+        return functional.linear(input, self.weight, bias)
 
 
 def replace_linears(
@@ -106,14 +109,16 @@ def replace_linears(
 
     undeferred: those of them whose gradients are not put off.
 
-    A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear` without hooks
-    is replaced; what derives from it may compute something else, and gets its gradients in `I`.
+    A layer that is held in several places becomes one layer held in these places. Only plain `nn.Linear`, or a part of
+    one, without hooks is replaced; what derives from it may compute something else, and gets its gradients in `I`.
     """
     places = [
         (parent, name, child)
         for parent in stage.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and not _has_hooks(child)
+        if isinstance(child, nn.Linear)
+        and type(child) in (nn.Linear, ParallelLinear)
+        and not _has_hooks(child)
     ]
     # `named_children` skips a second name of one module in one parent; those are rare and keep working undeferred.
     made: dict[int, DeferredLinear] = {}

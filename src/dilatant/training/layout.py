@@ -20,6 +20,7 @@ from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import plan_problems
 from dilatant.runtime.holders import holdings_of, trainable_layers
+from dilatant.runtime.layouts import layout_problems
 from dilatant.schedule import FAMILIES, trainability_of, validate
 from dilatant.schedule.assign import POLICIES, Policy
 from dilatant.schedule.distribute import assign
@@ -133,8 +134,10 @@ def plan_from_config(
         planned = TrainingPlan(plan, MICROBATCHES, INTERLEAVED if goes_round else SCHEDULE, ASSIGNMENT)
     else:
         planned = _read_plan(parallel.plan)
-    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan), to_train=True)
+    problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
     problems += _too_few_devices(planned.plan)
+    if not problems:
+        problems = layout_problems(planned.plan, model.units)
     if not problems and made is None:  # a search may find that nothing is best shared
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
@@ -165,9 +168,14 @@ def zero_text(config: Config, plan: Plan, model: MultimodalModel) -> str:
 
 def shares_state(plan: Plan, model: MultimodalModel) -> bool:
     """Whether any weight that trains is held more than once."""
-    frozen = {name for unit in model.units.values() for name in unit.frozen}
+    trained = {
+        name
+        for unit in model.units.values()
+        for name, _ in unit.named_logical_parameters()
+        if name not in unit.frozen
+    }
     held = holdings_of(plan, model.units)
-    return any(len(holding.boxes) > 1 for name, holding in held.items() if name not in frozen)
+    return any(len(held[name].boxes) > 1 for name in trained)
 
 
 def _nothing_to_share(config: Config, plan: Plan, model: MultimodalModel) -> list[str]:

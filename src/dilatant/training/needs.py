@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from dilatant.data.encode import TOKENS
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.schedule.schedule import Assignment
+
+Chain = tuple[str, int]
+"""A unit's replica."""
 
 
 class Needs:
-    """The parts of samples that the stages of one rank under a plan read (see `Unit.reads`)."""
+    """The parts of samples that the stages of one rank under a plan read (see `Unit.reads`), and the tokens of rows
+    whose owners it must know."""
 
     def __init__(self, model: MultimodalModel, plan: Plan, rank: int) -> None:
-        parts: dict[tuple[str, int], frozenset[str]] = {}
+        parts: dict[Chain, frozenset[str]] = {}
+        rows: set[Chain] = set()
         for placed in plan.stages():
             if rank in placed.stage.ranks:
                 read = model.units[placed.unit].reads(placed.stage.first, placed.stage.end)
                 chain = placed.unit, placed.replica
                 parts[chain] = parts.get(chain, frozenset()) | read
+                rows |= _exchanged_with(model, plan, placed)
         self._parts = {chain: read for chain, read in parts.items() if read}
+        self._own = tuple(parts)
+        self._rows = tuple(rows)
+        """Of the language model, those whose tokens ranks share, and that this rank gives to or takes from."""
         self.media = frozenset().union(*self._parts.values()) - {TOKENS}
         """The units whose media this rank reads."""
 
@@ -29,8 +38,34 @@ class Needs:
             for (unit, replica), read in self._parts.items()
             for position, samples in enumerate(assignment.microbatches[unit][replica])
         ]
+        if self._rows:
+            own = {
+                sample
+                for unit, replica in self._own
+                for samples in assignment.microbatches[unit][replica]
+                for sample in samples
+            }
+            rows += [
+                (position, samples, frozenset({TOKENS}))
+                for unit, replica in self._rows
+                for position, samples in enumerate(assignment.microbatches[unit][replica])
+                if not own.isdisjoint(samples)
+            ]
         needed: dict[int, frozenset[str]] = {}
         for _, samples, read in sorted(rows, key=lambda row: row[0]):
             for sample in samples:
                 needed[sample] = needed.get(sample, frozenset()) | read
         return needed
+
+
+def _exchanged_with(model: MultimodalModel, plan: Plan, own: PlacedStage) -> set[Chain]:
+    """The replicas of the language model that a stage of another unit gives rows to, or takes rows from, where ranks
+    share the tokens."""
+    gives = own.is_last and model.graph.anchor in model.graph.feeds[own.unit]
+    takes = own.is_first and own.unit in model.graph.feeds[model.graph.anchor]
+    return {
+        (placed.unit, placed.replica)
+        for placed in plan.stages()
+        if placed.unit == model.graph.anchor and placed.stage.cp > 1
+        if (gives and placed.is_first) or (takes and placed.is_last)
+    }

@@ -24,8 +24,6 @@ from dilatant.training.layout import TrainingPlan
 
 NOTABLE = 0.01
 """The part of a step that a change must save to be advised: less is within the accuracy of any prediction."""
-TRAINED_FILE = "trained.json"
-"""In a plan folder, beside a plan.json that this version does not train: the best plan that it does."""
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
@@ -59,7 +57,6 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
         names=problem.model.names,
         stable=planned.stable,
         rules=problem.target.rules,
-        trained=planned.trained,
         searched=_searched(problem),
     )
     # A tied weight counts in every layer that needs it; a reader expects it once.
@@ -82,10 +79,6 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
     problem, winner = planned.problem, planned.result.winner
     folder = RunFolder(Path(problem.config.output_dir) / "plan")
     folder.write_text("plan.json", training_plan(problem, winner).to_json())
-    if planned.trained is not None and planned.trained is not winner:
-        folder.write_text(TRAINED_FILE, training_plan(problem, planned.trained).to_json())
-    else:
-        (folder.path / TRAINED_FILE).unlink(missing_ok=True)
     folder.write_text("report.json", report.to_json() + "\n")
     folder.write_config(problem.config.to_yaml())
     folder.write_text("costs.yaml", problem.measured.to_yaml())

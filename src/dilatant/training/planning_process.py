@@ -22,7 +22,7 @@ from dilatant.comm.launch import WorkerFailed
 from dilatant.config import Config, UserError
 from dilatant.profiling.assemble import assemble_samples
 from dilatant.profiling.planned_hardware import plan_target
-from dilatant.profiling.planning import PlannedRun, as_trained, plan_run, planning_problem
+from dilatant.profiling.planning import PlannedRun, plan_run, planning_problem
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.search_report import layout_text
 from dilatant.report.wording import count_text, counted, seconds_text
@@ -113,14 +113,12 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
     config, lines = _for_devices_here(job.config)
     progress("opening the data")
     samples = assemble_samples(config)
-    problem = as_trained(
-        planning_problem(
-            config,
-            samples,
-            say=lambda layer: progress(f"measuring {layer}"),
-            progress=lambda done, total: progress(f"measuring samples: {done:,} of {total:,}"),
-            measure_again=False,
-        )
+    problem = planning_problem(
+        config,
+        samples,
+        say=lambda layer: progress(f"measuring {layer}"),
+        progress=lambda done, total: progress(f"measuring samples: {done:,} of {total:,}"),
+        measure_again=False,
     )
     progress("searching")
     planned = plan_run(problem)

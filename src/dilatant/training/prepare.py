@@ -10,6 +10,7 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.sizes import Progress
 from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.router_loss import has_router_loss, router_weight
 from dilatant.profiling.assemble import Samples, assemble_model, assemble_samples, with_sizes
 from dilatant.report.wording import counted
 from dilatant.training.costs import costs_of_run
@@ -56,7 +57,19 @@ def prepare(
                 planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets)
             )
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
-    return Prepared(samples, model, planned, (*said, *_about_warm_up(config, samples)))
+    return Prepared(
+        samples, model, planned, (*said, *_about_warm_up(config, samples), *_about_routers(model))
+    )
+
+
+def _about_routers(model: MultimodalModel) -> tuple[str, ...]:
+    causal = model.language.model
+    if router_weight(causal) == 0 or has_router_loss(causal):
+        return ()
+    return (
+        "nothing keeps the experts of the language model evenly used; `output_router_logits: true` in "
+        f"model.language_model.config adds its loss, {router_weight(causal):g} times",
+    )
 
 
 def _about_warm_up(config: Config, samples: Samples) -> tuple[str, ...]:

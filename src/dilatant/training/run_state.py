@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dilatant.plan.boxes import Box
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoint_boxes import Tensors
 from dilatant.training.optimizer import MOMENTS, optimizer_tensors
@@ -19,7 +20,11 @@ def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: torch
     others own comes from them, with `OwnedWeights.gather`.
     """
     owned = runtime.owned
-    fixed = {name: tensor for name, tensor in runtime.tensors().items() if name not in owned.weights}
+    fixed = {
+        runtime.boxes[name].key: tensor
+        for name, tensor in runtime.tensors().items()
+        if name not in owned.weights
+    }
     own = {key: master.detach() for key, master in masters.items()}
     return {"model": {**fixed, **own}, "optimizer": optimizer_tensors(optimizer)}
 
@@ -28,17 +33,18 @@ def written_state(
     runtime: Runtime,
     masters: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
-    writers: Mapping[str, int],
+    written: Mapping[str, tuple[Box, ...]],
 ) -> Tensors:
     """The part of it that this rank writes; over all ranks every number is written once.
 
-    writers: the rank that writes a frozen weight or buffer, by logical name.
+    written: what this rank writes of frozen weights and buffers, by logical name.
     """
-    owned, rank = runtime.owned, runtime.comm.rank
+    owned = runtime.owned
     model = {
-        name: tensor
+        cell.key: tensor if cell == runtime.boxes[name] else tensor[runtime.boxes[name].place(cell)]
         for name, tensor in runtime.tensors().items()
-        if name not in owned.weights and writers[name] == rank
+        if name not in owned.weights
+        for cell in written[name]
     }
     weights = {key: master.detach() for key, master in masters.items()}
     model |= {box.key: part for box, part in owned.spoken_parts(weights)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,18 @@ from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.models.unit import Unit
+from dilatant.plan.boxes import Box
+from dilatant.runtime.holders import part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def read_pretrained(
-    model: MultimodalModel, config: ModelConfig, names: Collection[str], seed: int
+    model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box], seed: int
 ) -> dict[str, Tensor]:
-    """The weights called `names` (logical) that come from the pretrained ids of the config; others are left out.
+    """What is `held` (logical name → box) of the weights that come from the pretrained ids of the config; others are
+    left out.
 
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
@@ -41,16 +44,24 @@ def read_pretrained(
     weights: dict[str, Tensor] = {}
     for name, (source, own_code) in sources.items():
         unit = model.units[name]
-        wanted = {weight.name for weight in unit.weights if weight.part == "model"} & set(names)
+        wanted = {
+            weight.name: held[weight.name]
+            for weight in unit.weights
+            if weight.part == "model" and weight.name in held
+        }
         if source is None or own_code or not wanted:
             continue
         files = pretrained_files(source)
         found = read_unit(unit, "model", wanted, files) if files is not None else {}
-        if found.keys() != wanted:
+        if found.keys() != wanted.keys():
             load = load_language_model if name == language else load_encoder
             with seeded(seed, name):
                 whole = load(source, f"model {name!r}", dtype=torch.float32).state_dict()
-            found = {w.name: whole[w.key] for w in unit.weights if w.part == "model" and w.name in wanted}
+            found = {
+                w.name: part(whole[w.key], wanted[w.name])
+                for w in unit.weights
+                if w.part == "model" and w.name in wanted
+            }
         weights |= found
     return weights
 
@@ -86,22 +97,25 @@ class _Fetched(Mapping[str, Path]):
         return len(self._shards)
 
 
-def read_unit(unit: Unit, part: str, names: Collection[str], files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Those of `names` that belong to one part of a unit and are stored. files: stored key → file.
+def read_unit(
+    unit: Unit, module: str, held: Mapping[str, Box], files: Mapping[str, Path]
+) -> dict[str, Tensor]:
+    """Of the weights `held` (logical name → box) those that belong to one module of a unit and are stored. files:
+    stored key → file.
 
     Stored keys may have a prefix that the unit's own keys lack, or the reverse, as in the files of a larger model.
     """
-    stored_as = _by_own_key([w.key for w in unit.weights if w.part == part], files)
+    stored_as = _by_own_key([w.key for w in unit.weights if w.part == module], files)
     found: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for weight in unit.weights:
-        if weight.part == part and weight.name in names and weight.key in stored_as:
+        if weight.part == module and weight.name in held and weight.key in stored_as:
             stored = stored_as[weight.key]
             found[files[stored]].append((weight.name, stored))
     weights = {}
     for file, entries in found.items():
         with _open(file) as tensors:
             for name, stored in entries:
-                weights[name] = tensors.get_tensor(stored)
+                weights[name] = _read(tensors, stored, held[name])
     return weights
 
 
@@ -117,6 +131,19 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def _keys(file: Path) -> dict[str, Path]:
     with _open(file) as tensors:
         return dict.fromkeys(tensors.keys(), file)
+
+
+def _read(tensors: Any, stored: str, box: Box) -> Tensor:
+    """A stored tensor, or of one with the weight's shape the box, of which nothing else is read."""
+    view = tensors.get_slice(stored)
+    if box.is_whole or tuple(view.get_shape()) != box.whole:  # other shapes are refused when they are used
+        return tensors.get_tensor(stored)
+    whole = Box.of(box.name, box.whole)
+    reads = {cell: view[whole.place(cell)] for cell in box.cells()}
+    own = next(iter(reads.values())).new_empty(box.shape)
+    for cell, read in reads.items():
+        own[box.place(cell)] = read
+    return own
 
 
 def _open(file: Path) -> safe_open:

@@ -26,7 +26,7 @@ from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples
 from dilatant.report.metrics import StepMetrics
-from dilatant.runtime.holders import lowest_holders, weights_held_on
+from dilatant.runtime.holders import boxes_held_on, holdings_of, written_cells
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.training.checkpoint import load, stored_shapes
@@ -89,9 +89,8 @@ class Trainer:
             device=worker.device,
             timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
         )
-        weights = read_pretrained(
-            model, config.model, weights_held_on(plan, model.units, worker.rank), config.seed
-        )
+        held = boxes_held_on(holdings_of(plan, model.units), worker.rank)
+        weights = read_pretrained(model, config.model, held, config.seed)
         self.runtime = Runtime(
             model,
             plan,
@@ -118,12 +117,14 @@ class Trainer:
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
         owned = self.runtime.owned
-        self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, weights)
+        exact = {held[name].key: tensor for name, tensor in weights.items()}
+        self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
-        self._saved_by = lowest_holders(plan, model.units)
+        self._written = written_cells(self.runtime.holdings, worker.rank)
+        self._shapes = {name: box.whole for name, box in held.items()}
         self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
         session = all_gather_object(self.comm, secrets.token_hex(8))[0]
         self._writer = CheckpointWriter(
@@ -140,7 +141,7 @@ class Trainer:
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
         allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
         state = held_state(self.runtime, self._optimizer.masters, self._optimizer)
-        values = load(checkpoint, state, known=self._known, shapes=owned.shapes)
+        values = load(checkpoint, state, known=self._known, shapes=self._shapes)
         self._optimizer.write_weights()
         owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
@@ -307,7 +308,7 @@ class Trainer:
     def _write(self) -> None:
         """Raises UserError for weights that are not finite: nobody could go on from them."""
         own = self._optimizer.masters
-        tensors = written_state(self.runtime, own, self._optimizer, self._saved_by)
+        tensors = written_state(self.runtime, own, self._optimizer, self._written)
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
             name = next(name for name, ok in zip(own, finite) if not bool(ok))
@@ -315,14 +316,19 @@ class Trainer:
                 f"weight {name!r} is not finite after step {self.step}, so nothing is saved; the checkpoint before is "
                 "still valid: go on from it with a lower learning rate"
             )
-        frozen = [name for name, p in self.runtime.parameters.items() if not p.requires_grad]
+        frozen = [
+            cell.key
+            for name, p in self.runtime.parameters.items()
+            if not p.requires_grad
+            for cell in self._written[name]
+        ]
         values = {
             "step": self.step,
             "position": self._position.to_json(),
             "left_out": dict(self._left_out),
             "costs": self.runtime.costs.to_json(),
         }
-        self._writer.save(self.step, tensors, values, frozen, self.runtime.owned.shapes)
+        self._writer.save(self.step, tensors, values, frozen, self._shapes)
         self._unpublished = True
         self._saved_step = self.step
 

@@ -1,0 +1,178 @@
+"""What shared layers cost: our tensor parallelism against torch's DTensor (`parallelize_module`).
+
+Both run the blocks of the same Llama-type model with the same weights, forward and backward, in the same processes,
+step by step in turn, so noise of the machine falls on both. Gradients of the input are compared once. Counted, too, are
+our collectives. Gloo on a CPU; more ranks than cores share the cores, in our steps and in theirs.
+
+    python benchmarks/dimensions.py --json benchmarks/results/dimensions.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import machine
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.group import Group
+from dilatant.comm.launch import Worker, launch_local
+from dilatant.models.materialize import materialize
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.sources import parse_config
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.holders import boxes_held_on, holdings_of
+from dilatant.runtime.shared_unit import SharedUnit
+
+STYLES = {
+    **{f"self_attn.{name}": ColwiseParallel for name in ("q_proj", "k_proj", "v_proj")},
+    **{f"mlp.{name}": ColwiseParallel for name in ("gate_proj", "up_proj")},
+    "self_attn.o_proj": RowwiseParallel,
+    "mlp.down_proj": RowwiseParallel,
+}
+
+
+def build_model(settings: argparse.Namespace, hidden: int) -> MultimodalModel:
+    language = parse_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 64,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": settings.layers,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+        },
+        "model",
+    )
+    return MultimodalModel({}, language, device="meta").train()
+
+
+def our_model(settings: argparse.Namespace, hidden: int, comm: Comm) -> Any:
+    model = build_model(settings, hidden)
+    unit, ranks, end = model.language, tuple(range(comm.size)), settings.layers + 2
+    plan = Plan((UnitPlan("language", (Replica((Stage(0, end, ranks, tp=comm.size),)),)),))
+    boxes = boxes_held_on(holdings_of(plan, model.units), comm.rank)
+    shared = SharedUnit(unit, comm, ranks, boxes)
+    with torch.no_grad():
+        shared.materialize(0, end, 0, ())
+        stage: Any = unit.stage(0, end)
+        shared.share(stage, 0, end)
+    return stage.model
+
+
+def their_model(settings: argparse.Namespace, hidden: int, size: int) -> Any:
+    model = build_model(settings, hidden)
+    materialize(model.language, 0, settings.layers + 2, 0)
+    mesh = init_device_mesh("cpu", (size,))
+    whole: Any = model.language.model
+    for block in whole.model.layers:
+        parallelize_module(block, mesh, {path: style() for path, style in STYLES.items()})
+    return whole
+
+
+def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[str, Any]:
+    """Runs on every rank; what rank 0 returns is the result."""
+    torch.set_num_threads(1)
+    comm = Comm(worker.store, worker.rank, worker.size)
+    store = dist.PrefixStore("theirs", worker.store)
+    dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.size)
+    models = {
+        "ours": our_model(settings, hidden, comm),
+        "theirs": their_model(settings, hidden, worker.size),
+    }
+    given = torch.randn(1, settings.tokens, hidden, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(settings.tokens)[None]
+
+    def step(model: nn.Module) -> Tensor:
+        rows = given.clone().requires_grad_()
+        base: Any = model.base_model
+        base(
+            inputs_embeds=rows, position_ids=positions, use_cache=False
+        ).last_hidden_state.square().sum().backward()
+        assert rows.grad is not None
+        for parameter in model.parameters():
+            parameter.grad = None
+        return rows.grad
+
+    def timed(model: nn.Module) -> float:
+        comm.world.barrier()
+        began = time.perf_counter()
+        step(model)
+        comm.world.barrier()
+        return time.perf_counter() - began
+
+    collectives: list[str] = []
+    send = Group._all_reduce
+
+    def counted(group: Group, tensor: Tensor, *given: Any) -> Any:
+        collectives.append(group.name)
+        return send(group, tensor, *given)
+
+    Group._all_reduce = counted  # type: ignore[method-assign]
+    gradients = {name: step(model) for name, model in models.items()}  # also the warm-up
+    Group._all_reduce = send  # type: ignore[method-assign]
+    error = float((gradients["ours"] - gradients["theirs"]).norm() / gradients["theirs"].norm())
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(settings.steps):
+        for name, model in models.items():
+            seconds[name].append(timed(model))
+    dist.destroy_process_group()
+    comm.close()
+    pairs = zip(seconds["ours"], seconds["theirs"], strict=True)
+    return {
+        "ranks": worker.size,
+        "hidden": hidden,
+        "layers": settings.layers,
+        "tokens": settings.tokens,
+        "gradient_error": error,
+        "collectives_a_block": len(collectives) / settings.layers,
+        **{
+            f"{name}_seconds": {"best": min(s), "median": statistics.median(s)} for name, s in seconds.items()
+        },
+        "ratio": {
+            "best": min(seconds["ours"]) / min(seconds["theirs"]),
+            "median_of_pairs": statistics.median(a / b for a, b in pairs),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    settings = parser.parse_args()
+    results = []
+    for hidden in settings.hidden:
+        result = launch_local(compare, settings.ranks, settings, hidden)[0]
+        results.append(result)
+        print(
+            f"hidden {hidden}: ours {1e3 * result['ours_seconds']['median']:.1f} ms, DTensor "
+            f"{1e3 * result['theirs_seconds']['median']:.1f} ms, ratio {result['ratio']['median_of_pairs']:.2f} "
+            f"(median of pairs); gradients differ by {result['gradient_error']:.0e}; "
+            f"{result['collectives_a_block']:g} collectives a block",
+            flush=True,
+        )
+    if settings.json:
+        report = {"machine": machine(), "runs": results}
+        settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Ranks that share the layers of a stage, and the two collectives of tensor parallelism as autograd functions.
+
+Inside a parallel region every rank computes with its share of heads or features. `copy` is the way in: nothing forward,
+the sum of the ranks' gradients backward. `sum` is the way out: the sum forward, nothing backward (Megatron-LM, Shoeybi
+et al. 2019, f and g).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilatant.comm.group import Group
+
+
+class TensorGroup:
+    """The tensor-parallel ranks of a stage. index: this rank's place among them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.size = len(group.ranks)
+        self.index = group.index
+
+    def copy(self, hidden: Tensor) -> Tensor:
+        """`hidden`, the same on all ranks, for a region of which each rank computes a share."""
+        return _Copy.apply(hidden, self)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' `part`, on each of them. `part` is overwritten if it is contiguous."""
+        return _Sum.apply(part.contiguous(), self)
+
+    @torch.no_grad()
+    def largest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum of all ranks' `values`."""
+        largest = values.detach().clone(memory_format=torch.contiguous_format)
+        self._group.max_(largest, "maxima of tensor-parallel ranks").wait()
+        return largest
+
+    def _sum_(self, tensor: Tensor, what: str) -> Tensor:
+        self._group.sum_(tensor, f"{what} of tensor-parallel ranks").wait()
+        return tensor
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ranks: TensorGroup) -> Tensor:
+        ctx.ranks = ranks
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A copy: others may still read the tensor that autograd hands over.
+        own = gradient.clone(memory_format=torch.contiguous_format)
+        return ctx.ranks._sum_(own, "gradients of hidden states"), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: TensorGroup) -> Tensor:
+        ctx.mark_dirty(part)
+        return ranks._sum_(part, "hidden states")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

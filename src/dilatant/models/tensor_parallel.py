@@ -1,0 +1,187 @@
+"""One tensor-parallel rank's modules of a stage: the family's own, with local weights and fewer heads.
+
+Nothing of a family's forward is copied. Ranks meet at the entry and the exit of every region (see `tensor_plan`), in
+the token embedding, and in the loss, which is taken over the vocabulary's shares.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.loss import IGNORED
+from dilatant.models.slicing import StandIn
+from dilatant.models.tensor_plan import Region
+
+
+class ParallelLinear(nn.Linear):
+    """A linear layer with a part of its weight. enter: takes its inputs in. leave: takes its products out, before the
+    bias is added."""
+
+    enter: Callable[[Tensor], Tensor] | None = None
+    leave: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = input if self.enter is None else self.enter(input)
+        if self.leave is None:
+            return self.product(input, self.bias)
+        output = self.leave(self.product(input, None))
+        return output if self.bias is None else output + self.bias
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Of inputs and weight, plus the bias if it is given."""
+        return functional.linear(input, self.weight, bias)
+
+
+class VocabularyShard:
+    """This rank's rows `first <= row < end` of a vocabulary; what is asked of logits of which each rank has some."""
+
+    def __init__(self, ranks: TensorGroup, first: int, end: int) -> None:
+        self.ranks = ranks
+        self.first = first
+        self.end = end
+
+    def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """As `loss.sum_cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
+        return _CrossEntropy.apply(logits, targets, self)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The likeliest row of the whole vocabulary, the first of equals: int64 [positions]."""
+        values, rows = logits.max(dim=-1)
+        wins = values == self.ranks.largest(values)
+        beyond = torch.iinfo(torch.int64).min
+        return -self.ranks.largest(torch.where(wins, -(rows + self.first), beyond))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps one number for each logit, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+        largest = shard.ranks.largest(logits.amax(dim=-1).float())
+        weights = torch.sub(logits.float(), largest[:, None])
+        own = (targets >= shard.first) & (targets < shard.end)
+        places = torch.where(own, targets - shard.first, 0)[:, None]
+        picked = weights.gather(-1, places)[:, 0].masked_fill(~own, 0)
+        sums = shard.ranks.sum(torch.stack([weights.exp_().sum(dim=-1), picked]))
+        ctx.save_for_backward(weights, sums[0], places, own, targets != IGNORED)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weights, sums, places, own, counts = ctx.saved_tensors
+        scale = gradient * counts
+        towards = weights * (scale / sums)[:, None]
+        towards.scatter_add_(-1, places, -(scale * own)[:, None])
+        return towards.to(ctx.dtype), None, None
+
+
+class _VocabularyParallel:
+    """Mixed into the class of a token embedding: it looks up the ids of its shard, and all ranks add up what they
+    found."""
+
+    shard: VocabularyShard
+
+    def forward(self, input: Tensor) -> Tensor:
+        outside = (input < self.shard.first) | (input >= self.shard.end)
+        rows = cast(Any, super()).forward((input - self.shard.first).masked_fill(outside, 0))
+        return self.shard.ranks.sum(rows.masked_fill(outside[..., None], 0))
+
+
+@cache
+def _vocabulary_parallel(own: Any) -> type[nn.Module]:
+    return type(
+        own.__name__, (_VocabularyParallel, own), {"__module__": own.__module__, "__doc__": own.__doc__}
+    )
+
+
+def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """A copy of `model` that has other parameters in the place of its own, and shares no module with it."""
+    memo: dict[int, Any] = {id(own): other for own, other in weights.items()}
+    # Work of other stages, whose modules must not be copied along.
+    memo |= {id(module): module for module in model.modules() if isinstance(module, StandIn)}
+    return copy.deepcopy(model, memo)
+
+
+def share_blocks(
+    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: TensorGroup
+) -> None:
+    """Make blocks with local weights those of one rank, in place. regions: of each block."""
+    for block, of_block in zip(blocks, regions, strict=True):
+        for region in of_block:
+            _share_region(block, region, ranks)
+
+
+def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> VocabularyShard:
+    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place.
+
+    rows: of the whole vocabulary.
+    """
+    shard = VocabularyShard(ranks, rows * ranks.index // ranks.size, rows * (ranks.index + 1) // ranks.size)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.num_embeddings = shard.end - shard.first
+        padding = embedding.padding_idx
+        if padding is not None:
+            embedding.padding_idx = padding - shard.first if shard.first <= padding < shard.end else None
+        embedding.__class__ = cast(Any, _vocabulary_parallel(cast(Any, type(embedding))))
+        cast(Any, embedding).shard = shard
+    if isinstance(head, nn.Linear):
+        _local(head).enter = ranks.copy
+    return shard
+
+
+def _share_region(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+    columns = [_local(block.get_submodule(path)) for path in region.columns]
+    for path in region.rows:
+        _local(block.get_submodule(path)).leave = ranks.sum
+    if region.path:
+        block.get_submodule(region.path).register_forward_pre_hook(_entering(ranks), with_kwargs=True)
+    else:
+        for linear in columns:
+            linear.enter = ranks.copy
+    if region.heads and region.kv_heads:
+        counts = {"num_key_value_heads": max(1, region.kv_heads // ranks.size)}
+        counts |= dict.fromkeys(("num_heads", "num_attention_heads"), region.heads // ranks.size)
+        groups = counts["num_heads"] // counts["num_key_value_heads"]
+        for module in block.get_submodule(region.path).modules():
+            _count_heads(cast(Any, module), {**counts, "num_key_value_groups": groups})
+
+
+def _local(linear: nn.Module) -> ParallelLinear:
+    """A linear layer that knows the sizes of its part of the weight, and may be entered and left."""
+    assert isinstance(linear, nn.Linear)
+    linear.out_features, linear.in_features = linear.weight.shape
+    linear.__class__ = ParallelLinear
+    return cast(ParallelLinear, linear)
+
+
+def _entering(ranks: TensorGroup) -> Any:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (ranks.copy(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": ranks.copy(kwargs["hidden_states"])}
+
+    return enter
+
+
+def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
+    """The rank's own numbers of heads, wherever the family keeps them; some ask their config."""
+    config = getattr(module, "config", None)
+    if config is not None:
+        config = module.config = copy.copy(config)
+    for holder in (module, config):
+        for name, count in counts.items():
+            if isinstance(getattr(holder, name, None), int):
+                setattr(holder, name, count)
+    if hasattr(module, "all_head_size"):
+        module.all_head_size = counts["num_heads"] * module.attention_head_size

@@ -1,0 +1,315 @@
+"""How tensor-parallel ranks share a unit: the part of every weight that each of them holds.
+
+Said by the family's own plan (`base_model_tp_plan` of transformers), by ours for encoders, which have none. A block
+consists of *regions*: between the entry and the exit of attention, or of the feed-forward, each rank computes its heads
+or features. All else (norms, position tables, patch convolutions, projectors, modules of the user's own) ranks compute
+alike and hold whole; token embedding and head are divided by the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from dilatant.models.unit import Unit
+
+Intervals = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dimension of a weight, what of it is held."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj")
+_MLP = {"fc1": "colwise", "fc2": "rowwise"}
+_ENCODER_RULES = {
+    **{f"self_attn.{name}": "colwise" for name in _ATTENTION},
+    **{f"attention.{name}": "colwise" for name in _ATTENTION},
+    **{f"attention.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    **dict.fromkeys(("self_attn.out_proj", "attention.o_proj", "attention.output.dense"), "rowwise"),
+    **_MLP,
+    **{f"mlp.{name}": rule for name, rule in _MLP.items()},
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+    "mlp.weights_in": "colwise",
+    "mlp.weights_out": "rowwise",
+}
+"""Linear layers of a block, by the names that any version of transformers gives them."""
+_ENCODERS = frozenset(
+    {"siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "dinov2", "whisper"}
+)
+
+_COLUMNS = ("colwise", "colwise_gather_output")
+_ROWS = ("rowwise", "rowwise_split_input")
+_PARTIAL = "replicated_with_grad_allreduce"
+_GATHERED = "colwise_gather_output"
+"""transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
+
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
+_DROPOUTS_OF_BLOCKS = ("activation_dropout",)
+"""Attributes of modules that compute a share, by which they drop some of it."""
+
+_QUERY, _KEY_VALUE, _QKV = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value"), "qkv_proj"
+_HALVES = ("gate_up_proj", "weights_in")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`count` pieces of `size` numbers each that ranks divide: heads, or single features."""
+
+    count: int
+    size: int = 1
+
+    def interval(self, tp: int, index: int) -> tuple[int, int]:
+        """Rank `index` of `tp` holds these numbers. Fewer pieces than ranks: several ranks hold the same one."""
+        if self.count < tp:
+            first = self.count * index // tp
+            return first * self.size, (first + 1) * self.size
+        return (self.count * index // tp) * self.size, (self.count * (index + 1) // tp) * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dimension that ranks divide. parts: one after the other along it; a fused weight has several."""
+
+    dim: int
+    parts: tuple[Part, ...]
+
+    def intervals(self, shape: tuple[int, ...], tp: int, index: int) -> Intervals:
+        """What rank `index` of `tp` holds of a weight of `shape`."""
+        spans: list[tuple[int, int]] = []
+        start = 0
+        for part in self.parts:
+            first, end = part.interval(tp, index)
+            if spans and spans[-1][1] == start + first:
+                spans[-1] = spans[-1][0], start + end
+            else:
+                spans.append((start + first, start + end))
+            start += part.count * part.size
+        whole = tuple(((0, length),) for length in shape)
+        return (*whole[: self.dim], tuple(spans), *whole[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Linear layers of a block that ranks share; all paths are within the block.
+
+    path: the module at whose entry all ranks have the same hidden states; "" where the block calls the layers itself.
+    columns: layers whose outputs are divided. rows: those whose inputs are. partial: modules that each rank applies to
+    its own share. heads, kv_heads: of attention.
+    """
+
+    path: str
+    columns: Mapping[str, tuple[Part, ...]]
+    rows: Mapping[str, Part]
+    partial: tuple[str, ...] = ()
+    heads: int | None = None
+    kv_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """cuts: logical name → how ranks divide the weight; all others are held whole. partial: those of them of whose
+    gradient each rank has a summand; of the others every rank has all of it. regions: of every block. problems: why the
+    unit cannot be divided at all."""
+
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    regions: tuple[tuple[Region, ...], ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def held(self, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Intervals | None, bool]:
+        """What rank `index` of `tp` holds of a weight, None for all of it; and whether its gradient is a summand: not
+        what the other ranks have, too."""
+        cut = self.cuts.get(name)
+        if tp == 1 or cut is None:
+            return None, name in self.partial
+        return cut.intervals(shape, tp, index), True
+
+
+def tensor_plan(unit: Unit) -> TensorPlan:
+    """The plan of `unit`, for any degree that divides it (see `degree_problems`)."""
+    if unit.structure is None:
+        return TensorPlan()
+    rules = _rules(unit)
+    if not rules:
+        return TensorPlan(
+            problems=(f"{unit.unit}: how ranks share the layers of {unit.family!r} is not known",)
+        )
+    blocks = list(zip(unit.layers[1:], unit.blocks))
+    problems = dict.fromkeys(problem for _, block in blocks for problem in _refusals(block, rules))
+    if problems:
+        return TensorPlan(problems=(f"{unit.unit}: {next(iter(problems))}",))
+    cuts: dict[str, Cut] = {}
+    partial: set[str] = set()
+    found = []
+    for layer, block in blocks:
+        regions = tuple(_regions(block, rules))
+        found.append(regions)
+        for region in regions:
+            for path, parts in region.columns.items():
+                cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
+            for path, part in region.rows.items():
+                cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
+            for path in region.partial:
+                partial |= {
+                    f"{layer}.{path}.{key}" for key, _ in block.get_submodule(path).named_parameters()
+                }
+    return TensorPlan({**cuts, **_vocabulary(unit)}, frozenset(partial), tuple(found))
+
+
+def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
+    """Why `tp` ranks cannot share the unit, each in a line that says what would work."""
+    if plan.problems:
+        return [f"{problem}; give it tp: 1 and more stages or replicas" for problem in plan.problems]
+    counts = {
+        **{f"{region.heads} attention heads": region.heads for region in _all(plan) if region.heads},
+        **{f"{region.kv_heads} key/value heads": region.kv_heads for region in _all(plan) if region.kv_heads},
+    }
+
+    def fits(name: str, count: int, degree: int) -> bool:
+        return count % degree == 0 or ("key/value" in name and degree % count == 0)
+
+    wrong = [name for name, count in counts.items() if not fits(name, count, tp)]
+    if wrong:
+        working = [d for d in range(1, tp + 1) if all(fits(name, count, d) for name, count in counts.items())]
+        return [
+            f"{unit.unit}: {' and '.join(wrong)} cannot be shared by {tp} ranks; it takes tp "
+            f"{', '.join(map(str, working))}"
+        ]
+    narrow = min((part.count for region in _all(plan) for part in region.rows.values()), default=tp)
+    if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
+        return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
+    return []
+
+
+def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
+    """What would drop other features on every rank than one process drops; nothing in a unit that does not train."""
+    if unit.structure is None or not any(p.requires_grad for p in unit.model.parameters()):
+        return []
+    found = {
+        f"{name} is {rate}"
+        for regions, block in zip(plan.regions, unit.blocks)
+        for region in regions
+        for module in (block.get_submodule(region.path).modules() if region.path else (block,))
+        for name in (_DROPOUTS if region.path else _DROPOUTS_OF_BLOCKS)
+        if isinstance(rate := getattr(module, name, None), float) and rate > 0
+    }
+    return [
+        f"{unit.unit}: {one}, and ranks that share its layers would drop other features than one; set it to 0 in the "
+        "model's config, or give the unit tp: 1"
+        for one in sorted(found)
+    ]
+
+
+def _all(plan: TensorPlan) -> Iterator[Region]:
+    for regions in plan.regions:
+        yield from regions
+
+
+def _rules(unit: Unit) -> Mapping[str, str]:
+    """Module of a block → the rule of the plan for it."""
+    if unit.family in _ENCODERS:
+        return _ENCODER_RULES
+    declared = getattr(unit.config, "base_model_tp_plan", None) or {}
+    found = {}
+    for path, rule in declared.items():
+        _, star, rest = path.partition(".*.")
+        if star:
+            found[rest] = rule
+    return found
+
+
+def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
+    """Why this version cannot divide a block."""
+    there = {path: rule for path, rule in rules.items() if _has(block, path)}
+    covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, _PARTIAL)]
+    for path, rule in there.items():
+        name = path.rpartition(".")[2]
+        if rule not in (*_COLUMNS, *_ROWS, _PARTIAL):
+            yield f"layers such as {path!r} ({rule}) cannot be shared yet"
+        elif rule == _GATHERED and name not in (_QKV, *_HALVES):
+            yield f"{path!r} is normalised over all heads"
+        elif rule in (*_COLUMNS, *_ROWS) and not isinstance(block.get_submodule(path), nn.Linear):
+            yield f"{path!r} is no linear layer"
+    for path in {path.partition(".")[0] for path in covered if "." in path}:
+        for name, _ in block.get_submodule(path).named_parameters():
+            if not any(f"{path}.{name}".startswith(one + ".") for one in covered):
+                yield f"its plan says nothing of '{path}.{name}'"
+
+
+def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
+    groups: dict[str, dict[str, str]] = {}
+    for path, rule in rules.items():
+        if _has(block, path):
+            groups.setdefault(path.partition(".")[0] if "." in path else "", {})[path] = rule
+    for entry, members in groups.items():
+        columns = [path for path, rule in members.items() if rule in _COLUMNS]
+        rows = [path for path, rule in members.items() if rule in _ROWS]
+        partial = tuple(path for path, rule in members.items() if rule == _PARTIAL)
+        if any(_last(path) in (*_QUERY, _QKV) for path in columns):
+            yield _attention(block, entry, columns, rows, partial)
+        else:
+            outs = {path: _features(block, path)[0] for path in columns}
+            yield Region(
+                entry,
+                {p: (Part(n // 2),) * 2 if _last(p) in _HALVES else (Part(n),) for p, n in outs.items()},
+                {path: Part(_features(block, path)[1]) for path in rows},
+                partial,
+            )
+
+
+def _attention(
+    block: nn.Module, entry: str, columns: list[str], rows: list[str], partial: tuple[str, ...]
+) -> Region:
+    owner: Any = block.get_submodule(columns[0].rpartition(".")[0])
+    head: int = getattr(owner, "head_dim", None) or owner.attention_head_size
+    (row,) = rows
+    ins = _features(block, row)[1]
+    heads = kv_heads = ins // head
+    parts: dict[str, tuple[Part, ...]] = {}
+    for path in columns:
+        out = _features(block, path)[0]
+        if _last(path) == _QKV:
+            kv_heads = (out // head - heads) // 2
+            parts[path] = (Part(heads, head), Part(kv_heads, head), Part(kv_heads, head))
+        elif _last(path) in _KEY_VALUE:
+            kv_heads = out // head
+            parts[path] = (Part(kv_heads, head),)
+        else:
+            parts[path] = (Part(heads, out // heads),)
+    return Region(entry, parts, {row: Part(heads, head)}, partial, heads, kv_heads)
+
+
+def _vocabulary(unit: Unit) -> dict[str, Cut]:
+    """Embedding and head of a language model. A tied weight goes by its one name."""
+    model = cast(PreTrainedModel, unit.model)
+    head = model.get_output_embeddings()
+    if head is None:
+        return {}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    divided = [*head.parameters(), *model.get_input_embeddings().parameters()]
+    return {
+        weight.canonical: Cut(0, (Part(held[weight.key].shape[0]),))
+        for weight in unit.weights
+        if weight.key in held and any(held[weight.key] is one for one in divided)
+    }
+
+
+def _features(block: nn.Module, path: str) -> tuple[int, int]:
+    """(outputs, inputs) of a linear layer."""
+    outs, ins = cast(nn.Linear, block.get_submodule(path)).weight.shape
+    return outs, ins
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _has(block: nn.Module, path: str) -> bool:
+    try:
+        block.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

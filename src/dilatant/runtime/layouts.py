@@ -1,0 +1,62 @@
+"""Which plans this runtime trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dilatant.attention.hook import why_not
+from dilatant.config.errors import list_problems
+from dilatant.models.language import LanguageUnit
+from dilatant.models.tensor_plan import degree_problems, dropout_problems
+from dilatant.models.unit import Unit
+from dilatant.plan.plan import Plan
+from dilatant.runtime.holders import tensor_plans
+
+
+def require_trainable(plan: Plan, units: Mapping[str, Unit]) -> None:
+    """Raises UserError that lists why this runtime cannot train `plan`."""
+    problems = layout_problems(plan, units)
+    if problems:
+        raise list_problems("this plan cannot train:", problems)
+
+
+def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
+    """Everything that `require_trainable` would complain about."""
+    problems = [
+        f"{p.unit} replica {p.replica} stage {p.position} has ranks {list(p.stage.ranks)}, but tp {p.stage.tp} and cp "
+        f"{p.stage.cp}"
+        for p in plan.stages()
+        if len(p.stage.ranks) != p.stage.tp * p.stage.cp
+    ]
+    problems += [
+        problem
+        for name in dict.fromkeys(p.unit for p in plan.stages() if p.stage.cp > 1)
+        for problem in context_problems(units[name])
+    ]
+    degrees: dict[str, set[int]] = {}
+    for placed in plan.stages():
+        if placed.stage.tp > 1:
+            degrees.setdefault(placed.unit, set()).add(placed.stage.tp)
+    for name, own in tensor_plans(plan, units).items():
+        found = [problem for tp in sorted(degrees[name]) for problem in degree_problems(units[name], own, tp)]
+        problems += dict.fromkeys(found)
+        problems += dropout_problems(units[name], own)
+    return problems
+
+
+def context_problems(unit: Unit) -> list[str]:
+    """Why ranks cannot share the tokens of a unit; items of encoders and generators they always can."""
+    if not isinstance(unit, LanguageUnit):
+        return []
+    remedy = "give it cp: 1 and more stages, replicas or tp"
+    problems = []
+    if unit.row_attention is None:
+        reason = why_not(unit.model) or "another attn_implementation was asked for"
+        problems.append(
+            f"{unit.unit}: context parallelism needs attention over block tables: {reason}; {remedy}"
+        )
+    if unit.before_language_model is not None:
+        problems.append(
+            f"{unit.unit}: before_language_model is given whole rows, which no rank has; {remedy}"
+        )
+    return problems

@@ -1,0 +1,99 @@
+"""A unit on the tensor-parallel ranks of a stage: weights drawn whole and cut, stages made those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.language import LanguageStage
+from dilatant.models.materialize import materialize
+from dilatant.models.stage import Stage
+from dilatant.models.tensor_parallel import share_blocks, share_vocabulary, with_weights
+from dilatant.models.tensor_plan import tensor_plan
+from dilatant.models.unit import Unit
+from dilatant.plan.boxes import Box
+from dilatant.runtime.holders import part
+
+
+class SharedUnit:
+    """A transformers model that `ranks` share. The unit itself stays as it was: whole, or without memory.
+
+    boxes: logical name → what this rank holds.
+    """
+
+    def __init__(self, unit: Unit, comm: Comm, ranks: Sequence[int], boxes: Mapping[str, Box]) -> None:
+        self._unit = unit
+        self._boxes = boxes
+        self._plan = tensor_plan(unit)
+        self._ranks = TensorGroup(comm.group("tensor/" + "-".join(map(str, ranks)), ranks))
+        self._drawn: dict[str, Tensor] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def materialize(self, first: int, end: int, seed: int | None, given: Collection[str]) -> None:
+        """Draw this rank's part of the layers as one process draws them, layer by layer; see `materialize`."""
+        unit = self._unit
+        absent = {name for name, parameter in unit.named_logical_parameters() if parameter.is_meta}
+        for layer in range(first, end):
+            materialize(unit, layer, layer + 1, seed, given)
+            whole = dict(unit.named_logical_parameters())
+            for name in self._names(layer, layer + 1):
+                if name in whole and name not in self._drawn:
+                    self._drawn[name] = self._cut(name, whole[name].detach(), name in given)
+            self._release(absent)
+
+    def share(self, stage: Stage, first: int, end: int) -> None:
+        """Give `stage`, layers `first <= layer < end`, modules of its own with this rank's weights."""
+        model = getattr(stage, "model", None)
+        if model is None:  # a projector alone
+            return
+        held = dict(stage.named_logical_parameters())
+        for name in self._names(first, end):
+            if name in held and name not in self._parameters:
+                drawn = self._drawn.pop(name).to(held[name].dtype)
+                self._parameters[name] = nn.Parameter(drawn, requires_grad=held[name].requires_grad)
+        own = {held[name]: self._parameters[name] for name in self._names(first, end) if name in held}
+        stage.model = model = with_weights(model, own)
+        structure = self._unit.structure
+        assert structure is not None
+        blocks = list(model.get_submodule(structure.blocks).children())
+        start = max(first - 1, 0)
+        share_blocks(blocks, self._plan.regions[start : start + len(blocks)], self._ranks)
+        if isinstance(stage, LanguageStage):
+            rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
+            stage.vocabulary = share_vocabulary(
+                cast(PreTrainedModel, model), rows.num_embeddings, self._ranks
+            )
+
+    def _names(self, first: int, end: int) -> dict[str, None]:
+        layers = set(self._unit.layers[first:end])
+        return dict.fromkeys(
+            weight.canonical
+            for weight in self._unit.weights
+            if weight.layer in layers and weight.part == "model"
+        )
+
+    def _cut(self, name: str, whole: Tensor, is_given: bool) -> Tensor:
+        box = self._boxes[name]
+        if is_given:  # its numbers come later
+            return torch.empty(box.shape, dtype=whole.dtype)
+        return part(whole, box).clone() if box.is_whole else part(whole, box)
+
+    def _release(self, absent: Collection[str]) -> None:
+        """Take the memory of whole weights back, where they had none."""
+        gone = {
+            id(p): p for name, p in self._unit.named_logical_parameters() if name in absent and not p.is_meta
+        }
+        hollow = {
+            number: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            for number, parameter in gone.items()
+        }
+        for module in self._unit.model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in hollow:
+                    module._parameters[key] = hollow[id(parameter)]

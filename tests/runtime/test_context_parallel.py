@@ -1,0 +1,124 @@
+"""Ranks that share the tokens of every row compute what one process computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_numerics import check_case
+from test_tensor_parallel import BATCHES, case_of, plan_of
+
+from dilatant.comm.comm import Comm
+from dilatant.config.errors import UserError
+from dilatant.models.row_attention import use_row_attention
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.zero_bubble import zero_bubble_h1
+from drawn_steps import CASE, Case, build_model, build_samples
+from worker_pool import Worker, WorkerPool
+
+TWO = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2), cp=2), Stage(2, 4, (3, 4), cp=2)))
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional", "embedded"])
+def test_masks(workers: WorkerPool, attention: str) -> None:
+    check_case(workers, case_of(TWO, attention=attention), "none", 1)
+
+
+def test_tensor_parallel_ranks_share_tokens_alike(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2, 3, 4), tp=2, cp=2), Stage(2, 4, (5, 6), cp=2)))
+    check_case(workers, case_of(plan, attention="embedded", loss_chunk=3, recompute="block"), "none", 1)
+
+
+def test_rows_pass_between_any_degrees(workers: WorkerPool) -> None:
+    stages = (
+        Stage(0, 1, (1, 2, 3), cp=3),
+        Stage(1, 2, (4, 5), cp=2),
+        Stage(2, 3, (6, 7), tp=2),
+        Stage(3, 4, (0, 8), cp=2),
+    )
+    plan = plan_of((Stage(0, 5, (0, 8), cp=2),), stages)
+    check_case(workers, case_of(plan, attention="embedded", recompute="block_keep_attention"), "none", 1)
+
+
+@pytest.mark.parametrize("zero", ["none", "all"])
+def test_items_of_encoders_and_tokens_are_shared_by_the_same_ranks(workers: WorkerPool, zero: Any) -> None:
+    plan = plan_of((Stage(0, 2, (0, 1, 2), cp=3), Stage(2, 5, (3,))), (Stage(0, 4, (0, 1, 2), cp=3),))
+    texts = ((3, (3,)), (2, (0,)), (9, (1,)), (2, (0,)), (2, (0,)), (5, (2,)))
+    check_case(workers, case_of(plan, zero_bubble_h1, attention="bidirectional", texts=texts), zero, 1)
+
+
+def test_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 3, (1, 2, 3, 4), cp=4), Stage(3, 4, (5, 6, 7, 8), cp=4)))
+    texts = ((2, (0,)), (1, (0,)), (3, (0,)), (2, (0,)), (2, (1,)), (2, (0,)))
+    single = ((0, 1), (2,), (3,), (4, 5))
+    assignment = replace(CASE.assignment, microbatches={"vision": (single,), "language": (single,)})
+    case = case_of(plan, attention="causal", texts=texts, assignment=assignment, frozen=("language",))
+    check_case(workers, case, "none", 1)
+
+
+def test_ranks_without_rows_of_an_encoder_differentiate_as_the_others(workers: WorkerPool) -> None:
+    """Where the language model is frozen, only those rows ask for gradients; attention's are collectives."""
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), cp=4),))
+    texts = ((60, (1,)), (30, (0,)), *(((40, (0,)),) * 4))
+    check_case(workers, case_of(plan, attention="causal", texts=texts, frozen=("language",)), "none", 1)
+
+
+def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) -> None:
+    units = (
+        UnitPlan(
+            "language", (Replica((Stage(0, 2, (0, 1), cp=2), Stage(2, 4, (2, 3, 4), cp=3))),), ("height",)
+        ),
+        UnitPlan("height", (Replica((Stage(0, 1, (5,)), Stage(1, 2, (0, 1), cp=2))),)),
+    )
+    changes = {"encoders": (), "texts": ((6, ()),) * 6, "drawn": ((1,), (0,), (2,), (0,), (0,), (3,))}
+    generators = (("height", 6, "linear", 0.5),)
+    assignment = Assignment({"language": (BATCHES,), "height": (BATCHES,)})
+    case = case_of(Plan(units), attention="causal", generators=generators, assignment=assignment, **changes)
+    check_case(workers, case, "none", 1)
+
+
+def test_routers_lose_by_whole_samples(workers: WorkerPool) -> None:
+    check_case(workers, case_of(TWO, language="mixtral", attention="causal", recompute="block"), "none", 1)
+
+
+def test_dropout_is_drawn_by_token(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 2, (0, 1), cp=2), Stage(2, 5, (2,))), (Stage(0, 4, (0, 1), cp=2),))
+    changes = {"language": "phi", "attention": "causal", "dropout": 0.3, "recompute": "block"}
+    check_case(workers, case_of(plan, **changes), "none", 1)
+
+
+def _predicts(worker: Worker, case: Case) -> dict[int, list[int]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
+    said = runtime.predict(build_samples(case))
+    runtime.close()
+    comm.close()
+    return said
+
+
+def test_predictions_are_told_once_and_in_the_order_of_the_row(workers: WorkerPool) -> None:
+    case = case_of(TWO, attention="embedded", texts=((30, (1,)),) * 6)
+    alone = case_of(
+        plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (0,)),)), attention="embedded", texts=case.texts
+    )
+    (expected,) = workers.run(_predicts, 1, alone)
+    told = [said for said in workers.run(_predicts, len(case.plan.ranks), case) if said]
+    assert told == [expected]
+
+
+def test_what_ranks_cannot_share_is_refused_in_a_line() -> None:
+    case = case_of(TWO)  # transformers' own attention
+    model = build_model(case, "meta")
+    with pytest.raises(
+        UserError, match=r"language: context parallelism needs attention over block tables.*cp: 1"
+    ):
+        require_trainable(TWO, model.units)
+    use_row_attention(model)
+    require_trainable(TWO, model.units)
+    model.language.before_language_model = lambda rows, inputs: inputs
+    with pytest.raises(UserError, match="before_language_model is given whole rows"):
+        require_trainable(TWO, model.units)

@@ -1,0 +1,221 @@
+"""Ranks that share layers compute what one process computes, family by family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_numerics import check_case
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
+from dilatant.comm.group import Group
+from dilatant.config.errors import UserError
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.executor import ActionFailed
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.families import one_f_one_b
+from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.zero_bubble import zero_bubble_h1
+from drawn_steps import (
+    CASE,
+    ENCODERS,
+    HIDDEN,
+    LANGUAGE,
+    MORE_LANGUAGES,
+    OWN,
+    UNDIVIDED,
+    Case,
+    build_model,
+    build_samples,
+)
+from worker_pool import Worker, WorkerPool
+
+BATCHES = ((0, 1), (2, 3), (4, 5))
+
+
+def case_of(plan: Plan, family: Any = one_f_one_b, **changes: Any) -> Case:
+    case = replace(CASE, **{"plan": plan, "frozen": (), **changes})
+    trainability = trainability_of(plan, trainable_layers(build_model(case, "meta").units))
+    schedule = family(plan, case.assignment, trainability)
+    return replace(case, schedule=type(schedule)(dict(schedule.actions)))
+
+
+def plan_of(vision: tuple[Stage, ...], *language: tuple[Stage, ...]) -> Plan:
+    return Plan(
+        (
+            UnitPlan("vision", (Replica(vision),), ("language",)),
+            UnitPlan("language", tuple(Replica(stages) for stages in language)),
+        )
+    )
+
+
+# Vision on two ranks behind one another, the language model on two pairs.
+TWO = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 2, (2, 3), tp=2), Stage(2, 4, (4, 5), tp=2)))
+
+
+FAMILIES = sorted((LANGUAGE | MORE_LANGUAGES).keys() - {*UNDIVIDED})
+
+
+@pytest.mark.parametrize(("language", "tied"), [(name, n % 2 == 0) for n, name in enumerate(FAMILIES)])
+def test_families_of_language_models(workers: WorkerPool, language: str, tied: bool) -> None:
+    check_case(workers, case_of(TWO, language=language, tied=tied, loss_chunk=3), "none", 1)
+
+
+@pytest.mark.parametrize("encoder", sorted(ENCODERS))
+def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
+    encoders = (("vision", encoder, 2, "mlp", "patch"),)
+    check_case(workers, case_of(TWO, zero_bubble_h1, encoders=encoders), "none", 1)
+
+
+def test_what_ranks_compute_alike_drops_what_one_process_drops(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 2, (0, 1), tp=2),), (Stage(0, 3, (0, 1), tp=2), Stage(3, 4, (2,))))
+    encoders = (("vision", OWN, 1, "linear", "all"),)
+    case = case_of(plan, encoders=encoders, language="phi", attention="causal", dropout=0.3)
+    check_case(workers, case, "none", 1)
+
+
+@pytest.mark.parametrize("language", ["llama", "qwen3", "phi3"])
+def test_more_ranks_than_key_value_heads(workers: WorkerPool, language: str) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), tp=4),))
+    settings = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    check_case(workers, case_of(plan, language=language, settings=settings), "all", 1)
+
+
+@pytest.mark.parametrize("zero", ["none", "node", "all"])
+def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
+    replicas = (
+        (Stage(0, 4, (1,)),),
+        (Stage(0, 3, (2, 3), tp=2), Stage(3, 4, (4, 5), tp=2)),
+        (Stage(0, 4, (0,)),),
+    )
+    plan = plan_of((Stage(0, 5, (0,)),), *replicas)
+    changes = {"language": "phi3", "tied": True, "assignment": replace(CASE.assignment, microbatches={
+        "vision": (BATCHES,), "language": tuple((batch,) for batch in BATCHES)})}  # fmt: skip
+    check_case(workers, case_of(plan, **changes), zero, 2)
+
+
+def _counted(worker: Worker, case: Case) -> dict[str, int]:
+    """Numbers that this rank sends to other stages."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
+    sent = {"rows": 0, "gradients": 0}
+    send = Group.send
+
+    def count(group: Group, tensor: torch.Tensor, to: int, tag: int = 0, what: str = "") -> Any:
+        if group.name.startswith("edge/"):
+            sent["rows" if what.startswith("rows") else "gradients"] += tensor.numel()
+        return send(group, tensor, to, tag, what)
+
+    Group.send = count  # type: ignore[method-assign]
+    try:
+        samples = build_samples(case)
+        runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
+    finally:
+        Group.send = send  # type: ignore[method-assign]
+        runtime.close()
+        comm.close()
+    return sent
+
+
+def test_a_row_travels_once_to_each_rank_that_needs_it(workers: WorkerPool) -> None:
+    vision = (Stage(0, 2, (0,)), Stage(2, 5, (1, 2), tp=2))
+    case = case_of(plan_of(vision, (Stage(0, 2, (3,)), Stage(2, 4, (4, 5), tp=2))))
+    sent = workers.run(_counted, 6, case)
+    patches = 6 * 4  # four of each of six images
+    tokens = sum(sample.sizes["language"] for sample in build_samples(case))
+    # Into two ranks, into one, into two; and the gradients back into one, into two, into one.
+    rows, gradients = (sum(of_rank[kind] for of_rank in sent) for kind in ("rows", "gradients"))
+    assert rows == 2 * 12 * patches + HIDDEN * patches + 2 * HIDDEN * tokens
+    assert gradients == 12 * patches + 2 * HIDDEN * patches + HIDDEN * tokens
+    assert [of_rank["rows"] > 0 for of_rank in sent] == [True, True, False, True, False, False]
+
+
+def _predicted(worker: Worker, case: Case) -> dict[int, list[int]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
+    predicted = runtime.predict(build_samples(case))
+    runtime.close()
+    comm.close()
+    return predicted
+
+
+def test_predictions_are_those_of_one_process_and_told_once(workers: WorkerPool) -> None:
+    one = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (0,)),))
+    expected = workers.run(_predicted, 1, case_of(one, language="phi"))
+    shared = workers.run(_predicted, 6, case_of(TWO, language="phi"))
+    told = [number for of_rank in shared for number in of_rank]
+    assert sorted(told) == list(range(6))
+    assert {number: found for of_rank in shared for number, found in of_rank.items()} == expected[0]
+
+
+def _of_a_real_model(worker: Worker) -> tuple[float, float, bool]:
+    model = build_model(CASE)
+    model.freeze(["language.layers.0"])
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shared = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 4, (0, 1), tp=2),))
+    apart = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1,)),))
+    losses = []
+    for generation, plan in enumerate((shared, apart)):
+        comm = Comm(worker.store, worker.rank, worker.size, generation)
+        runtime = Runtime(model, plan, comm)
+        losses.append(runtime.execute(build_samples(CASE)).loss)
+        runtime.close()
+        comm.close()
+    return *losses, all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_that_is_real_already_is_cut_for_the_runtime_and_stays_whole(workers: WorkerPool) -> None:
+    for shared, apart, is_whole in workers.run(_of_a_real_model, 2):
+        assert shared == pytest.approx(apart, rel=1e-6)  # the order of sums
+        assert is_whole
+
+
+def _one_rank_fails(worker: Worker) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2), tp=2),))
+    runtime = Runtime(build_model(CASE, "meta"), plan, comm)
+    if worker.rank == 2:
+        model: Any = runtime.modules[1].model
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        runtime.execute(build_samples(CASE))
+        return ""
+    except (ActionFailed, CommAborted) as error:
+        return str(error)
+    finally:
+        runtime.close()
+        comm.close()
+
+
+def test_a_rank_that_fails_ends_what_its_partners_wait_for(workers: WorkerPool) -> None:
+    told = workers.run(_one_rank_fails, 3)
+    assert all("rank 2" in error and "division by zero" in error for error in told), told
+
+
+def refusal(plan: Plan, **changes: Any) -> str:
+    case = replace(CASE, plan=plan, frozen=(), **changes)
+    with pytest.raises(UserError) as raised:
+        require_trainable(plan, build_model(case, "meta").units)
+    return str(raised.value)
+
+
+def test_what_ranks_cannot_share_is_refused_with_what_they_can() -> None:
+    wide = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), tp=4),))
+    assert "language: 2 attention heads cannot be shared by 4 ranks; it takes tp 1, 2" in refusal(wide)
+    unlike = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 24}
+    assert "6 key/value heads cannot be shared by 4 ranks; it takes tp 1, 2, 3" in refusal(
+        wide, settings=unlike
+    )
+    assert "'self_attn.q_proj' is normalised over all heads; give it tp: 1" in refusal(TWO, language="olmo2")
+    assert "'mlp.experts'" in refusal(TWO, language="mixtral")
+    assert "how ranks share the layers of 'stablelm' is not known" in refusal(TWO, language="stablelm")
+    dropping = refusal(TWO, dropout=0.1)
+    assert "vision: dropout is 0.1" in dropping
+    assert "language: attention_dropout is 0.1" in dropping
+    shared_rows = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2), cp=2),))
+    assert "language: context parallelism needs attention over block tables" in refusal(shared_rows)
