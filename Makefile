@@ -12,8 +12,9 @@ train: install
 	$(BIN)/python examples/digits.py data/digits
 	$(BIN)/dilatant train examples/quickstart.yaml --overwrite
 
+# Two processes take files in turn: more would crowd the tests that start ranks of their own.
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 slow: install
 	$(BIN)/python -m pytest -m slow
