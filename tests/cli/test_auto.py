@@ -78,6 +78,7 @@ def test_a_run_trains_with_the_plan_that_it_made_and_goes_on_with_it(
     assert plan_of(run / "plan.json").ranks == (0, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costs")
 def test_microbatches_and_schedule_that_are_asked_for_are_planned_with(
     project: Path, dilatant: Dilatant
@@ -161,6 +162,7 @@ def rank_of_a_launcher(config: Config, variables: dict[str, str], answer: Connec
         answer.send(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costs")
 def test_processes_of_a_launcher_are_planned_for_by_one_and_train_together(project: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

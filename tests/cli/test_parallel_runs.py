@@ -175,6 +175,7 @@ def test_a_corrupt_sample_is_named_by_the_rank_that_reads_it(project: Path, dila
     assert "train.jsonl:4" in err
 
 
+@pytest.mark.slow
 def test_held_out_answers_are_judged_through_the_stages_as_by_the_whole_model(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -48,6 +48,7 @@ def go_back(run: Path, number: int) -> None:
         shutil.rmtree(step(run, later))
 
 
+@pytest.mark.slow
 def test_state_of_three_ranks_goes_on_in_one_process_and_then_in_two_ranks(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -59,9 +59,16 @@ TWO = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 2, (2, 3), tp=2), Stage(2,
 
 
 FAMILIES = sorted((LANGUAGE | MORE_LANGUAGES).keys() - {*UNDIVIDED})
+OFTEN = ("gemma2", "phi3", "qwen3", "starcoder2")
 
 
-@pytest.mark.parametrize(("language", "tied"), [(name, n % 2 == 0) for n, name in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("language", "tied"),
+    [
+        pytest.param(name, n % 2 == 0, marks=() if name in OFTEN else pytest.mark.slow)
+        for n, name in enumerate(FAMILIES)
+    ],
+)
 def test_families_of_language_models(workers: WorkerPool, language: str, tied: bool) -> None:
     check_case(workers, case_of(TWO, language=language, tied=tied, loss_chunk=3), "none", 1)
 
