@@ -50,7 +50,8 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
             warm_up()  # before our own imports, which take as long as the server's
 
     from dilatant.comm.launch import WorkerFailed
-    from dilatant.training.run import Stopped, train
+    from dilatant.resilience.run import train
+    from dilatant.training.run import Stopped
 
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
