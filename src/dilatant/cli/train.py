@@ -62,7 +62,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
         if failure.details:
             print(failure.details, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
-        return 1
+        return failure.exit_code
     if result.is_first:
         _show(result, began, as_json)
     return result.exit_code

@@ -57,10 +57,13 @@ def local_worker() -> Worker:
 
 class WorkerFailed(RuntimeError):
     """A worker ended the run; the message begins with its own error and rank, `details` are its traceback.
-    killed_by: the signal that ended it, if one did."""
+    killed_by: the signal that ended it, if one did. exit_code: what a scheduler should see."""
 
-    def __init__(self, message: str, details: str = "", killed_by: int | None = None) -> None:
+    def __init__(
+        self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1
+    ) -> None:
         super().__init__(message)
+        self.exit_code = exit_code
         self.details = details
         self.killed_by = killed_by
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -22,6 +23,10 @@ from dilatant.resilience.wire import Hello, Link, LinkClosed, accept, connect, l
 
 LEAVE_SECONDS = 2.0
 """What workers have to end by themselves when the run is over for them."""
+
+
+SILENT_LEASES = 2
+"""Leases that a worker may be silent: its interpreter may be held by something honest for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Service:
         self._heard: queue.Queue[_Heard] = queue.Queue()
         self._workers: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
+        self._last_heard: dict[int, float] = {}
         self._coordinator: Link | None = None
         self._reported = 0.0
         self._leaves = threading.Event()
@@ -64,6 +70,7 @@ class Service:
                 self._leaves.clear()
                 self._agent.leave()
             self._agent.tick(time.monotonic())
+            self._miss_silent()
             if self._agent.changed or time.monotonic() - self._reported > beat:
                 self._report()
         self._end_workers()
@@ -83,12 +90,21 @@ class Service:
             else:
                 self._coordinator = heard.message
             return
+        self._last_heard[heard.worker] = time.monotonic()
         if isinstance(heard.message, Link):
             self._workers[heard.worker] = heard.message
         elif heard.message is None:
             self._give(self._agent.on_event(heard.worker, Died(f"its worker {heard.worker} is gone")))
         elif isinstance(heard.message, Event):
             self._give(self._agent.on_event(heard.worker, heard.message))
+
+    def _miss_silent(self) -> None:
+        """A worker that is stopped, or holds its interpreter for long, is as good as dead."""
+        limit = time.monotonic() - SILENT_LEASES * self._start.settings.lease_seconds
+        for worker, heard in self._last_heard.items():
+            if heard < limit and not self._agent.ended:
+                self._last_heard[worker] = math.inf
+                self._give(self._agent.on_event(worker, Died(f"its worker {worker} is silent")))
 
     def _give(self, commands: list[Command]) -> None:
         for command in commands:

@@ -26,6 +26,7 @@ LAST_SECONDS = 5.0
 """What agents have to end after the run has."""
 STATE = "coordinator.json"
 EVENTS = "events.jsonl"
+PID = "coordinator.pid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ def main() -> None:
     start = read_start()
     end_with_parent()
     service = Service(start)
+    write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
     say(port=service.port, pid=os.getpid())
     service.serve()
 

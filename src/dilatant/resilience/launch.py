@@ -8,14 +8,16 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from dilatant.comm.launch import launch_local
+from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
 from dilatant.config import Config
 from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
-from dilatant.resilience.protocol.values import Settings
+from dilatant.resilience.protocol.values import TOO_FEW, Settings
 from dilatant.resilience.rank import Seat, train_rank_resiliently
 from dilatant.training.rank import RunResult, Show
 from dilatant.training.starting_point import Start as StartingPoint
@@ -24,6 +26,8 @@ COORDINATOR = "dilatant.resilience.coordinator_process"
 AGENT = "dilatant.resilience.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
+TOO_FEW_EXIT_CODE = 75
+"""EX_TEMPFAIL: try again later, with more nodes."""
 
 
 def launch_resiliently(
@@ -43,24 +47,31 @@ def launch_resiliently(
     folder.mkdir(parents=True)
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
-    with _agents(config, counts, str(folder)) as seats:
-        results = launch_local(
-            train_rank_resiliently,
-            ranks,
-            config,
-            plan_json,
-            start,
-            show,
-            seats,
-            started=started,
-            survives=True,
-        )
+    with _agents(config, counts, folder) as seats:
+        try:
+            results = launch_local(
+                train_rank_resiliently,
+                ranks,
+                config,
+                plan_json,
+                start,
+                show,
+                seats,
+                started=started,
+                survives=True,
+            )
+        except WorkerFailed as failure:
+            record = read_record(folder)
+            if record is None or not record.stopped:
+                raise
+            code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
+            raise WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code) from failure
     finished = [result for result in results if result is not None]
     return next((result for result in finished if result.is_first), finished[0])
 
 
 @contextlib.contextmanager
-def _agents(config: Config, counts: list[int], folder: str) -> Iterator[list[Seat]]:
+def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[list[Seat]]:
     """The agents of nodes with so many workers each, and what supervises them; the seat of every worker."""
     given = config.resilience
     settings = Settings(
@@ -70,20 +81,20 @@ def _agents(config: Config, counts: list[int], folder: str) -> Iterator[list[Sea
         fewest=given.fewest_nodes,
     )
     token = fresh_token()
-    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, folder))
+    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, str(folder)))
     agents: list[Child] = []
     supervisor: _Supervisor | None = None
     try:
         port = coordinator.port
         for node, count in enumerate(counts):
-            begin = Start("127.0.0.1", port, token.hex(), settings, folder, f"node{node}", count)
+            begin = Start("127.0.0.1", port, token.hex(), settings, str(folder), f"node{node}", count)
             agents.append(Child(AGENT, begin))
         seats = [
             Seat(f"node{node}", index, agent.port, token)
             for node, (agent, count) in enumerate(zip(agents, counts))
             for index in range(count)
         ]
-        restart = Start("127.0.0.1", port, token.hex(), settings, folder)
+        restart = Start("127.0.0.1", port, token.hex(), settings, str(folder))
         supervisor = _Supervisor(coordinator, restart, agents, seats)
         yield seats
     finally:

@@ -87,7 +87,9 @@ class _Rank:
         self._trainers: list[Trainer] = []
         self._opened: list[Comm] = []
         self._mistake: UserError | None = None
-        self._link = WorkerLink(seat.port, seat.token, seat.index, self._unblock)
+        self._link = WorkerLink(
+            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
+        )
 
     def run(self) -> RunResult | None:
         result: RunResult | None = None

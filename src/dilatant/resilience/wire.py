@@ -42,6 +42,11 @@ class Hello:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A worker is alive."""
+
+
 _KINDS: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -59,6 +64,7 @@ _KINDS: Mapping[str, type] = {
         agent.Done,
         agent.Died,
         Hello,
+        Beat,
     )
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from dilatant.resilience.protocol.agent import (
@@ -20,7 +21,7 @@ from dilatant.resilience.protocol.agent import (
     Rebuild,
     Stopped,
 )
-from dilatant.resilience.wire import Hello, Link, LinkClosed, connect
+from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, connect
 
 
 class Fenced(Exception):
@@ -37,15 +38,19 @@ class WorkerLink:
     A worker whose agent is gone ends at once: it could be told nothing any more, and others go on without it.
     """
 
-    def __init__(self, port: int, token: bytes, index: int, on_fence: Callable[[int], None]) -> None:
+    def __init__(
+        self, port: int, token: bytes, index: int, on_fence: Callable[[int], None], beat_seconds: float = 1.0
+    ) -> None:
         self._link: Link = connect("127.0.0.1", port, token)
         self._on_fence = on_fence
         self._commands: queue.Queue[Command] = queue.Queue()
         self._newest = 0
         self._generation = 0
         self.ended: End | None = None
+        self._closed = False
         self._link.send(Hello(index, os.getpid()))
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
+        threading.Thread(target=self._beat, args=(beat_seconds,), name="dilatant-beat", daemon=True).start()
 
     @property
     def generation(self) -> int:
@@ -94,6 +99,7 @@ class WorkerLink:
         self._send(Broken(self._generation, reason[:2000], None, fatal))
 
     def close(self) -> None:
+        self._closed = True
         self._link.close()
 
     def _await(self, wanted: type) -> None:
@@ -104,8 +110,8 @@ class WorkerLink:
             if isinstance(command, Fence):
                 self._commands.put(command)  # `await_rebuild` answers it
                 raise Fenced
-            is_wanted = isinstance(command, wanted) and not isinstance(command, End)
-            if is_wanted and command.generation == self._generation:
+            of_now = not isinstance(command, End) and command.generation == self._generation
+            if of_now and isinstance(command, wanted):
                 return
 
     def _next(self) -> Command:
@@ -115,11 +121,20 @@ class WorkerLink:
             raise RunEnded(command.reason)
         return command
 
-    def _send(self, message: Stopped | Made | Prepared | Broken | Done) -> None:
+    def _send(self, message: Stopped | Made | Prepared | Broken | Done | Beat) -> None:
         try:
             self._link.send(message)
         except LinkClosed:
-            os._exit(1)
+            if self.ended is None and not self._closed:
+                os._exit(1)
+
+    def _beat(self, seconds: float) -> None:
+        """A process that is stopped, or whose interpreter is held, does not."""
+        while True:
+            time.sleep(seconds)
+            if self._closed or self.ended is not None:
+                return
+            self._send(Beat())
 
     def _read(self) -> None:
         try:
@@ -133,5 +148,5 @@ class WorkerLink:
                 if isinstance(command, Fence | End):
                     self._on_fence(self._generation)
         except LinkClosed:
-            if self.ended is None:
+            if self.ended is None and not self._closed:
                 os._exit(1)

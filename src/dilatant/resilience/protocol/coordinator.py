@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from dilatant.resilience.protocol.values import (
     NO_STATE,
+    TOO_FEW,
     Effect,
     Order,
     Persist,
@@ -203,7 +204,7 @@ class Coordinator:
         members = [*survivors, *self.newcomers]
         if len(members) < self.settings.fewest:
             return self.stop(
-                f"{len(members)} nodes are left of the {self.settings.fewest} that are needed ({reason})", now
+                f"{len(members)} {TOO_FEW} {self.settings.fewest} that are needed ({reason})", now
             )
         self.generation += 1
         self.members = tuple(members)

@@ -10,6 +10,10 @@ NO_STATE = -1
 """The base of a node that holds nothing of the run yet."""
 
 
+TOO_FEW = "nodes are left of the"
+"""In the reason of a run that stops since there are too few."""
+
+
 class Phase(StrEnum):
     """Where a node is in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they stand
     still. rebuilding: they make groups and copy state. ready: they hold all that they need. running: they train."""
