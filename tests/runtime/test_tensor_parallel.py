@@ -21,7 +21,7 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1
-from drawn_steps import (
+from engine_case import (
     CASE,
     ENCODERS,
     HIDDEN,
