@@ -41,9 +41,13 @@ MORE_LANGUAGES = {
     "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
     "cohere": {},
     "stablelm": {},
-}
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
+                  "shared_expert_intermediate_size": 6, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0],
+                  "head_dim": 8, "norm_topk_prob": True},
+}  # fmt: skip
 """Families that are not drawn."""
-UNDIVIDED = ("olmo2", "mixtral", "stablelm")
+UNDIVIDED = ("olmo2", "stablelm")
 """Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {

@@ -36,7 +36,7 @@ from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
+from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
@@ -127,7 +127,7 @@ class Runtime:
         self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
-        self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+        self._replaced: list[Replaced] = []
         self.holdings = holdings_of(plan, model.units)
         self.boxes = boxes_held_on(self.holdings, comm.rank)
         weights = {
@@ -335,7 +335,8 @@ class Runtime:
         for stage in self._stages.values():
             if stage.dropout is not None:
                 stage.dropout.close()
-        restore_linears(self._replaced)
+        for replaced in self._replaced:
+            restore_linears(replaced)
         self._replaced = []
         if self._owns_comm:
             self.comm.close()
@@ -431,7 +432,7 @@ class Runtime:
         for index, module in modules.items():
             placed = self._placed[index]
             gradients = WeightGradients()
-            self._replaced += replace_linears(module, gradients, module.undeferred)
+            self._replaced.append(replace_linears(module, gradients, module.undeferred))
             inbound: dict[str, tuple[Boundary, bool]] = {}
             for source in before[index]:
                 # The frozen rule looks at layers, so all replicas of a unit say the same at its end.

@@ -14,7 +14,7 @@ from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.language import LanguageStage
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
-from dilatant.models.tensor_parallel import share_blocks, share_vocabulary, with_weights
+from dilatant.models.tensor_parallel import share_blocks, share_experts, share_vocabulary, with_weights
 from dilatant.models.tensor_plan import tensor_plan
 from dilatant.models.unit import Unit
 from dilatant.plan.boxes import Box
@@ -64,6 +64,7 @@ class SharedUnit:
         blocks = list(model.get_submodule(structure.blocks).children())
         start = max(first - 1, 0)
         share_blocks(blocks, self._plan.regions[start : start + len(blocks)], self._ranks)
+        share_experts(blocks, self._plan.experts[start : start + len(blocks)], self._ranks, None)
         if isinstance(stage, LanguageStage):
             rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
             stage.vocabulary = share_vocabulary(
