@@ -89,7 +89,8 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
         degrees.append((2, 1))
     if case.attention is not None:
         degrees += [(1, 2), (1, 3), *((tp, 2) for tp, _ in degrees[1:])]
-    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees)
+    experts = LANGUAGE[case.language].get("num_local_experts", 1)
+    plan = _draw_plan(draw, layers, dict(model.graph.feeds), most_ranks, degrees, experts)
     assignment = _draw_assignment(draw, plan, build_samples(case))
     trainability = trainability_of(plan, trainable_layers(model.units))
     families = [gpipe, one_f_one_b, eager, zero_bubble_h1, zero_bubble_h2]
@@ -128,6 +129,7 @@ def _draw_plan(
     feeds: dict[str, tuple[str, ...]],
     most_ranks: int,
     degrees: list[tuple[int, int]],
+    experts: int,
 ) -> Plan:
     """Replicas of every unit with cuts of their own; encoders on ranks of their own or on taken ones.
 
@@ -177,18 +179,20 @@ def _draw_plan(
         first = sum(map(len, ranks_of.values()))
         tp, cp = groups[group]
         ranks_of[group] = tuple(range(first, first + tp * cp))
+
+    def on_ranks(name: str, stage: Stage) -> Stage:
+        (group,) = stage.ranks
+        tp, cp = groups[group]
+        dividing = [ep for ep in range(tp, tp * cp + 1, tp) if tp * cp % ep == 0 and experts % ep == 0]
+        ep = draw(st.sampled_from([1, *dividing])) if name == "language" and experts > 1 else 1
+        return replace(stage, ranks=ranks_of[group], tp=tp, cp=cp, ep=ep)
+
     return Plan(
         tuple(
             UnitPlan(
                 name,
                 tuple(
-                    Replica(
-                        tuple(
-                            replace(stage, ranks=ranks_of[group], tp=groups[group][0], cp=groups[group][1])
-                            for stage in replica.stages
-                            for (group,) in [stage.ranks]
-                        )
-                    )
+                    Replica(tuple(on_ranks(name, stage) for stage in replica.stages))
                     for replica in units[name].replicas
                 ),
                 units[name].feeds,

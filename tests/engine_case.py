@@ -27,7 +27,7 @@ LANGUAGE = {
     "gemma": {"head_dim": 8},
     "olmo2": {},
     "phi": {},
-    "mixtral": {"sliding_window": None, "num_local_experts": 3, "num_experts_per_tok": 2,
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "output_router_logits": True, "router_aux_loss_coef": 0.1},
 }  # fmt: skip
 CHOOSES_EXPERTS = ("mixtral",)

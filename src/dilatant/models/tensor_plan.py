@@ -125,8 +125,8 @@ class Experts:
 class TensorPlan:
     """cuts: logical name → how ranks divide the weight; all others are held whole. partial: those of them of whose
     gradient each rank has a summand; of the others every rank has all of it. regions, experts: of every block.
-    of_experts: logical names of the weights that expert-parallel ranks divide by the expert. problems: why the unit
-    cannot be divided at all."""
+    of_experts: logical names of the weights that expert-parallel ranks divide by the expert. problems: why
+    tensor-parallel ranks cannot share the unit at all."""
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
@@ -152,25 +152,23 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     """The plan of `unit`, for any degree that divides it (see `degree_problems`)."""
     if unit.structure is None:
         return TensorPlan()
-    rules = _rules(unit)
-    if not rules:
-        return TensorPlan(
-            problems=(f"{unit.unit}: how ranks share the layers of {unit.family!r} is not known",)
-        )
     blocks = list(zip(unit.layers[1:], unit.blocks))
-    problems = dict.fromkeys(problem for _, block in blocks for problem in _refusals(block, rules))
-    if problems:
-        return TensorPlan(problems=(f"{unit.unit}: {next(iter(problems))}",))
+    mixtures = tuple(tuple(_experts(block)) for block in unit.blocks)
     cuts: dict[str, Cut] = {}
-    partial: set[str] = set()
-    of_experts: set[str] = set()
-    found, mixtures = [], []
-    for layer, block in blocks:
-        mixtures.append(tuple(_experts(block)))
-        for experts in mixtures[-1]:
+    for (layer, _), of_block in zip(blocks, mixtures):
+        for experts in of_block:
             path, inner = f"{layer}.{experts.path}", Part(experts.inner)
             cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = Cut(1, (inner, inner)), Cut(2, (inner,))
-            of_experts |= {f"{path}.gate_up_proj", f"{path}.down_proj"}
+    of_experts = frozenset(cuts)
+    rules = _rules(unit)
+    reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    for _, block in blocks if rules else ():
+        reason = reason or next(_refusals(block, rules), None)
+    if reason is not None:
+        return TensorPlan(experts=mixtures, of_experts=of_experts, problems=(f"{unit.unit}: {reason}",))
+    partial: set[str] = set()
+    found = []
+    for layer, block in blocks:
         regions = tuple(_regions(block, rules))
         found.append(regions)
         for region in regions:
@@ -186,8 +184,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         {**cuts, **_vocabulary(unit)},
         frozenset(partial),
         tuple(found),
-        tuple(mixtures),
-        frozenset(of_experts),
+        mixtures,
+        of_experts,
     )
 
 
@@ -217,6 +215,28 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
         return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
     return []
+
+
+def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
+    """Why `ep` of the `tp * cp` ranks of a stage cannot have different experts, in a line that says what would work."""
+    counts = sorted({experts.count for of_block in plan.experts for experts in of_block})
+    if ep == 1:
+        return []
+    if not counts:
+        return [f"{unit.unit}: ep is {ep}, but it has no experts that ranks could divide; leave ep out"]
+    working = [
+        degree
+        for degree in range(tp, tp * cp + 1, tp)
+        if tp * cp % degree == 0 and all(count % degree == 0 for count in counts)
+    ]
+    if ep in working:
+        return []
+    experts = " and ".join(map(str, counts))
+    takes = ", ".join(map(str, dict.fromkeys((1, *working))))
+    return [
+        f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of tp {tp} and cp {cp}; it takes ep "
+        f"{takes} there (ep is a multiple of tp, and divides tp x cp and the experts)"
+    ]
 
 
 def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:

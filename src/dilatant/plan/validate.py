@@ -115,6 +115,11 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
             problems.append(
                 f"{_place(entry)} has ranks {list(stage.ranks)}, but tp {stage.tp} times cp {stage.cp} ranks are needed"
             )
+        if stage.ep < 1 or (stage.ep > 1 and (stage.ep % stage.tp or stage.tp * stage.cp % stage.ep)):
+            problems.append(
+                f"{_place(entry)} has ep {stage.ep}, which must be a multiple of tp {stage.tp} and divide its "
+                f"{stage.tp * stage.cp} ranks"
+            )
         if len(set(stage.ranks)) < len(stage.ranks):
             problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
         for rank in dict.fromkeys(stage.ranks):

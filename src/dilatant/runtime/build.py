@@ -21,7 +21,6 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.plan import Stage as StagePlan
 from dilatant.runtime.shared_unit import SharedUnit
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
 
@@ -56,9 +55,9 @@ def build_stages(
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
     shared = {
-        placed.unit: SharedUnit(model.units[placed.unit], comm, _tensor_ranks(placed.stage, comm.rank), boxes)
+        placed.unit: SharedUnit(model.units[placed.unit], comm, placed.stage, boxes)
         for placed in own
-        if placed.stage.tp > 1 and model.units[placed.unit].structure is not None
+        if max(placed.stage.tp, placed.stage.ep) > 1 and model.units[placed.unit].structure is not None
     }
     for placed in own:
         first, end = placed.stage.first, placed.stage.end
@@ -94,12 +93,6 @@ def build_stages(
                 parameter.grad_dtype = torch.float32  # autograd casts what arrives, and adds in fp32
         stages[placed.index] = stage
     return stages
-
-
-def _tensor_ranks(stage: StagePlan, rank: int) -> tuple[int, ...]:
-    """The ranks that share this one's tokens; tp varies fastest."""
-    first = stage.ranks.index(rank) // stage.tp * stage.tp
-    return stage.ranks[first : first + stage.tp]
 
 
 def _context(placed: PlacedStage, unit: Unit, comm: Comm) -> Context:
