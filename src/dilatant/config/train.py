@@ -29,6 +29,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    offload: bool = False
+    """Keep fp32 masters and moments in the host's memory and update there: a GPU then holds weights and gradients only.
+    Slower; refused without a GPU, where they are in the host's memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ class ParameterBytes:
     """Bytes per parameter. `optimizer` holds moments and, with low-precision weights, the master copy.
 
     The defaults are AdamW in bf16 with fp32 gradients, master weights and moments, shared with nobody. zero: who does
-    share them; ranks_per_node: None where all are on one.
+    share them; ranks_per_node: None where all are on one. Of state that is kept by the host the device has nothing.
     """
 
     weight: float = 2.0

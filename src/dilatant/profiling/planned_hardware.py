@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dilatant.config import ClusterConfig, UserError
+from dilatant.config import ClusterConfig, OptimizerConfig, UserError
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import BF16, DEFAULT_ZERO, FP32, ParameterBytes, Zero
 from dilatant.plan.cluster import Cluster, cluster_of
@@ -47,7 +47,12 @@ def devices_per_node(config: ClusterConfig) -> int:
     return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
 
 
-def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | None = None) -> Target:
+def plan_target(
+    config: ClusterConfig,
+    precision: str = "auto",
+    zero: Zero | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> Target:
     """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
 
     Raises UserError for hardware that the file does not have, and for bf16 on a GPU here without it.
@@ -79,9 +84,15 @@ def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | Non
         threads=threads,
         dtype=dtype,
         rules=replace(
-            FP32 if dtype == "float32" else BF16, zero=zero or DEFAULT_ZERO, ranks_per_node=per_node
+            _state_rules(FP32 if dtype == "float32" else BF16, optimizer),
+            zero=zero or DEFAULT_ZERO,
+            ranks_per_node=per_node,
         ),
     )
+
+
+def _state_rules(rules: ParameterBytes, optimizer: OptimizerConfig | None) -> ParameterBytes:
+    return replace(rules, optimizer=0.0) if optimizer is not None and optimizer.offload else rules
 
 
 def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:

@@ -117,6 +117,7 @@ def build_shared(
     zero: Zero = "none",
     node_of: Sequence[int] | None = None,
     exact: Mapping[str, Tensor] | None = None,
+    masters: bool = True,
 ) -> SharedWeights:
     """The weights in `stages` that train, in buckets that all ranks cut alike."""
     everything: dict[str, Tensor] = {}
@@ -137,4 +138,4 @@ def build_shared(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact)
+    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact, masters)

@@ -93,7 +93,7 @@ class Runtime:
 
     zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: as they
     are). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
-    `owned.gather` follows every update.
+    `owned.gather` follows every update. keeps_masters: what is owned of a weight in bf16 is fp32; else as the weight.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Runtime:
         bucket_bytes: int = BUCKET_BYTES,
         zero: Zero = "none",
         node_of: Sequence[int] | None = None,
+        keeps_masters: bool = True,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
@@ -144,7 +145,7 @@ class Runtime:
             for name, parameter in module.named_logical_parameters()
         }
         self._shared = build_shared(
-            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights
+            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights, keeps_masters
         )
         self._sync = self._shared.sync
         self._shared.require_equal()

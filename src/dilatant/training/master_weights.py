@@ -15,21 +15,24 @@ from torch import Tensor, nn
 
 
 def make_masters(
-    weights: Mapping[str, nn.Parameter], exact: Mapping[str, Tensor] | None = None
+    weights: Mapping[str, nn.Parameter],
+    exact: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, nn.Parameter]:
     """Logical name → fp32 master of every trainable one of `weights`; a weight that is fp32 is its own.
 
-    exact: values that weights were rounded from, where they are known.
+    exact: values that weights were rounded from, where they are known. device: of masters that are all copies; None:
+    where the weights are.
     """
     masters = {}
     for name, weight in weights.items():
         if not weight.requires_grad:
             continue
-        if weight.dtype in (torch.float32, torch.float64):
+        if device is None and weight.dtype in (torch.float32, torch.float64):
             masters[name] = weight
             continue
         source = (exact or {}).get(name, weight).detach()
-        copied = torch.empty_like(weight, dtype=torch.float32).copy_(source)
+        copied = torch.empty_like(weight, dtype=torch.float32, device=device).copy_(source)
         masters[name] = nn.Parameter(copied)
     return masters
 

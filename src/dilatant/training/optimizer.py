@@ -7,13 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import torch
 from torch import Tensor, nn
 
-from dilatant.config import OptimizerConfig
+from dilatant.config import OptimizerConfig, UserError
 from dilatant.plan.boxes import parse_key
 from dilatant.training.master_weights import MasterAdamW, make_masters
+from dilatant.training.offload import OffloadedAdamW
 
 Matcher = Callable[[str], Set[str]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps in the form of a parameter; beside them the number of its steps."""
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raises UserError where this machine cannot run what the config asks for; takes no device."""
+    if config.offload and not torch.cuda.is_available():
+        raise UserError(
+            "train.optimizer.offload keeps optimizer state out of a GPU's memory, and this run has no GPU: leave it out"
+        )
 
 
 def build_optimizer(
@@ -33,13 +42,14 @@ def build_optimizer(
     name_of = {key: parse_key(key)[0] for key in parameters}
     rates = _rates(name_of.values(), config, matching)
     groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
-    masters = make_masters(parameters, exact)
+    masters = make_masters(parameters, exact, torch.device("cpu") if config.offload else None)
     for key, master in masters.items():
         label, rate, decay = rates[name_of[key]]
         groups.setdefault((label, rate, decay if master.ndim >= 2 else 0.0), {})[key] = master
     if not groups:
         groups["none", config.learning_rate, 0.0] = {}
-    return MasterAdamW(
+    kind = OffloadedAdamW if config.offload else MasterAdamW
+    return kind(
         [
             {
                 "params": list(members.values()),
