@@ -64,8 +64,10 @@ def test_one_generation_can_be_joined_again_also_after_a_failure(
 
 def _one_comes_too_late_the_first_time(worker: Worker) -> list[float]:
     if worker.rank > 0:
+        worker.store.set(f"here/{worker.rank}", b"")
+        worker.store.wait([f"here/{rank}" for rank in range(1, worker.size)])
         with pytest.raises((CommTimeout, CommAborted), match="rank 0 has not begun to communicate"):
-            Comm(worker.store, worker.rank, worker.size, timeout_seconds=0.5)
+            Comm(worker.store, worker.rank, worker.size, timeout_seconds=1)
         worker.store.set(f"over/{worker.rank}", b"")
     worker.store.wait([f"over/{rank}" for rank in range(1, worker.size)])
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
