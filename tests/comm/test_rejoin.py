@@ -39,17 +39,20 @@ def _fail(comm: Comm, worker: Worker, how: str) -> None:
 def _again_and_again(worker: Worker, hows: list[str]) -> list[list[float]]:
     results = []
     for how in hows:
-        comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+        comm = None
         try:
+            comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
             if how:
                 _fail(comm, worker, how)
             results.append(_sums(comm, worker))
         except ValueError as error:
+            assert comm is not None
             comm.abort(f"rank 1 failed: {error}")
-        except CommAborted as error:
+        except CommAborted as error:  # while it is made, too
             if "rank 1 failed" not in str(error):
                 raise
-        comm.close()
+        if comm is not None:
+            comm.close()
     return results
 
 
