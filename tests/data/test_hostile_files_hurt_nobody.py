@@ -90,6 +90,8 @@ BAD = [
     ('{"question": "q \\ud800", "answer": "a"}', r"U\+D800, half a character"),
     ('{"question": "q", "answer": "a \\udfff"}', r"U\+DFFF, half a character"),
     ('{"question": "q", "answer": ' + "9" * 5000 + "}", r"not valid JSON"),
+    ('{"question": "q", "answer": NaN}', r"'answer' is nan"),
+    ('{"question": 1e400, "answer": "a"}', r"'question' is inf"),
     ('{"question": "q", "answer": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}", r"nests too deep"),
     ('{"messages": "' + "[" * 100_000 + '"}', r"nests too deep"),
     ('{"texts": [{"user": "q", "assistant": null}]}', r"'assistant' is empty"),
