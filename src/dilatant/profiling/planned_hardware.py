@@ -13,7 +13,15 @@ import torch
 
 from dilatant.config import ClusterConfig, OptimizerConfig, UserError
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.cost.memory import BF16, DEFAULT_ZERO, FP32, ParameterBytes, Zero
+from dilatant.cost.memory import (
+    BF16,
+    DEFAULT_ZERO,
+    EIGHT_BIT_MOMENTS,
+    FP32,
+    FP32_MOMENTS,
+    ParameterBytes,
+    Zero,
+)
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
@@ -92,7 +100,12 @@ def plan_target(
 
 
 def _state_rules(rules: ParameterBytes, optimizer: OptimizerConfig | None) -> ParameterBytes:
-    return replace(rules, optimizer=0.0) if optimizer is not None and optimizer.offload else rules
+    if optimizer is None:
+        return rules
+    if optimizer.offload:
+        return replace(rules, optimizer=0.0)
+    saved = FP32_MOMENTS - EIGHT_BIT_MOMENTS if optimizer.name == "adamw_8bit" else 0.0
+    return replace(rules, optimizer=rules.optimizer - saved)
 
 
 def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:

@@ -64,7 +64,7 @@ class OffloadedAdamW(MasterAdamW):
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Round the masters into the weights; also to be called when masters were loaded."""
+        """Round the masters into the weights."""
         self._send(list(self._rounded))
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

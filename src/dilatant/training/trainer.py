@@ -147,7 +147,7 @@ class Trainer:
         allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
         state = held_state(self.runtime, self._optimizer.masters, self._optimizer)
         values = load(checkpoint, state, known=self._known, shapes=self._shapes)
-        self._optimizer.write_weights()
+        self._optimizer.loaded()
         owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
