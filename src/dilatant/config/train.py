@@ -40,7 +40,7 @@ class OptimizerConfig(Section):
     def _one_way_to_save(self) -> Self:
         if self.offload and self.name != "adamw":
             raise ValueError(
-                f"'offload' keeps fp32 moments in the host's memory, 'name: {self.name}' 8-bit ones on the GPU; give one"
+                f"'offload' keeps fp32 moments on the host, 'name: {self.name}' 8-bit ones on the GPU; give one"
             )
         return self
 
