@@ -48,6 +48,12 @@ class Stage:
     cp: int = 1
     ep: int = 1
 
+    def expert_degrees(self) -> tuple[int, ...]:
+        """What `ep` may be: 1, or a multiple of tp that divides the ranks."""
+        size = self.tp * self.cp
+        wide = (ep for ep in range(self.tp, size + 1, self.tp) if size % ep == 0) if self.tp > 0 else ()
+        return tuple(dict.fromkeys((1, *wide)))
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:

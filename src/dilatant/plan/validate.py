@@ -115,10 +115,10 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
             problems.append(
                 f"{_place(entry)} has ranks {list(stage.ranks)}, but tp {stage.tp} times cp {stage.cp} ranks are needed"
             )
-        if stage.ep < 1 or (stage.ep > 1 and (stage.ep % stage.tp or stage.tp * stage.cp % stage.ep)):
+        if stage.ep not in (takes := stage.expert_degrees()):
             problems.append(
-                f"{_place(entry)} has ep {stage.ep}, which must be a multiple of tp {stage.tp} and divide its "
-                f"{stage.tp * stage.cp} ranks"
+                f"{_place(entry)} has ep {stage.ep}; with tp {stage.tp} and cp {stage.cp} it takes ep "
+                + ", ".join(map(str, takes))
             )
         if len(set(stage.ranks)) < len(stage.ranks):
             problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
