@@ -115,6 +115,7 @@ class Trainer:
             precision=pick_precision(config.train.precision, worker.device),
             zero=config.train.zero or DEFAULT_ZERO,
             node_of=membership.node_of,
+            keeps_masters=not config.train.optimizer.offload,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
         )
@@ -130,7 +131,11 @@ class Trainer:
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
         owned = self.runtime.owned
-        exact = {held[name].key: tensor for name, tensor in weights.items()}
+        exact = {
+            key: weights[box.name] if box == held[box.name] else weights[box.name][held[box.name].place(box)]
+            for key, box in owned.boxes.items()
+            if box.name in weights
+        }
         self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
         self._left_out: Mapping[int, str] = {}
@@ -197,7 +202,7 @@ class Trainer:
     def go_on_from(self, values: Mapping[str, Any]) -> None:
         """Go on with the state that was filled in, from where `values` say; called by all ranks. Raises ValueError for
         costs that are none, UserError where replicas differ."""
-        self._optimizer.write_weights()
+        self._optimizer.loaded()
         self.runtime.owned.gather()
         self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
         self.step = values["step"]
