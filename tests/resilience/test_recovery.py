@@ -62,12 +62,13 @@ def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
         make_project(tmp_path, COPIES),
         Fault(4, "worker:1"),
         Fault(8, "coordinator"),
-        Fault(12, "agent:0"),
+        Fault(12, "agent:0", signal.SIGTERM),
         Fault(16, "worker:3", signal.SIGSTOP),
     )
     assert ended.injected == 4
     require_equal(ended, undisturbed)
     assert ended.events[-1]["members"] == ["node2"]
+    assert any("node0 leaves" in event["reason"] for event in ended.events)
     found = read_status(tmp_path / "run")
     assert (found.step, found.stopped, found.generation) == (
         STEPS,
@@ -82,7 +83,7 @@ def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(
 ) -> None:
     ended = run_with_faults(
         make_project(tmp_path, PIPELINES),
-        Fault(4, "worker:0"),
+        Fault(4, "agent:0"),
         Fault(9, "worker:3"),
         Fault(9, "coordinator"),
         Fault(9, "worker:1", later=0.1),
@@ -112,6 +113,7 @@ def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) ->
 
 
 def test_a_mistake_of_the_user_is_said_as_it_is(tmp_path: Path) -> None:
+    """Also where only the ranks find it, before or after they have met."""
     project = make_project(tmp_path, CHAIN)
     ended = run_with_faults(project, arguments=("--set", "train.optimizer.learning_rate=1e30"))
     assert ended.exit_code == 2, ended.output

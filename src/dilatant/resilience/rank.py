@@ -94,11 +94,14 @@ class _Rank:
         self._start = start
         self._show = show
         self._seat = seat
+        self._store = worker.store
+        self._rank = worker.rank
+        self._link = WorkerLink(
+            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
+        )
         self._initial = TrainingPlan.from_json(plan_json)
         self._prepared: Prepared = prepare(config, self._initial)
         self._folder = RunFolder(config.output_dir)
-        self._store = worker.store
-        self._rank = worker.rank
         self._held: Held | None = None
         self._pending: Held | None = None
         self._trainers: list[Trainer] = []
@@ -106,9 +109,7 @@ class _Rank:
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
         self._warm_up()
-        self._link = WorkerLink(
-            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
-        )
+        self._link.warm()
 
     def run(self) -> RunResult | None:
         result: RunResult | None = None
