@@ -129,3 +129,25 @@ def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
         for pid in (document["pid"], *document["workers"].values()):
             assert not Path(f"/proc/{pid}/stat").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
     assert len(losses(project / "run")) == 2
+
+
+def test_a_lost_node_that_is_started_again_joins_and_holds_layers(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    project = make_project(tmp_path, CHAIN)
+    arguments = (
+        "--set",
+        "resilience.restarts=2",
+        "--set",
+        "parallel.units.language.replicas=2",
+        "--set",
+        "train.steps=120",
+    )
+    ended = run_with_faults(project, Fault(4, "worker:1"), arguments=arguments)
+    assert ended.exit_code == 0, ended.output
+    assert ended.losses[:10] == pytest.approx(undisturbed[:10], rel=1e-2)  # another schedule of rates
+    assert len(ended.losses) == 120
+    assert any("node1." in event["reason"] and "joins" in event["reason"] for event in ended.events), (
+        ended.events
+    )
+    assert len(ended.events[-1]["members"]) == 4
