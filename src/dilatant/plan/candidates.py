@@ -95,7 +95,7 @@ class Candidate:
     @property
     def chains(self) -> tuple[Chain, ...]:
         return tuple(
-            Chain(count, option.tp, option.cp, option.cuts)
+            Chain(count, option.tp, option.cp, option.cuts, option.chunks, option.recompute)
             for count, option in zip(self.counts, self.options)
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dilatant.config.recompute import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -15,22 +16,26 @@ class Chain:
     """`replicas` chains of stages, each on tp * cp devices of its own.
 
     `cuts[unit]` are the first layers of that unit's stages. Several units in one chain are colocated: their k-th
-    stages share devices. A unit may have fewer stages than the chain; they are its first ones.
+    stages share devices. A unit may have fewer stages than the chain; they are its first ones. `chunks` stages are on
+    the same devices: the chain goes round its groups so often. `recompute[unit]`: as in `UnitPlan`.
     """
 
     replicas: int
     tp: int
     cp: int
     cuts: Mapping[str, tuple[int, ...]]
+    chunks: int = 1
+    recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
 
     @property
-    def stages(self) -> int:
-        return max(len(cuts) for cuts in self.cuts.values())
+    def groups(self) -> int:
+        """Groups of tp * cp devices in each replica."""
+        return max(len(cuts) for cuts in self.cuts.values()) // self.chunks
 
     @property
     def gpus(self) -> int:
         """Devices of all replicas."""
-        return self.replicas * self.tp * self.cp * self.stages
+        return self.replicas * self.tp * self.cp * self.groups
 
 
 def map_ranks(
@@ -50,7 +55,7 @@ def map_ranks(
         (-chain.tp * chain.cp, replica * pipelines // chain.replicas, number, stage, replica)
         for number, chain in enumerate(chains)
         for replica in range(chain.replicas)
-        for stage in range(chain.stages)
+        for stage in range(chain.groups)
     ]
     ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
     following = 0
@@ -75,13 +80,20 @@ def map_ranks(
                 tuple(
                     Replica(
                         tuple(
-                            Stage(first, end, ranks[number, replica, stage], chain.tp, chain.cp)
+                            Stage(
+                                first,
+                                end,
+                                ranks[number, replica, stage % chain.groups],
+                                chain.tp,
+                                chain.cp,
+                            )
                             for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
                         )
                     )
                     for replica in range(chain.replicas)
                 ),
                 tuple(feeds.get(name, ())),
+                chain.recompute.get(name, ()),
             )
         )
     return Plan(tuple(units))
