@@ -133,9 +133,13 @@ class OptionTable:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
         return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self._node))
 
+    def is_free(self, unit: str) -> bool:
+        """Does the model leave to the plan what is recomputed?"""
+        return self._model.unit(unit).recompute is None
+
     def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
         """What may be tried for `units`, the fastest first; the one level "none" where the model says it for all."""
-        free = any(self._model.unit(unit).recompute is None for unit in units)
+        free = any(self.is_free(unit) for unit in units)
         return LEVELS if free else LEVELS[:1]
 
     def layers(self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none") -> Layers:
@@ -393,5 +397,6 @@ def _by_stage(layers: Layers, cuts: tuple[int, ...]) -> list[NDArray[np.float64]
     """The columns of `layers` by stage."""
     at = np.array(cuts)
     return [
-        (np.maximum if name == "transient" else np.add).reduceat(getattr(layers, name), at) for name in _COLUMNS
+        (np.maximum if name == "transient" else np.add).reduceat(getattr(layers, name), at)
+        for name in _COLUMNS
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dilatant.config.recompute import Recompute
 from dilatant.plan.cluster import Cluster
@@ -38,28 +39,48 @@ class Chain:
         return self.replicas * self.tp * self.cp * self.groups
 
 
+class RankOrder(StrEnum):
+    """What lies side by side, and so inside a node: the stages of a pipeline (short ways for activations), those of the
+    same width first; the same with each encoder next to what it feeds, whatever their widths; or the replicas of a
+    stage (short ways for gradients)."""
+
+    STAGES = "stages"
+    PIPELINES = "pipelines"
+    REPLICAS = "replicas"
+
+
 def map_ranks(
     chains: Sequence[Chain],
     layers: Mapping[str, int],
     feeds: Mapping[str, tuple[str, ...]],
     cluster: Cluster,
+    order: RankOrder = RankOrder.STAGES,
 ) -> Plan:
     """The plan of some chains: units in the order of `layers` (their number of layers), edges from `feeds`.
 
-    Wide stages are placed first, so that no tensor group crosses a node, and among equally wide ones the stages of one
-    pipeline side by side. Raises PlanError when the chains do not fit the cluster that way.
+    No tensor group crosses a node. Raises PlanError when the chains do not fit the cluster that way, in this order.
     """
     pipelines = max(chain.replicas for chain in chains)
+
+    def place(number: int, stage: int, replica: int) -> tuple[int, ...]:
+        chain = chains[number]
+        pipeline = replica * pipelines // chain.replicas  # replicas are spread evenly over the pipelines
+        wide = -chain.tp * chain.cp  # wide ones first leave no gap
+        return {
+            RankOrder.STAGES: (wide, pipeline, number, stage, replica),
+            RankOrder.PIPELINES: (pipeline, number, stage, replica),
+            RankOrder.REPLICAS: (wide, number, stage, replica),
+        }[order]
+
     slots = [
-        # (width, pipeline it belongs to, chain, stage): replicas are spread evenly over the pipelines
-        (-chain.tp * chain.cp, replica * pipelines // chain.replicas, number, stage, replica)
+        (place(number, stage, replica), number, stage, replica)
         for number, chain in enumerate(chains)
         for replica in range(chain.replicas)
         for stage in range(chain.groups)
     ]
     ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
     following = 0
-    for _, _, number, stage, replica in sorted(slots):
+    for _, number, stage, replica in sorted(slots):
         tp, width = chains[number].tp, chains[number].tp * chains[number].cp
         following = _aligned(following, tp, width, cluster.gpus_per_node)
         ranks[number, replica, stage] = tuple(range(following, following + width))
