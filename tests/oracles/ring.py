@@ -1,4 +1,4 @@
-"""Rings of all-reduces, message by message: each step of each ring waits for its neighbour and for what it goes through."""
+"""Rings of all-reduces, message by message: each step waits for its neighbour and for what it goes through."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 
 
 def all_reduce(rings, node_of, port_of, inside, port):
-    """Seconds until every ring is done. `rings`: (bytes, ranks). In each of 2 (n - 1) rounds every rank passes a n-th of
-    the bytes on to the next, between nodes in as many strands as the node has ports among the ring's members, each
+    """Seconds until every ring is done. `rings`: (bytes, ranks). In each of 2 (n - 1) rounds every rank passes an n-th
+    of the bytes on to the next, between nodes in as many strands as the node has ports among the ring's members, each
     strand through the ports on its way that are free first come, first served; devices inside a node meet only
     themselves. No latency."""
     strands = []
@@ -29,7 +29,7 @@ def all_reduce(rings, node_of, port_of, inside, port):
     ready = [[0.0] * len(hops) for _, hops in strands]
     queue = [(0.0, next(counter), s, r, 0) for s, (_, hops) in enumerate(strands) for r in range(len(hops))]
     heapq.heapify(queue)
-    arrived, last = {}, 0.0
+    last = 0.0
     while queue:
         at, _, strand, rank, step = heapq.heappop(queue)
         size, hops = strands[strand]

@@ -11,7 +11,6 @@ from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload, search
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
-from dilatant.plan.sync_time import sync_seconds
 from dilatant.schedule import validate
 from dilatant.schedule.plan_scorer import best_steps, plan_scorer
 from dilatant.schedule.step_assignment import Microbatching, sample_seconds

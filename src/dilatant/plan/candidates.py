@@ -17,7 +17,6 @@ from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.rank_mapping import Chain
 from dilatant.plan.stable_batch import feasible_allocations, minimum_stable_batch
 
-
 NOTABLE = 0.02
 """The part of a step that going round the devices several times must save by its own sums to be tried."""
 
@@ -186,8 +185,8 @@ def _extended(
 
 
 def _cumulated(sides: Mapping[int, Sequence[_Side]], budget: int) -> list[list[_Side]]:
-    """[devices up to `budget`]: of the sides on so many devices or on fewer those that none of these dominates; of equal
-    ones that on the most."""
+    """[devices up to `budget`]: of the sides on so many devices or on fewer those that none of these dominates; of
+    equal ones that on the most."""
     result: list[list[_Side]] = []
     kept: list[_Side] = []
     for devices in range(budget + 1):

@@ -193,12 +193,16 @@ class OptionTable:
         """
         if stages > len(self._model.unit(unit).layers):
             return None
+        found: list[Option] = []
         for level in self.levels([unit, *extra]):
             asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level)
             option = self._chain(asked, behind, balance)
-            if option is not None:
-                return option if level == "none" else self._relaxed(asked, option, behind)
-        return None
+            if option is None:
+                continue
+            found.append(option if level == "none" else self._relaxed(asked, option, behind))
+            if option is self._options.get((asked, balance is None)):
+                break  # cut as is best for time: more recomputation only takes longer
+        return min(found, key=lambda one: one.total + (microbatches - 1) * one.slowest, default=None)
 
     def _chain(self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None) -> Option | None:
         free = asked, balance is None
@@ -207,6 +211,7 @@ class OptionTable:
             cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
             self._options[free] = self._option(asked, layers, cuts)
         option = self._options[free]
+        assert option is not None, "cut without memory"
         if option.room >= behind or asked.chunks > 1:
             return option if option.room >= behind else None
         bound = *free, behind
@@ -233,12 +238,13 @@ class OptionTable:
                     left = 0.0  # several stages share the device
                 gains = flying * np.cumsum(more[first:end][::-1])[::-1]
                 again[first:end] = gains > left
+            again[0] |= bool(asked.extra)  # which are as a whole, and counted in the first layer
             mixed = replace(
                 layers,
                 seconds=np.where(again, layers.seconds, free.seconds),
                 kept=np.where(again, layers.kept, free.kept),
             )
-            recompute = tuple[Recompute, ...](asked.level if flag else "none" for flag in again & (more > 0))
+            recompute = self._everywhere(asked.unit, asked.level, again)
             others = {other: self._everywhere(other, asked.level) for other in asked.extra}
             self._options[key] = replace(
                 self._option(asked, mixed, cuts), recompute={asked.unit: recompute, **others}
@@ -247,11 +253,13 @@ class OptionTable:
         assert found is not None
         return found
 
-    def _everywhere(self, unit: str, level: Recompute) -> tuple[Recompute, ...]:
-        """`level` for all layers that keep less under it; nothing where the model says what is recomputed."""
-        if self._model.unit(unit).recompute is not None:
+    def _everywhere(
+        self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True
+    ) -> tuple[Recompute, ...]:
+        """`level` for all layers `where` it leaves less to keep; nothing where the model says what is recomputed."""
+        if not self.is_free(unit):
             return ()
-        return tuple(level if there else "none" for there in self.recomputable(unit))
+        return tuple(level if there else "none" for there in self.recomputable(unit) & where)
 
     def recomputable(self, unit: str) -> NDArray[np.bool_]:
         """By layer: does recomputation leave less to keep, by the smallest degrees that there are costs for?"""

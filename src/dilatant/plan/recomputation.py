@@ -27,7 +27,8 @@ def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_b
         if not table.is_free(unit.name):
             continue
         can = table.recomputable(unit.name)
-        layers = list(unit.recompute or ("none",) * len(can))
+        nothing: tuple[Recompute, ...] = ("none",) * len(can)
+        layers = list(unit.recompute or nothing)
         held = np.zeros(len(can), dtype=bool)
         for replica in unit.replicas:
             for stage in replica.stages:
@@ -35,6 +36,6 @@ def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_b
                     held[stage.first : stage.end] = True
         for layer in np.flatnonzero(held & can).tolist():
             layers[layer] = LEVELS[min(LEVELS.index(layers[layer]) + 1, len(LEVELS) - 1)]
-        if tuple(layers) != (unit.recompute or ("none",) * len(can)):
+        if tuple(layers) != (unit.recompute or nothing):
             changed[unit.name] = tuple(layers)
     return recomputing(plan, changed) if changed else None

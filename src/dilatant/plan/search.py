@@ -183,7 +183,7 @@ class _Finals:
     def _plans(self, candidate: Candidate) -> list[Plan]:
         """In every order of ranks; none where tensor groups do not pack into nodes."""
         orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
-        found = {}
+        found: dict[Plan, None] = {}
         for order in orders:
             with suppress(PlanError):
                 found[map_ranks(candidate.chains, self._layers, self._feeds, self._space.cluster, order)] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,12 @@ from dilatant.plan.plan import Plan, Stage, UnitPlan
 def sync_seconds(
     plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
 ) -> dict[int, float]:
-    """Seconds by rank for all-reduces of the gradients of its trainable layers among all their holders.
+    """Seconds by rank for all-reduces of the gradients of its trainable layers among all holders of each.
 
     Holders are the context-parallel ranks of every replica of the layer. A ring passes `2 (n - 1) / n` of the bytes
     through each of its n members: over the links inside nodes, and in and out of each node once, spread over the ports
-    of the members that are there. Small ones wait for as many messages as a tree is high. All ranks sum at the same time, so what several groups send through one port adds up.
+    of the members that are there. Small ones wait for as many messages as a tree is high. All ranks sum at the same
+    time, so what several groups send through one port adds up.
     """
     inside, waits = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
     through: dict[tuple[int, int], float] = defaultdict(float)  # bytes by node and port
@@ -61,7 +63,7 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
     into which tensor parallelism divides them most finely."""
     stages = [stage for replica in unit.replicas for stage in replica.stages]
     borders = sorted({layer for stage in stages for layer in (stage.first, stage.end)})
-    for first, end in zip(borders, borders[1:]):
+    for first, end in itertools.pairwise(borders):
         holders = [stage for stage in stages if stage.first <= first < stage.end]
         finest = max(stage.tp for stage in holders)
         size_bytes = rules.gradient * sum(
