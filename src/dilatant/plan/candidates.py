@@ -13,7 +13,7 @@ import numpy as np
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.options import Option, OptionTable
+from dilatant.plan.options import UNLIMITED, Option, OptionTable
 from dilatant.plan.rank_mapping import Chain
 from dilatant.plan.stable_batch import feasible_allocations, minimum_stable_batch
 
@@ -80,7 +80,7 @@ class Candidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
     `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
-    of this candidate beats: the work of its slowest stage.
+    of this candidate beats: the work of its slowest stage. `disaggregated`: found by DistTrain's search.
     """
 
     encoders_at: EncoderPosition
@@ -91,6 +91,7 @@ class Candidate:
     counts: tuple[int, ...]
     estimate: float
     bound: float
+    disaggregated: bool = False
 
     @property
     def gpus(self) -> int:
@@ -217,6 +218,8 @@ class _Shape:
     replicas: int
     samples: int
     microbatches: int
+    _known: dict[tuple[object, ...], list[Option]] = field(default_factory=dict)
+    _sides: dict[tuple[object, ...], tuple[int, list[list[_Side]]]] = field(default_factory=dict)
 
     def beside(
         self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, ...] | None = None
@@ -314,13 +317,16 @@ class _Shape:
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """The options of a unit on at most `budget` devices that let `behind` stages follow."""
-        most = len(self.space.model.unit(unit).layers)
-        found = [
-            self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
-            for tp, cp in self.table.degrees([unit])
-            for stages in range(1, min(most, budget // (tp * cp)) + 1)
-        ]
-        return [option for option in found if option is not None]
+        key = unit, budget, behind
+        if key not in self._known:
+            most = len(self.space.model.unit(unit).layers)
+            found = [
+                self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
+                for tp, cp in self.table.degrees([unit])
+                for stages in range(1, min(most, budget // (tp * cp)) + 1)
+            ]
+            self._known[key] = [option for option in found if option is not None]
+        return self._known[key]
 
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Those of the language model; also with several stages for each group of devices where that can pay."""
@@ -341,18 +347,30 @@ class _Shape:
         return found
 
     def _before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[_Side]]:
+        """[devices]: the ways to run the encoders on so many devices or fewer, with `behind` stages behind them."""
+        for far in (0, behind):
+            key = encoders_at, budget, far
+            if key not in self._sides:
+                each = self._encoders(encoders_at, budget, far)
+                room = min((option.room for options in each for option in options), default=UNLIMITED)
+                self._sides[key] = room, self.space.joined(each, budget)
+            room, sides = self._sides[key]
+            if room >= behind:  # memory makes no difference
+                break
+        return sides
+
+    def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Option]]:
+        """For each chain of encoders the options that let `behind` stages follow."""
         encoders = self.space.roles.encoders
-        if encoders_at is EncoderPosition.COLOCATED:
-            most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
-            options = [
-                self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
-                for tp, cp in self.table.degrees(encoders)
-                for stages in range(1, min(most, budget // (tp * cp)) + 1)
-            ]
-            return self.space.joined(
-                [[option for option in options if option is not None and option.room >= behind]], budget
-            )
-        return self.space.joined([self._chains(unit, budget, behind) for unit in encoders], budget)
+        if encoders_at is not EncoderPosition.COLOCATED:
+            return [self._chains(unit, budget, behind) for unit in encoders]
+        most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
+        options = [
+            self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
+            for tp, cp in self.table.degrees(encoders)
+            for stages in range(1, min(most, budget // (tp * cp)) + 1)
+        ]
+        return [[option for option in options if option is not None and option.room >= behind]]
 
     def _after(self, budget: int) -> list[_Side]:
         chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]

@@ -123,7 +123,7 @@ def search(
             break
         done += 1
         finals.simulate(candidate)
-    for first in _first_of_modes(space, mode, sizes, num_microbatches, all_devices):
+    for first in _first_of_modes(space, found, mode, sizes, num_microbatches, all_devices):
         finals.simulate(first)
     if not finals.ranked:
         raise nothing_survived(finals.rejected, cluster)
@@ -251,14 +251,22 @@ def _candidates(
 
 
 def _first_of_modes(
-    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None, all_devices: bool
+    space: Space,
+    found: Sequence[Candidate],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
 ) -> Iterator[Candidate]:
     """What each published system would choose, for a search among all: it is to be no slower than any of them."""
     if mode is not Mode.BEST:
         return
-    for other in Mode:
-        if other is not Mode.BEST:
-            yield from _enumerate(space, other, sizes, microbatches, all_devices)[:1]
+    yield from [one for one in found if one.disaggregated][:1]
+    yield from [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE][
+        :1
+    ]  # Cornstarch's
+    for other in (Mode.ENTRAIN, Mode.MEGATRON):
+        yield from _enumerate(space, other, sizes, microbatches, all_devices)[:1]
 
 
 def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
@@ -300,6 +308,7 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             counts=tuple(allocations[name].replicas for name in roles.units),
             estimate=answer.seconds,
             bound=answer.num_microbatches * max(float(option.work.max()) for option in chains),
+            disaggregated=True,
         )
 
 

@@ -22,6 +22,7 @@ from dilatant.schedule.assign import Policy
 from dilatant.schedule.families import eager, half_eager, interleaved, one_f_one_b
 from dilatant.schedule.graph import build
 from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
@@ -148,11 +149,20 @@ def best_steps(
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
 
+    assigned: dict[tuple[int, str, str], Assignment] = {}
+
+    def assign(number: int, name: str, how: Microbatching) -> Assignment:
+        key = number, how.policy, name if how.policy in DEPENDS_ON_FAMILY else ""
+        if key not in assigned:
+            own = replace(how, family=families[name])
+            assigned[key] = assign_step(plan, costs, batches[number], own, anchor)
+        return assigned[key]
+
     def timed(name: str, how: Microbatching) -> list[TimedStep]:
-        family, found = families[name], []
-        for batch in batches:
-            assignment = assign_step(plan, costs, batch, replace(how, family=family), anchor)
-            graph = build(plan, assignment, family(plan, assignment, trainability))
+        found = []
+        for number, batch in enumerate(batches):
+            assignment = assign(number, name, how)
+            graph = build(plan, assignment, families[name](plan, assignment, trainability))
             found.append(time_step(graph, costs, batch))
         return found
 
