@@ -56,6 +56,9 @@ def prepare(
             planned = replace(
                 planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets)
             )
+        for unit in planned.plan.units:
+            if unit.recompute:
+                model.units[unit.name].recompute(unit.recompute)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(
         samples, model, planned, (*said, *_about_warm_up(config, samples), *_about_routers(model))
