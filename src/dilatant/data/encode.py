@@ -20,7 +20,7 @@ from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
 from dilatant.data.pixels import EncoderInput, joined
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, content_digest
+from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, Written, content_digest
 
 NO_LOSS = -100
 
@@ -62,8 +62,13 @@ class Encoding:
 
     @cached_property
     def around(self) -> dict[str, tuple[str, str]]:
-        """Unit → what the chat template writes before and after its items."""
-        return {unit.name: self.chat.template.around_media(unit.kind, unit.marker) for unit in self.units}
+        """Unit → what is written before and after its items: by the chat template, and by the model's processor."""
+        found = {}
+        for unit in self.units:
+            written = unit.written or Written(unit.marker)
+            before, after = self.chat.template.around_media(unit.kind, written.token)
+            found[unit.name] = before + written.opens, written.closes + after
+        return found
 
     @cached_property
     def markers(self) -> re.Pattern[str] | None:
@@ -264,6 +269,13 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
     items = tuple(_sized(sample, media, unit) for media, unit in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
+    for unit in encoding.units:
+        if (tokens.ids == unit.placeholder_id).any():
+            raise SampleError(
+                sample.id,
+                f"its text holds the token that stands for {unit.kind}s ({unit.placeholder_id})",
+                f"write {unit.marker!r} where one belongs, or remove it",
+            )
     at = np.flatnonzero(tokens.ids == -1)
     if len(at) != len(inside):
         raise SampleError(

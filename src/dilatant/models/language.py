@@ -71,7 +71,8 @@ class LanguageStage(Stage):
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
     outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
     path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
-    where they have none. loss_chunk: see `chunked_head.chunked_loss`.
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
+    vision-language model; else the base model is it.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -97,6 +98,7 @@ class LanguageStage(Stage):
         is_last: bool = True,
         loss_chunk: int | None = LOSS_CHUNK,
         routers: str | None = None,
+        decoder: str | None = None,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -109,6 +111,7 @@ class LanguageStage(Stage):
         self.is_last = is_last
         self.loss_chunk = loss_chunk
         self.routers = routers
+        self.decoder = decoder
 
     def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
@@ -236,7 +239,8 @@ class LanguageStage(Stage):
         }
         if router_logits is not None:
             run["output_router_logits"] = True
-        output = self.model.base_model(**run)
+        decoder = self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
+        output = decoder(**run)
         if router_logits is not None:
             router_logits += output.router_logits or ()
         hidden = output.last_hidden_state
@@ -306,6 +310,7 @@ class LanguageUnit(Unit, LanguageStage):
         placeholder_ids: Mapping[str, int],
         before_language_model: BeforeLanguageModel | None = None,
         outputs: Mapping[str, int] | None = None,
+        decoder: str | None = None,
     ) -> None:
         structure = find_structure(model)
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
@@ -316,8 +321,10 @@ class LanguageUnit(Unit, LanguageStage):
             model=model,
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
-            container=structure.containers[-1],
+            # Of a whole model, its head runs behind all that it does between towers and text model.
+            container=structure.containers[-1] if decoder is None else model.base_model_prefix,
             before_language_model=before_language_model,
+            decoder=decoder,
         )
         self.structure = structure
         self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
@@ -392,6 +399,7 @@ class LanguageUnit(Unit, LanguageStage):
             is_last=is_last,
             loss_chunk=self.loss_chunk,
             routers=self.routers,
+            decoder=self.decoder,
         )
 
 
