@@ -89,8 +89,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Of a whole model: a tokenizer id or folder, or `bytes`. Default: that of `id`."""
     processor: str | dict[str, Any] | None = None
-    """Of a whole model: its image processor, as id, folder or settings. Default: that of `id`, or one fitted to
-    `config`."""
+    """Of a whole model: its image processor, as id, folder or settings; with `id` also just what differs, such as
+    `{min_pixels: 3136, max_pixels: 602112}`. Default: that of `id`, or one fitted to `config`."""
     attn_implementation: str | None = None
     """Of a whole model: what computes attention in its text model, as `language_model.attn_implementation`."""
     language_model: LanguageModelConfig | None = None

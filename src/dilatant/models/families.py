@@ -21,9 +21,11 @@ class Tower:
 
     path: of the encoder. projector: of the modules and parameters that make its rows fit the text. token: the config's
     key of the id that stands for one row. features: the method that projects. batched: whether it takes pixels of
-    samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in them is
-    the text of the token whose id the config has under this key; written is that of `token` unless said otherwise.
-    settings: of the image processor, that are changed.
+    samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
+    them is the text of the token whose id the config has under this key; written is that of `token` unless said
+    otherwise.
+    settings: of the image processor, that are changed. native: whether images of unlike sizes are packed in one row (see
+    `NativeEncoderUnit`); such a tower projects by itself.
     """
 
     path: str
@@ -36,19 +38,20 @@ class Tower:
     opens: str = ""
     closes: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    native: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type` of transformers.
 
-    towers: unit → its tower. decoder: path of the text model. first_position: of a sample's first token.
-    media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has it.
+    towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
+    (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has it.
     """
 
     towers: Mapping[str, Tower]
     decoder: str = "model.language_model"
-    first_position: int = 0
+    spatial: bool = False
     media_attention: MediaAttention = "causal"
 
 
@@ -62,7 +65,12 @@ _CONNECTED = Tower(
     settings={"do_image_splitting": False},  # its tiles have texts between them
 )
 
+_QWEN = Family({"vision": Tower("model.visual", (), native=True)}, spatial=True)
+
 FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
     "llava": Family({"vision": _PLAIN}),
     "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
     "gemma3": Family(

@@ -91,6 +91,8 @@ class MultimodalModel(nn.Module):
             before_language_model,
             outputs,
             decoder=None if self.whole is None else self.whole.family.decoder,
+            positions=None if self.whole is None else self.whole.positions,
+            taps=0 if self.whole is None else self.whole.taps,
         )
         for name, generator in generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)

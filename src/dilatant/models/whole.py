@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
+from dilatant.data.native_image_unit import GRID
+from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.families import Family, Tower, family_of
 from dilatant.models.geometry import encoder_geometry, height_and_width
+from dilatant.models.native_encoder import NativeEncoderUnit
+from dilatant.models.packed_row import Positions
+from dilatant.models.positions import spatial_positions
 from dilatant.models.slicing import slice_model
 from dilatant.models.structure import find_structure
 from dilatant.models.unit import Unit
@@ -74,6 +82,8 @@ class Whole:
         """The unit of a tower and its projector, on the meta device. Raises UserError."""
         tower = self.family.towers[name]
         model = self.composite()
+        if tower.native:
+            return NativeEncoderUnit(name, cast(PreTrainedModel, model.get_submodule(tower.path)))
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.family)
@@ -84,9 +94,23 @@ class Whole:
 
     def key_of(self, unit: Unit, weight: Weight) -> str:
         """What the composite's state dict calls a weight of a unit."""
-        if unit.unit in self.family.towers and weight.part == "model":
-            return f"{self.family.towers[unit.unit].path}.{weight.key}"
+        tower = self.family.towers.get(unit.unit)
+        if tower is not None and (tower.native or weight.part == "model"):
+            return f"{tower.path}.{weight.key}"
         return weight.key
+
+    @property
+    def positions(self) -> Positions | None:
+        """Where the tokens of a sample are, if not one after another."""
+        if not self.family.spatial:
+            return None
+        merge = self.config.vision_config.spatial_merge_size
+        return partial(_spatial, tuple(self.placeholder_ids.items()), merge)
+
+    @property
+    def taps(self) -> int:
+        """Blocks of the text model, from the first on, that are given rows of the encoder besides."""
+        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
 
 
 _NORMED_LAST = ("internvl",)
@@ -112,6 +136,11 @@ class Projection(nn.Module):
             self.model._parameters[name] = None
         self._tower = tower
         self._place = tower.path.removeprefix(own)
+
+    @property
+    def drawn_by(self) -> PreTrainedModel:
+        """Knows how its weights begin."""
+        return self.model
 
     def forward(self, hidden: Tensor) -> Tensor:
         model = copy.copy(self.model)
@@ -147,6 +176,21 @@ class _Same(tuple):
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
+
+
+def _spatial(
+    placeholders: tuple[tuple[str, int], ...], merge: int, sample: EncodedSample
+) -> NDArray[np.int64]:
+    grids = [
+        np.asarray(sample.media[name][GRID])
+        for name, _ in placeholders
+        if sample.sizes.get(name, 0) and name in sample.media
+    ]
+    together = np.concatenate(grids) if grids else np.empty((0, 3), np.int64)
+    try:
+        return spatial_positions(sample.input_ids, [id_ for _, id_ in placeholders], together, merge)
+    except ValueError as error:
+        raise UserError(f"sample {sample.id!r}: {error}") from None
 
 
 def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:

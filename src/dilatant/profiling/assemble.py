@@ -143,8 +143,7 @@ def load_model_tokenizer(config: ModelConfig) -> Any:
 def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
     """How each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
     if config.is_whole:
-        processor = config.id if config.processor is None else config.processor
-        return units_of_whole(open_whole(config), processor, tokenizer)
+        return units_of_whole(open_whole(config), config.processor, tokenizer, config.id)
     vocabulary = _vocabulary(config, len(tokenizer))
     return tuple(
         _media_unit(name, entry, vocabulary + position)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
+from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
@@ -59,10 +60,21 @@ def media_unit(
     )
 
 
+_FILE = "preprocessor_config.json"
+
+
 def units_of_whole(
-    whole: Whole, processor: str | Mapping[str, Any] | None, tokenizer: Any
+    whole: Whole,
+    processor: str | Mapping[str, Any] | None,
+    tokenizer: Any,
+    source: str | None = None,
 ) -> tuple[MediaUnit, ...]:
-    """The `MediaUnit` of every tower of a whole model. processor: see `media_unit`. Raises UserError."""
+    """The `MediaUnit` of every tower of a whole model. processor: an id, a folder, or settings; settings that name no
+    processor change those of `source`, an id or folder. Raises UserError."""
+    if processor is None:
+        processor = source
+    elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
+        processor = {**saved_settings(source, _FILE), **processor}
     return tuple(_unit_of_tower(whole, name, processor, tokenizer) for name in whole.family.towers)
 
 
@@ -70,14 +82,21 @@ def _unit_of_tower(
     whole: Whole, name: str, processor: str | Mapping[str, Any] | None, tokenizer: Any
 ) -> MediaUnit:
     tower = whole.family.towers[name]
-    geometry = whole.encoder(name).geometry
-    shape = (geometry.channels, geometry.height, geometry.row_width)
     marker = f"<{tower.kind}>"
     written = _written(whole, name, tokenizer)
     placeholder = whole.placeholder_ids[name]
-    settings = (
-        saved_settings(processor, "preprocessor_config.json") if isinstance(processor, str) else processor
-    )
+    settings = saved_settings(processor, _FILE) if isinstance(processor, str) else processor
+    if tower.native:
+        vision = whole.config.vision_config
+        patches = patch_processor(
+            settings or {},
+            patch=vision.patch_size,
+            merge=vision.spatial_merge_size,
+            frames=vision.temporal_patch_size,
+        )
+        return NativeImageUnit(name, placeholder, patches, marker, written)
+    geometry = whole.encoder(name).geometry
+    shape = (geometry.channels, geometry.height, geometry.row_width)
     if settings is not None and "image_processor_type" in settings:
         settings = {**settings, **tower.settings}
         if fixed_size(settings, geometry.channels) is None:

@@ -21,7 +21,8 @@ from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_unit import ImageUnit
-from dilatant.data.processor_settings import processor_settings
+from dilatant.data.native_image_unit import NativeImageUnit
+from dilatant.data.processor_settings import processor_settings, size_limits
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import source_dtypes
@@ -83,10 +84,15 @@ def export_model(
                 else:
                     write_whole(model, writing, source)
             for unit in encoding.units:
-                place = writing / (unit.name if model.whole is None else "")
-                if model.whole is None or not (place / "preprocessor_config.json").is_file():
-                    assert isinstance(unit, ImageUnit | AudioUnit | TiledImageUnit)
-                    _write_json(place / "preprocessor_config.json", processor_settings(unit.processor))
+                file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                if (
+                    isinstance(unit, NativeImageUnit) and file.is_file()
+                ):  # the source's, and what was changed of it
+                    before = json.loads(file.read_text(encoding="utf-8"))
+                    _write_json(file, {**before, **size_limits(unit.processor)})
+                elif not file.is_file():
+                    assert isinstance(unit, ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit)
+                    _write_json(file, processor_settings(unit.processor))
             _write_json(
                 writing / CONVERSATION,
                 {

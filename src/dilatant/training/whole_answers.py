@@ -50,12 +50,15 @@ class WholeAnswers:
             tower = self._whole.family.towers[name]
             for keyword, tensor in inputs.items():
                 tensor = tensor.to(self._model.dtype) if tensor.is_floating_point() else tensor
+                tensor = tensor.flatten(1) if tower.native else tensor
                 given[keyword] = tensor[None] if tower.batched else tensor
+        kinds = torch.zeros_like(input_ids)
+        for placeholder in self._whole.placeholder_ids.values():
+            kinds += input_ids == placeholder
         if self._whole.family.media_attention == "bidirectional":
-            media = torch.zeros_like(input_ids)
-            for placeholder in self._whole.placeholder_ids.values():
-                media += input_ids == placeholder
-            given["token_type_ids"] = media
+            given["token_type_ids"] = kinds
+        if self._whole.family.spatial:
+            given["mm_token_type_ids"] = kinds
         written = self._model.generate(
             input_ids=input_ids, attention_mask=attention_mask, **given, **generation
         )
