@@ -19,6 +19,7 @@ from dilatant.profiling.assemble import assemble_samples
 from tiny_wholes import WHOLES, save_as_the_hub_does, transformers_loss
 
 STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
+DEFAULT = ("qwen2_5_vl",)
 families = pytest.mark.parametrize(
     "family",
     [

@@ -48,7 +48,7 @@ def test_patches_are_those_of_transformers(
 def test_what_cannot_be_seen_is_refused_by_its_size_and_settings_by_their_names() -> None:
     with pytest.raises(ValueError, match="longer than 200 times"):
         unit().encoder_tokens(MediaSize(width=4021, height=20))
-    with pytest.raises(UserError, match="min_pixels 9000 must be .* no more than max_pixels 8000"):
+    with pytest.raises(UserError, match=r"min_pixels 9000 must be .* no more than max_pixels 8000"):
         unit(min_pixels=9000, max_pixels=8000)
     with pytest.raises(UserError, match="patch_size is 16, but the encoder has 14"):
         unit(patch_size=16)

@@ -25,8 +25,8 @@ LONGEST_ASPECT = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchProcessor:
-    """Qwen-VL's steps with Pillow and numpy: resized so that both sides are whole groups of `merge` patches and the area
-    lies between `min_pixels` and `max_pixels`; a still image is `frames` equal frames.
+    """Qwen-VL's steps with Pillow and numpy: resized so that both sides are whole groups of `merge` patches and the
+    area lies between `min_pixels` and `max_pixels`; a still image is `frames` equal frames.
     """
 
     patch: int = 14

@@ -24,8 +24,8 @@ class Tower:
     samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
     them is the text of the token whose id the config has under this key; written is that of `token` unless said
     otherwise.
-    settings: of the image processor, that are changed. native: whether images of unlike sizes are packed in one row (see
-    `NativeEncoderUnit`); such a tower projects by itself.
+    settings: of the image processor, that are changed. native: whether images of unlike sizes are packed in one row
+    (see `NativeEncoderUnit`); such a tower projects by itself.
     """
 
     path: str
@@ -46,7 +46,8 @@ class Family:
     """One `model_type` of transformers.
 
     towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
-    (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has it.
+    (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
+    it.
     """
 
     towers: Mapping[str, Tower]

@@ -73,8 +73,8 @@ class LanguageStage(Stage):
     path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
     where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
     vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
-    reads. blocks_path: of the list of blocks. taps: how many blocks, from the first one here on, are given rows of the encoders besides (DeepStack): they lie
-    behind the hidden states of every token, 0 at text.
+    reads. blocks_path: of the list of blocks. taps: how many blocks, from the first one here on, are given rows of
+    the encoders besides (DeepStack): they lie behind the hidden states of every token, 0 at text.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """

@@ -26,8 +26,9 @@ Positions = Callable[[EncodedSample], NDArray[np.int64]]
 class PackedRow:
     """Tokens that a rank runs, [tokens] on the host: those of a row, or its share of them.
 
-    position_ids: [tokens] or [kinds, tokens]. targets: what each token is to predict. sample_of: of each token that the rank has, the sample's place in the row.
-    outputs: unit → the tokens whose rows it takes. lengths: of the samples, whole.
+    position_ids: [tokens] or [kinds, tokens]. targets: what each token is to predict. sample_of: of each token that
+    the rank has, the sample's place in the row. outputs: unit → the tokens whose rows it takes. lengths: of the
+    samples, whole.
     """
 
     ids: Tensor
