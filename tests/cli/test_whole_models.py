@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import yaml
@@ -123,3 +124,38 @@ def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dila
     code, _, err = dilatant("train", write(project, config_of(project, parallel=wrong)))
     assert code == 2
     assert "'vison' is no unit of this model; did you mean 'vision'?" in err
+
+
+def test_an_adapter_trained_in_stages_is_one_of_peft_and_the_reverse(
+    project: Path, dilatant: Dilatant
+) -> None:
+    save_as_the_hub_does("qwen2_5_vl", project / "whole")
+    lora = {"r": 4, "units": ["vision", "language"], "train": ["language.head"]}
+    tree = config_of(project, parallel=STAGES)
+    tree["model"] = {"id": "whole", "lora": lora}
+    code, _, err = dilatant("train", write(project, tree))
+    assert code == 0, err
+    export = project / "run" / "export"
+    merged = AutoModelForImageTextToText.from_pretrained(export).eval()
+    plain = AutoModelForImageTextToText.from_pretrained(project / "whole")
+    adapted = peft.PeftModel.from_pretrained(plain, export / "adapter").eval()
+    config = project / "config.yaml"
+    loss = loss_in_transformers(config, adapted, "qwen2_5_vl")
+    # Merged weights are rounded once more.
+    assert loss_in_transformers(config, merged, "qwen2_5_vl") == pytest.approx(loss, rel=1e-5)
+
+    saved = project / "saved"
+    adapted.save_pretrained(saved)
+    tree["model"]["lora"] = {**lora, "adapter": "saved", "merge": False}
+    tree |= {"parallel": "single", "output_dir": "again"}
+    code, _, err = dilatant("train", write(project, tree))
+    assert code == 0, err
+    lines = (project / "again" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (project / "again" / "export" / "adapter_model.safetensors").is_file()
+    assert not (project / "again" / "export" / "model.safetensors").exists()
+
+    tree["model"]["lora"]["r"] = 8
+    code, _, err = dilatant("train", write(project, tree), "--overwrite")
+    assert code == 2
+    assert "r is 4 there and 8 here" in err

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from cut_wholes import losses_of, opened
 from dilatant.config.errors import UserError
-from dilatant.data.sample import EncodedSample
 from dilatant.models.families import FAMILIES
-from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import prefer_row_attention
-from dilatant.models.stage import StepData, stage_tensors
 from dilatant.models.whole import Whole
 from tiny_wholes import WHOLES, reference, sample_of, samples_of, transformers_loss, whole_config
 
@@ -25,33 +22,6 @@ families = pytest.mark.parametrize(
     "family",
     [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],
 )
-
-
-def opened(family: str, weights: dict[str, torch.Tensor] | None = None) -> MultimodalModel:
-    model = MultimodalModel({}, Whole.of(whole_config(family), "model"), seed=0)
-    with torch.no_grad():
-        for unit in model.units.values():
-            tensors = stage_tensors(unit)
-            for weight in unit.weights if weights is not None else ():
-                tensors[weight.canonical].copy_(weights[model.whole.key_of(unit, weight)])
-    prefer_row_attention(model)
-    return model.train()
-
-
-def losses_of(model: MultimodalModel, samples: list[EncodedSample], cut: bool) -> torch.Tensor:
-    """The loss of all samples in one microbatch, of whole units or of a stage for every layer."""
-    data = StepData.of(samples, model.graph.losses)
-    numbers = tuple(range(len(samples)))
-    inbound: dict[str, torch.Tensor] = {}
-    for name, unit in model.units.items():
-        count = len(unit.layers)
-        spans = [(at, at + 1) for at in range(count)] if cut else [(0, count)]
-        given = dict(inbound)
-        for first, end in spans:
-            output = unit.stage(first, end).run(data, numbers, given)
-            given = {name: output.rows_for(name)}
-        inbound[name] = output.rows_for("language")
-    return output.losses["language"]
 
 
 @families

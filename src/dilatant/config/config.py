@@ -265,6 +265,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
             "id": local(whole.id),
             "tokenizer": local(whole.tokenizer),
             "processor": local(whole.processor) if isinstance(whole.processor, str) else whole.processor,
+            "lora": whole.lora and whole.lora.model_copy(update={"adapter": local(whole.lora.adapter)}),
         }
     )
     language = whole.language_model

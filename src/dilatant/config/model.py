@@ -78,6 +78,30 @@ class EncoderConfig(Source):
         return self.placeholder or f"<{self.kind}>"
 
 
+class LoraConfig(Section):
+    """Small matrices beside linear layers, which alone train (LoRA); names as in peft."""
+
+    r: int = Field(16, gt=0)
+    """Rank of the matrices."""
+    lora_alpha: float = Field(32, gt=0, allow_inf_nan=False)
+    """What they add is multiplied with `lora_alpha / r`."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Of what goes into them."""
+    use_rslora: bool = False
+    """Multiply with `lora_alpha / sqrt(r)` instead."""
+    target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
+    """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a
+    regular expression)."""
+    units: tuple[str, ...] = (LANGUAGE,)
+    """Where: units (`language`, `vision`) or parts of them (`vision.encoder`, `vision.projector`)."""
+    train: tuple[str, ...] = ()
+    """What trains whole besides, as named in `freeze`: `[vision.projector]`. All else is frozen."""
+    adapter: str | None = None
+    """Begin with an adapter that peft or a run has saved."""
+    merge: bool = True
+    """Whether the export is the merged model, with the adapter in its folder `adapter`; else the adapter alone."""
+
+
 class ModelConfig(Section):
     """A whole vision-language model (`id` or `config`), or its parts (`language_model` and `encoders`)."""
 
@@ -98,6 +122,9 @@ class ModelConfig(Section):
     freeze: tuple[str, ...] = ()
     """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`),
     or a pattern over parameter names (`language.layers.0.*`)."""
+
+    lora: LoraConfig | None = None
+    """LoRA, of a whole model."""
 
     @property
     def is_whole(self) -> bool:
@@ -131,7 +158,11 @@ class ModelConfig(Section):
             raise ValueError("'config' needs 'model_type', for example model_type: llava")
         if self.is_whole and self.encoders:
             raise ValueError("'encoders' belong to 'language_model'; a whole model brings its own")
-        alone = [k for k in ("tokenizer", "processor", "attn_implementation") if getattr(self, k) is not None]
+        alone = [
+            k
+            for k in ("tokenizer", "processor", "attn_implementation", "lora")
+            if getattr(self, k) is not None
+        ]
         if not self.is_whole and alone:
             raise ValueError(
                 f"{alone[0]!r} here is for a whole model; write it under 'language_model'"

@@ -234,7 +234,7 @@ def _encoded(
     media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
         if parts is None or item.unit.name in parts:
-            made = _processed(sample, item)
+            made: Mapping[str, EncoderInput] = _processed(sample, item)
         elif grid_part(item.unit.name) in parts:
             made = item.grid
         else:

@@ -11,6 +11,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, EncoderConfig, LanguageModelConfig, ModelConfig
 from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
+from dilatant.models.freeze import thaw
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
@@ -108,7 +109,7 @@ def _build_whole(
     hollow: Collection[str] | None,
 ) -> MultimodalModel:
     own = None if config.attn_implementation == "dilatant" else config.attn_implementation
-    whole = open_whole(config, attn_implementation=own or attn_implementation, dtype=dtype)
+    whole = open_whole(config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora)
     if hollow is None and config.id is not None:
         raise UserError(
             "a whole model from an id is read by those who train it (`parallelize`, `dilatant train`); give "
@@ -122,6 +123,8 @@ def _build_whole(
         device="cpu" if hollow is None else "meta",
     )
     _check_vocabulary(mllm.language.model, vocab_size)
+    if config.lora is not None:
+        thaw(mllm.units, config.lora.train)
     mllm.freeze(config.freeze)
     return mllm
 

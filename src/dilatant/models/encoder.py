@@ -18,6 +18,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters import ADAPTERS, Adapter
 from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.lora import beside
 from dilatant.models.probe import unused_parameters
 from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import slice_model
@@ -191,7 +192,10 @@ class EncoderUnit(Unit, EncoderStage):
         self.structure = structure
         self.width = geometry.width
         self.width_out = width_out
-        self._freeze_at_start(frozenset(weight.name for weight in weights if weight.key in unused))
+        self.unused = frozenset(
+            weight.name for weight in weights if weight.part == "model" and beside(weight.key) in unused
+        )
+        self._freeze_at_start(self.unused)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Tokens are rounded to whole items."""

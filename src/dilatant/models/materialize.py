@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
+from dilatant.models.lora import reset_adapters
 from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit
 
@@ -60,6 +61,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
                     _draw(family, piece, drawn)
                 else:
                     _reset(piece, layer)
+            with seeded(seed, f"{layer}/{path}/adapters"):
+                reset_adapters(piece)
         with seeded(seed, unit.unit):
             for module in reversed(shared):
                 model._init_weights(module)
@@ -100,8 +103,9 @@ def _give_memory(piece: nn.Module) -> None:
 
 def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:
     """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
-    for child in module.children():
-        _draw(model, child, drawn)
+    for name, child in module.named_children():
+        if not name.startswith("lora_"):  # see `reset_adapters`
+            _draw(model, child, drawn)
     own = list(module.parameters(recurse=False))
     again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
     if not own or len(again) < len(own):

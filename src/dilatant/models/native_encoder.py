@@ -25,6 +25,8 @@ from dilatant.models.structure import find_structure
 from dilatant.models.unit import Unit
 from dilatant.models.weights import name_weights
 
+MERGERS = ("merger", "deepstack_merger_list")
+"""Modules of a tower that make rows of the text."""
 TYPICAL_GRID = 32
 """Patches on each side of an image that layers are measured with."""
 

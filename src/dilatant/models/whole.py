@@ -18,13 +18,15 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE, LoraConfig
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.families import Family, Tower, family_of
 from dilatant.models.geometry import encoder_geometry, height_and_width
-from dilatant.models.native_encoder import NativeEncoderUnit
+from dilatant.models.lora import inject, plain_key
+from dilatant.models.native_encoder import MERGERS, NativeEncoderUnit
 from dilatant.models.packed_row import Positions
 from dilatant.models.positions import spatial_positions
 from dilatant.models.slicing import slice_model
@@ -35,12 +37,14 @@ from dilatant.models.weights import Weight
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A config of a whole model, and its family. attn_implementation: of its text model."""
+    """A config of a whole model, and its family. attn_implementation: of its text model. lora: what
+    adapters its units have; they train, and the rest does not."""
 
     config: Any
     family: Family
     attn_implementation: str | None = None
     dtype: torch.dtype = torch.float32
+    lora: LoraConfig | None = None
 
     @classmethod
     def of(cls, config: Any, where: str, **options: Any) -> Whole:
@@ -72,7 +76,7 @@ class Whole:
 
     def language_model(self) -> PreTrainedModel:
         """The composite without its towers and projectors."""
-        model = self.composite(attn_implementation=self.attn_implementation)
+        model = self._adapted(attn_implementation=self.attn_implementation)
         for tower in self.family.towers.values():
             for path in (tower.path, *tower.projector):
                 _remove(model, path)
@@ -81,7 +85,7 @@ class Whole:
     def encoder(self, name: str) -> EncoderUnit:
         """The unit of a tower and its projector, on the meta device. Raises UserError."""
         tower = self.family.towers[name]
-        model = self.composite()
+        model = self._adapted()
         if tower.native:
             return NativeEncoderUnit(name, cast(PreTrainedModel, model.get_submodule(tower.path)))
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
@@ -95,9 +99,31 @@ class Whole:
     def key_of(self, unit: Unit, weight: Weight) -> str:
         """What the composite's state dict calls a weight of a unit."""
         tower = self.family.towers.get(unit.unit)
-        if tower is not None and (tower.native or weight.part == "model"):
-            return f"{tower.path}.{weight.key}"
-        return weight.key
+        key = plain_key(weight.key)
+        return (
+            f"{tower.path}.{key}" if tower is not None and (tower.native or weight.part == "model") else key
+        )
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """What a user calls parts → their paths in the composite."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, tower in self.family.towers.items():
+            inside = MERGERS if tower.native else ()
+            projector = (*tower.projector, *(f"{tower.path}.{path}" for path in inside))
+            if tower.native:
+                blocks = [f"{tower.path}.{path}" for path in ("patch_embed", "blocks")]
+            else:
+                blocks = [tower.path]
+            found |= {f"{name}.encoder": tuple(blocks), f"{name}.projector": projector}
+            found[name] = (*blocks, *projector)
+        return {**found, LANGUAGE: (self.family.decoder,)}
+
+    def _adapted(self, **options: Any) -> PreTrainedModel:
+        model = self.composite(**options)
+        if self.lora is not None:
+            inject(model, self.lora, self.parts)
+        return model
 
     @property
     def positions(self) -> Positions | None:

@@ -19,7 +19,8 @@ from transformers import AutoModelForImageTextToText
 from transformers.utils.hub import cached_file
 
 from dilatant.config import ModelConfig
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.lora import PREFIX, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model
@@ -30,6 +31,7 @@ from dilatant.runtime.holders import part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def read_pretrained(
@@ -41,7 +43,10 @@ def read_pretrained(
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
     if config.is_whole:
-        return {} if config.id is None else _read_whole(model, config.id, held)
+        weights = {} if config.id is None else _read_whole(model, config.id, held)
+        if config.lora is not None and config.lora.adapter is not None:
+            weights |= read_adapter(model, Path(config.lora.adapter), held)
+        return weights
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
@@ -77,7 +82,7 @@ def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) ->
         weight.name: whole.key_of(unit, weight)
         for unit in model.units.values()
         for weight in unit.weights
-        if weight.name in held
+        if weight.name in held and not is_adapter(weight.name)
     }
     files = pretrained_files(source) or {}
     stored = stored_keys(whole, files) if files else {}
@@ -94,6 +99,47 @@ def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) ->
         everything = load_whole(source)
         weights |= {n: part(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
     return weights
+
+
+def read_adapter(model: MultimodalModel, folder: Path, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of the weights in a folder of peft's. Raises UserError for another adapter than the model's."""
+    whole = model.whole
+    assert whole is not None
+    assert whole.lora is not None
+    name, settings = whole.lora.adapter, adapter_settings(folder)
+    wrong = [
+        f"{key} is {settings.get(key)!r} there and {own!r} here"
+        for key, own in (
+            ("r", whole.lora.r),
+            ("lora_alpha", whole.lora.lora_alpha),
+            ("use_rslora", whole.lora.use_rslora),
+            ("peft_type", "LORA"),
+        )
+        if settings.get(key) != own
+    ]
+    file = folder / ADAPTER_FILE
+    files = _keys(file)
+    keys = {
+        PREFIX + whole.key_of(unit, weight): weight.name
+        for unit in model.units.values()
+        for weight in unit.weights
+    }
+    wrong += [f"it has {key!r}, which this model has not" for key in files if key not in keys]
+    wrong += [f"it lacks {key!r}" for key, weight in keys.items() if is_adapter(weight) and key not in files]
+    if wrong:
+        more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
+        raise list_problems(f"model.lora.adapter: {name!r} does not fit:", [*wrong[:8], *more])
+    with open_tensors(file) as tensors:
+        return {keys[key]: _read(tensors, key, held[keys[key]]) for key in files if keys[key] in held}
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """What `adapter_config.json` says. Raises UserError."""
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.lora.adapter: {str(folder)!r} is no adapter of peft: {error}") from None
+    return settings if isinstance(settings, dict) else {}
 
 
 def load_whole(source: str) -> dict[str, Tensor]:

@@ -6,22 +6,32 @@ was written is read again and compared.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.lora import PREFIX, adapter_config, beside, is_adapter, merged_state, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import stage_tensors
+from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
-from dilatant.training.stored_weights import load_whole, open_tensors, pretrained_files, tensor_files
+from dilatant.training.stored_weights import (
+    ADAPTER_FILE,
+    load_whole,
+    open_tensors,
+    pretrained_files,
+    tensor_files,
+)
 
 _BESIDE = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
@@ -35,6 +45,19 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
     UserError, also where what was read again is not what was written."""
     whole = model.whole
     assert whole is not None
+    if whole.lora is not None:
+        write_adapter(model, folder / "adapter" if whole.lora.merge else folder, source)
+    if whole.lora is None or whole.lora.merge:
+        _write_model(model, whole, folder, source)
+    for name in _BESIDE if source is not None else ():
+        file = _file(str(source), name)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(str(folder))
+
+
+def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
     trained, frozen = weights_of(model)
     composite = whole.composite()
     expected = composite.state_dict()
@@ -49,28 +72,55 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
     composite.config.dtype = dtype
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
-    for name in _BESIDE if source is not None else ():
-        file = _file(str(source), name)
-        if file is not None:
-            shutil.copyfile(file, folder / name)
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(str(folder))
+
+
+def write_adapter(model: MultimodalModel, folder: Path, source: str | None) -> None:
+    """What peft loads on the plain model: `adapter_config.json` and `adapter_model.safetensors`, with what trained
+    whole besides."""
+    whole = model.whole
+    assert whole is not None
+    assert whole.lora is not None
+    state: dict[str, Tensor] = {}
+    adapted, saved = set(), set()
+    for unit in model.units.values():
+        tensors, trains = stage_tensors(unit), _training(unit)
+        for weight in unit.weights:
+            key = whole.key_of(unit, weight)
+            if is_adapter(weight.name):
+                adapted.add(re.sub(r"\.lora_[AB]\.weight$", "", key))
+            elif weight.name in trains:
+                saved.add(key.rpartition(".")[0])
+            else:
+                continue
+            state[PREFIX + key] = tensors[weight.canonical].detach().contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    adapter_config(whole.lora, adapted, saved, source).save_pretrained(str(folder))
+    save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
 
 
 def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Every weight of the units by the composite's key, and the keys of those that are frozen."""
+    """Every weight of the units by the composite's key, what adapters add to it included, and the keys of those that
+    are what they were."""
     assert model.whole is not None
     state: dict[str, Tensor] = {}
     frozen = set()
     for unit in model.units.values():
-        tensors = stage_tensors(unit)
-        trains = {name for name, _ in unit.named_logical_parameters()} - unit.frozen
+        merged = {part: merged_state(getattr(unit, part)) for part in unit.parts}
+        adapted = {beside(weight.key) for weight in unit.weights if is_adapter(weight.key)}
+        trains = _training(unit)
         for weight in unit.weights:
+            if is_adapter(weight.key):
+                continue
             key = model.whole.key_of(unit, weight)
-            state[key] = tensors[weight.canonical]
-            if weight.canonical not in trains:
+            state[key] = merged[weight.part][plain_key(weight.key)]
+            if weight.canonical not in trains and plain_key(weight.key) not in adapted:
                 frozen.add(key)
     return state, frozenset(frozen)
+
+
+def _training(unit: Unit) -> set[str]:
+    """Logical names of the parameters that train; buffers do not."""
+    return {name for name, _ in unit.named_logical_parameters()} - unit.frozen
 
 
 def _tied(composite: Any) -> dict[str, str]:
