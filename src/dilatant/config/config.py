@@ -17,6 +17,7 @@ from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
+from dilatant.config.others_keys import CALLED_HERE
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
@@ -111,7 +112,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     if not isinstance(tree, dict):
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return parse_config(tree, base=path.resolve().parent, name=str(path))
 
 
@@ -134,7 +135,8 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
     return _with_absolute_paths(config, base)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Change one key of a config's tree, as `--set` does. Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
@@ -187,10 +189,6 @@ def _explain(problem: Any) -> str:
     given = problem.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message
-
-
-CALLED_HERE = {"gradient_checkpointing": "write 'train.recompute: block' for true, and 'none' for false"}
-"""Keys that others know, or that there were: what they are called here."""
 
 
 def _hint(parents: list[str], key: str) -> str:
