@@ -43,10 +43,10 @@ def read_pretrained(
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
     if config.is_whole:
-        weights = {} if config.id is None else _read_whole(model, config.id, held)
+        whole = {} if config.id is None else _read_whole(model, config.id, held)
         if config.lora is not None and config.lora.adapter is not None:
-            weights |= read_adapter(model, Path(config.lora.adapter), held)
-        return weights
+            whole |= read_adapter(model, Path(config.lora.adapter), held)
+        return whole
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
