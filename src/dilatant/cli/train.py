@@ -50,7 +50,8 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
             warm_up()  # before our own imports, which take as long as the server's
 
     from dilatant.comm.launch import WorkerFailed
-    from dilatant.training.run import Stopped, train
+    from dilatant.resilience.run import train
+    from dilatant.training.run import Stopped
 
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
@@ -61,7 +62,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
         if failure.details:
             print(failure.details, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
-        return 1
+        return failure.exit_code
     if result.is_first:
         _show(result, began, as_json)
     return result.exit_code

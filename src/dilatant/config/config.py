@@ -19,6 +19,7 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
+from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
 from dilatant.config.yaml_text import read_yaml
 
@@ -39,6 +40,7 @@ class Config(Section):
     processes, else one process."""
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:

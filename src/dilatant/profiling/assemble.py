@@ -105,15 +105,16 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
     for name, how in recompute_by_unit(config, model.units).items():
-        model.units[name].recompute(how)
+        model.units[name].recompute(how or "none")
     model.language.loss_chunk = config.train.loss_chunk
     return model
 
 
-def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute]:
-    """`train.recompute` for every unit. Raises UserError for units that there are not."""
+def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute | None]:
+    """`train.recompute` for every unit; None where that is left to the plan. Raises UserError for units that there are
+    not."""
     wanted = config.train.recompute
-    if isinstance(wanted, str):
+    if wanted is None or isinstance(wanted, str):
         return dict.fromkeys(units, wanted)
     unknown = [name for name in wanted if name not in units]
     if unknown:
