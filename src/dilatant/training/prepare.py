@@ -53,6 +53,9 @@ def prepare(
         if planned is None:
             planned = plan_from_config(config, model, made)
             planned = with_costs(config, samples, model, planned)
+        for unit in planned.plan.units:
+            if unit.recompute:
+                model.units[unit.name].recompute(unit.recompute)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(
         samples, model, planned, (*said, *_about_warm_up(config, samples), *_about_routers(model))
