@@ -105,6 +105,7 @@ def test_layers_that_nobody_holds_any_more_come_from_the_newest_checkpoint(
     assert went_back[-1] in (4, 8)
 
 
+@pytest.mark.slow
 def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) -> None:
     project = make_project(tmp_path, COPIES)
     ended = run_with_faults(project, Fault(3, "worker:2"), arguments=("--set", "resilience.fewest_nodes=4"))
@@ -112,6 +113,7 @@ def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) ->
     assert "3 nodes are left of the 4 that are needed" in ended.output
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_user_is_said_as_it_is(tmp_path: Path) -> None:
     """Also where only the ranks find it, before or after they have met."""
     project = make_project(tmp_path, CHAIN)
@@ -120,6 +122,7 @@ def test_a_mistake_of_the_user_is_said_as_it_is(tmp_path: Path) -> None:
     assert "nothing was updated" in ended.output
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
     project = make_project(tmp_path, CHAIN)
     ended = run_with_faults(project, arguments=("--set", "train.steps=2"))
@@ -131,23 +134,21 @@ def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
     assert len(losses(project / "run")) == 2
 
 
-def test_a_lost_node_that_is_started_again_joins_and_holds_layers(
-    tmp_path: Path, undisturbed: list[float]
-) -> None:
-    project = make_project(tmp_path, CHAIN)
-    arguments = (
-        "--set",
-        "resilience.restarts=2",
-        "--set",
-        "parallel.units.language.replicas=2",
-        "--set",
-        "train.steps=120",
-    )
+@pytest.mark.slow
+def test_a_lost_node_that_is_started_again_joins_and_holds_layers(tmp_path: Path) -> None:
+    steps = 120
+    alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=changes(f"train.steps={steps}"))
+    project = make_project(tmp_path / "joined", CHAIN)
+    arguments = changes("resilience.restarts=2", "parallel.units.language.replicas=2", f"train.steps={steps}")
     ended = run_with_faults(project, Fault(4, "worker:1"), arguments=arguments)
     assert ended.exit_code == 0, ended.output
-    assert ended.losses[:10] == pytest.approx(undisturbed[:10], rel=1e-2)  # another schedule of rates
-    assert len(ended.losses) == 120
+    # Other sums of the same numbers, for five times as many steps: differences grow with them.
+    assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
     assert any("node1." in event["reason"] and "joins" in event["reason"] for event in ended.events), (
         ended.events
     )
     assert len(ended.events[-1]["members"]) == 4
+
+
+def changes(*texts: str) -> tuple[str, ...]:
+    return tuple(word for text in texts for word in ("--set", text))
