@@ -14,7 +14,8 @@ class ResilienceConfig(Section):
     """Go on with those who are left: they take over the lost layers from whoever holds them too, else from the newest
     checkpoint, and repeat the step in hand. So far on one machine."""
     fault_tolerance: int = Field(1, ge=0)
-    """Nodes that may be lost at once: of every layer one more copy is kept, as long as there are nodes for them."""
+    """Nodes that may be lost at once: a recovery keeps one more copy of every layer than that, as far as there are
+    ranks for them. The first plan is yours; the run warns where it has fewer."""
     ranks_per_node: int = Field(1, ge=1)
     """Processes of one machine that are lost together."""
     restarts: int = Field(0, ge=0)

@@ -16,12 +16,14 @@ from typing import Any
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
 from dilatant.config import Config
+from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
+from dilatant.report.say import warn
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
-from dilatant.training.rank import RunResult, Show
+from dilatant.training.rank import RunResult, Show, console_for
 from dilatant.training.starting_point import Start as StartingPoint
 
 COORDINATOR = "dilatant.resilience.coordinator_process"
@@ -44,6 +46,7 @@ def launch_resiliently(
 
     Raises UserError or WorkerFailed, as `launch_local`.
     """
+    _warn_of_few_copies(config, plan_json, show)
     folder = RunFolder(config.output_dir).path / FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run before
     folder.mkdir(parents=True)
@@ -72,6 +75,17 @@ def launch_resiliently(
             raise WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code) from failure
     finished = [result for result in results if result is not None]
     return next((result for result in finished if result.is_first), finished[0])
+
+
+def _warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
+    copies = config.resilience.fault_tolerance + 1
+    few = [unit.name for unit in Plan.from_json(plan_json).units if len(unit.replicas) < copies]
+    if few:
+        warn(
+            console_for(show),
+            f"{', '.join(few)}: fewer than {copies} replicas, so the loss of one node may send the run back to its "
+            f"newest checkpoint; resilience.fault_tolerance {copies - 1} asks for {copies}",
+        )
 
 
 @contextlib.contextmanager
