@@ -27,7 +27,7 @@ def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_b
         if not table.is_free(unit.name):
             continue
         can = table.recomputable(unit.name)
-        nothing: tuple[Recompute, ...] = ("none",) * len(can)
+        nothing = (LEVELS[0],) * len(can)
         layers = list(unit.recompute or nothing)
         held = np.zeros(len(can), dtype=bool)
         for replica in unit.replicas:
