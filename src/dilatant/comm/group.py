@@ -140,6 +140,32 @@ class Group:
         finish = None if in_place else lambda: output.view(-1).copy_(own)
         return self._pending(work, what, (summed,), finish=finish)
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        what: str = "",
+    ) -> Pending:
+        """Send a part of `input` to each rank and fill `output` with what each sends here, in group order.
+
+        input, output: [numbers] of one dtype. input_counts: numbers to each rank. output_counts: from each; any may be
+        0, of all ranks of the group even. Raises ValueError.
+        """
+        for tensor, counts in ((output, output_counts), (input, input_counts)):
+            if tensor.shape != (sum(counts),) or len(counts) != len(self.ranks):
+                raise ValueError(
+                    f"group {self.name!r} of {len(self.ranks)} ranks: {list(counts)} are no counts of a tensor of "
+                    f"shape {list(tensor.shape)}"
+                )
+        with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1:
+                output.copy_(input)
+                return self._pending(None, what)
+            work = self._backend.all_to_all(output, input, list(output_counts), list(input_counts))
+        return self._pending(work, what, (output, input))
+
     def barrier(self, what: str = "") -> None:
         """Return when every rank has called it."""
         flag = torch.ones(1, device="cuda" if self._on_device else "cpu")

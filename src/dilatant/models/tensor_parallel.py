@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.experts import group_experts
 from dilatant.models.loss import IGNORED
 from dilatant.models.slicing import StandIn
-from dilatant.models.tensor_plan import Region
+from dilatant.models.tensor_plan import Experts, Region
 
 
 class ParallelLinear(nn.Linear):
@@ -119,6 +121,20 @@ def share_blocks(
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
             _share_region(block, region, ranks)
+
+
+def share_experts(
+    blocks: Sequence[nn.Module],
+    experts: Sequence[Sequence[Experts]],
+    ranks: TensorGroup | None,
+    holders: ExpertGroup | None,
+) -> None:
+    """Let the experts of blocks with local weights be computed with the other ranks. experts: of each block; see
+    `GroupedExperts`."""
+    for block, of_block in zip(blocks, experts, strict=True):
+        for one in of_block:
+            grouped = group_experts(block.get_submodule(one.path))
+            grouped.ranks, grouped.holders = ranks, holders
 
 
 def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> VocabularyShard:
