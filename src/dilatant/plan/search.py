@@ -33,6 +33,9 @@ from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 
+MANY, FEWEST = 128, 6
+"""On more devices than this fewer plans are simulated than were asked for, but not fewer than these."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPlan:
@@ -107,7 +110,7 @@ def search(
     started = time.perf_counter()
     roles = roles_of(model)
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    limits = cluster.gpus_per_node, rules
+    limits = cluster.gpus_per_node, rules, global_batch
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     check_devices(table, roles, cluster, mode)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
@@ -115,6 +118,8 @@ def search(
     found = _enumerate(space, mode, sizes, num_microbatches, all_devices)
     if not found:
         raise does_not_fit(space, mode, sizes[0])
+    # Steps on many devices take longer to simulate, and all of their candidates together are to take seconds.
+    finalists = min(finalists, max(FEWEST, finalists * MANY // cluster.num_devices))
     finals = _Finals(space, rules, scorer, costs)
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
     done = 0
