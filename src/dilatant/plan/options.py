@@ -28,8 +28,9 @@ class Layers:
     """Per layer of one unit under one (tp, cp), for the mean microbatch; all arrays are [layers].
 
     `seconds` is forward plus backward, `work` the least of it, however samples are grouped; `light` and `heavy` those
-    of the lightest and of the heaviest sample alone. Bytes per rank:
-    `static` throughout, `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
+    of the lightest and of the heaviest sample alone. Bytes per rank: `static` throughout (`twice` of them where the
+    first layer is not held too), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be
+    synced.
     """
 
     seconds: NDArray[np.float64]
@@ -37,9 +38,14 @@ class Layers:
     light: NDArray[np.float64]
     heavy: NDArray[np.float64]
     static: NDArray[np.float64]
+    twice: NDArray[np.float64]
     kept: NDArray[np.float64]
     transient: NDArray[np.float64]
     gradient: NDArray[np.float64]
+
+    def on(self, stages: int) -> Layers:
+        """The same where the unit is cut into so many stages: a single one holds all."""
+        return replace(self, static=self.static - self.twice) if stages == 1 else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +173,7 @@ class OptionTable:
                 light=fastest @ light,
                 heavy=fastest @ heavy,
                 static=table.static_shared_by(self._sharing),
+                twice=table.twice(self._sharing),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array(
@@ -321,7 +328,7 @@ class OptionTable:
         for level in self.levels(units):
             key = tuple(units), tp, cp, stages, samples, microbatches, level
             if key not in self._options:
-                each = [self.layers(unit, tp, cp, samples, level) for unit in units]
+                each = [self.layers(unit, tp, cp, samples, level).on(stages) for unit in units]
                 if min(len(layers.seconds) for layers in each) < stages:
                     return None
                 cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
@@ -344,21 +351,21 @@ class OptionTable:
         it may run one ahead.
         """
         degree = asked.tp, asked.cp, asked.samples, asked.level
-        own = self.layers(asked.unit, *degree)
+        own = self.layers(asked.unit, *degree).on(asked.stages)
         if not asked.extra:
             return own
-        columns = []
+        columns: dict[str, NDArray[np.float64]] = {"twice": own.twice}
         for name in _COLUMNS:
             column = getattr(own, name).copy()
-            others = [getattr(self.layers(other, *degree), name) for other in asked.extra]
+            others = [getattr(self.layers(other, *degree).on(1), name) for other in asked.extra]
             if name == "transient":
                 column[0] = max(column[0], *(float(other.max()) for other in others))
             else:
                 column[0] += sum(float(other.sum()) for other in others)
             if name == "static" and asked.microbatches > asked.stages:
                 column[0] += sum(float(self.layers(other, *degree).kept.sum()) for other in asked.extra)
-            columns.append(column)
-        return Layers(*columns)
+            columns[name] = column
+        return Layers(**columns)
 
     def _option(self, asked: _Asked, layers: Layers, cuts: tuple[int, ...]) -> Option:
         again = {unit: self._everywhere(unit, asked.level) for unit in (asked.unit, *asked.extra)}
