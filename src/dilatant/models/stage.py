@@ -208,9 +208,14 @@ def _quiet_frozen(module: nn.Module) -> None:
 
 
 def media_of(
-    data: StepData, samples: Sequence[int], unit: str, items: NDArray[np.int64] | None = None
+    data: StepData,
+    samples: Sequence[int],
+    unit: str,
+    items: NDArray[np.int64] | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """The media of `unit` of the samples that have any: keyword → tensor [items, ...], on the step's device.
+    names: the keywords that are wanted, if not all.
 
     Raises UserError where they were not loaded here.
     """
@@ -223,6 +228,7 @@ def media_of(
     return {
         name: on_device([sample.media[unit][name] for sample in having], data.device, items)
         for name in (having[0].media[unit] if having else ())
+        if names is None or name in names
     }
 
 

@@ -41,6 +41,8 @@ class Unit(Stage):
     """Numbers in a hidden state of its blocks."""
     frozen: frozenset[str]
     """Logical names of the parameters that do not train (see `freeze`)."""
+    unused: frozenset[str] = frozenset()
+    """Those of them that cannot influence anything."""
 
     def stage(self, first: int, end: int) -> Stage:
         """Layers `first <= layer < end` as a module that shares this unit's weights. Raises ValueError."""
@@ -128,6 +130,11 @@ class Unit(Stage):
         """Stop the parameters with these logical names from training, besides those that were frozen before."""
         own = frozenset(name for name, _ in self.named_logical_parameters())
         self.frozen |= names & own
+        self.set_frozen(self.frozen)
+
+    def thaw_names(self, names: frozenset[str]) -> None:
+        """Let the parameters with these logical names train, but for those that have no say."""
+        self.frozen -= names - self.unused
         self.set_frozen(self.frozen)
 
     def freeze_parts(self, *parts: str) -> None:

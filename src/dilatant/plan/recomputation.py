@@ -27,8 +27,9 @@ def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_b
         if not table.is_free(unit.name):
             continue
         can = table.recomputable(unit.name)
-        nothing = (LEVELS[0],) * len(can)
-        layers = list(unit.recompute or nothing)
+        none: Recompute = "none"
+        nothing = (none,) * len(can)
+        layers: list[Recompute] = list(unit.recompute or nothing)
         held = np.zeros(len(can), dtype=bool)
         for replica in unit.replicas:
             for stage in replica.stages:

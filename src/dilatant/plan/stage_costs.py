@@ -41,12 +41,48 @@ class StageCosts:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
     """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]` where nobody
-    shares optimizer state, of which `shared_bytes [layers]` can be; `tied_bytes`, `tied_shared_bytes [layers]` are those
-    that a holder of the first layer has anyway; `backward [layers]`: does it or anything before it train?
+    shares optimizer state, of which `shared_bytes [layers]` can be; `tied_bytes`, `tied_shared_bytes [layers]` are
+    those that a holder of the first layer has anyway; `backward [layers]`: does it or anything before it train?
     """
 
+    seconds: NDArray[np.float64]
+    kept_bytes: NDArray[np.float64]
+    weight_bytes: NDArray[np.float64]
+    transient_bytes: NDArray[np.float64]
+    output_bytes: NDArray[np.float64]
+    static_bytes: NDArray[np.float64]
+    shared_bytes: NDArray[np.float64]
+    tied_bytes: NDArray[np.float64]
+    tied_shared_bytes: NDArray[np.float64]
+    backward: NDArray[np.bool_]
+
+    def static_shared_by(
+        self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)
+    ) -> NDArray[np.float64]:
+        """`static_bytes` of `layers` where so many ranks divide the state."""
+        return self.static_bytes[layers] - self.shared_bytes[layers] * (1.0 - 1.0 / ranks)
+
+    def twice(self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)) -> NDArray[np.float64]:
+        """What of `static_shared_by` is counted in the first layer already, by a rank that holds that one too."""
+        return self.tied_bytes[layers] - self.tied_shared_bytes[layers] * (1.0 - 1.0 / ranks)
+
+
+def layer_table(
+    unit: UnitSpec,
+    upstream: bool,
+    costs: CostModel,
+    tp: int = 1,
+    cp: int = 1,
+    rules: ParameterBytes = BF16,
+    recompute: Sequence[Recompute] = (),
+) -> LayerTable:
+    """What each layer of `unit` takes; `upstream`: does anything in the units before it train? `recompute`: by layer,
+    else as the unit says.
+
+    Raises UserError when the cost model lacks a layer type or degree.
+    """
     seconds, kept, weight, transient, output, static, shared = [], [], [], [], [], [], []
-    tied = np.array([layer.held_before(tp) for layer in unit.layers])
+    tied = [layer.held_before(tp) for layer in unit.layers]
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     ahead = trainable_before(unit.trainable, upstream)
     for layer, before, how in zip(unit.layers, ahead, again, strict=True):

@@ -82,7 +82,7 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
     is read. Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
-    attend_as_configured(model, config.model.language_model)
+    attend_as_configured(model, config.model.text)
     return model
 
 
