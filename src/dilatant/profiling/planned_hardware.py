@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -135,7 +136,9 @@ def is_same_hardware(one: str, other: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z0-9]+", name))
+    """The words of a name, alone and with the next one: "RTX 4090"."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    return {*words, *map(" ".join, itertools.pairwise(words))}
 
 
 def _this_device(per_node: int, threads: int) -> Hardware:
