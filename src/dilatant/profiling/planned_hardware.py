@@ -118,7 +118,8 @@ def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
     }
     source = f"links {' and '.join(measured)} measured on {hardware.name}; the rest: {hardware.source}"
     return replace(hardware, inside=measured.get("inside", hardware.inside),
-                   between=measured.get("between", hardware.between), source=source)  # fmt: skip
+                   between=measured.get("between", hardware.between), ports=found.ports or hardware.ports,
+                   source=source)  # fmt: skip
 
 
 def entry_name(hardware: Hardware) -> str:
