@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cli.tiny_project import tiny_config, write_images
+from dilatant.resilience.status import read_status
 from resilience.chaos import Ended, Fault, losses, run_with_faults
 
 STEPS = 24
@@ -67,6 +68,13 @@ def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
     assert ended.injected == 4
     require_equal(ended, undisturbed)
     assert ended.events[-1]["members"] == ["node2"]
+    found = read_status(tmp_path / "run")
+    assert (found.step, found.stopped, found.generation) == (
+        STEPS,
+        "finished",
+        ended.events[-1]["generation"],
+    )
+    assert {node.name: node.is_member for node in found.nodes} == {f"node{n}": n == 2 for n in range(4)}
 
 
 def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(

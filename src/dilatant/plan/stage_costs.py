@@ -121,7 +121,7 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
     static = np.empty(len(placed))
-    shared_by = sharing(plan, rules)
+    shared_by = sharing(plan, model, rules)
     for entry in placed:
         key = entry.unit, entry.stage.tp, entry.stage.cp
         if key not in tables:

@@ -18,7 +18,7 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Settings
-from dilatant.resilience.rank import Seat, train_rank_resiliently
+from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
 from dilatant.training.rank import RunResult, Show
 from dilatant.training.starting_point import Start as StartingPoint
 
@@ -42,7 +42,7 @@ def launch_resiliently(
 
     Raises UserError or WorkerFailed, as `launch_local`.
     """
-    folder = RunFolder(config.output_dir).path / "resilience"
+    folder = RunFolder(config.output_dir).path / FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run before
     folder.mkdir(parents=True)
     per_node = config.resilience.ranks_per_node

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,9 +15,9 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
 from dilatant.config import Config, UserError
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
-from dilatant.profiling.assemble import assemble_model
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
@@ -32,6 +34,8 @@ from dilatant.training.starting_point import Start, agreed_checkpoint
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
+FOLDER, REBUILDS = "resilience", "rebuilds.jsonl"
+"""In the run folder: how long its first rank took for each generation."""
 _BEGUN = "resilience/begun"
 """In the run's store once the run has a folder of its own."""
 
@@ -67,6 +71,19 @@ def train_rank_resiliently(
     return _Rank(worker, config, plan_json, start, show, seats[worker.rank]).run()
 
 
+class Stopwatch:
+    """Seconds from one `lap` to the next, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._since
+        self._since = now
+
+
 class _Rank:
     def __init__(
         self, worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
@@ -86,7 +103,9 @@ class _Rank:
         self._pending: Held | None = None
         self._trainers: list[Trainer] = []
         self._opened: list[Comm] = []
+        self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
+        self._warm_up()
         self._link = WorkerLink(
             seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
         )
@@ -117,9 +136,17 @@ class _Rank:
                 finally:
                     self._still()
 
+    def _warm_up(self) -> None:
+        """Bring what plans into memory: the first loss should not wait for it."""
+        plan = self._initial.plan
+        survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
+        if survivors:
+            replan(plan, self._prepared.model.graph.anchor, survivors, (), 0, len(plan.ranks))
+
     def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
         """Become part of a generation, and train in it to the end."""
         made = self._pending = self._made(order)
+        self._spare = copy.deepcopy(self._prepared.model)  # while others get ready
         self._link.await_activation(made.trainer.step)
         old, self._held, self._pending = self._held, made, None
         del old  # only now is nobody to go back to it
@@ -144,20 +171,33 @@ class _Rank:
         """This rank's trainer in the generation, with the state of those who hold it."""
         self._rank = order.first_rank + self._seat.index
         held = self._held if self._held is not None and self._held.generation == order.base else None
+        watch = Stopwatch()
         planned = self._planned(order)
+        watch.lap("plan")
         trainer = self._trainer(order, planned, weights_follow=order.base != NO_STATE)
+        watch.lap("build")
+        copied = 0
         if order.base == NO_STATE:
             self._begin(trainer, planned)
         else:
             try:
-                self._take_over(trainer, None if held is None else held.trainer)
+                copied = self._take_over(trainer, None if held is None else held.trainer)
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
                 self._still()
                 trainer = self._trainer(order, planned, weights_follow=False)
                 self._begin(trainer, planned)
+        watch.lap("copy")
         if trainer.rank == 0:
             self._folder.write_text("plan.json", planned.to_json())
+            record = {
+                "generation": order.generation,
+                "step": trainer.step,
+                "seconds": watch.laps,
+                "bytes_to_first_rank": copied,
+            }
+            with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
             document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
             self._store.set(_plan_key(order.generation), json.dumps(document))
         return Held(order.generation, trainer, planned, order.members, order.workers)
@@ -204,7 +244,7 @@ class _Rank:
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
-        model = assemble_model(self._config, samples, hollow=True)
+        model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
         trainer = Trainer(self._config, samples, model, planned, worker, self._folder.checkpoints, membership)
         self._trainers.append(trainer)
         return trainer
@@ -225,8 +265,9 @@ class _Rank:
             )
             self._store.set(_BEGUN, b"")
 
-    def _take_over(self, trainer: Trainer, old: Trainer | None) -> None:
-        """Bring what ranks hold of the generation before to where it belongs now. Raises Lost on all ranks."""
+    def _take_over(self, trainer: Trainer, old: Trainer | None) -> int:
+        """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
+        Raises Lost on all ranks."""
         state = {} if old is None else old.state()
         moments = {parse_key(key)[0] for key in state.get("optimizer", {})}
         told = all_gather_object(trainer.comm, None if old is None else [old.values(), sorted(moments)])
@@ -234,11 +275,12 @@ class _Rank:
         everybody = {name for each in told if each is not None for name in each[1]}
         held = [] if old is None else list(pieces_of(state, old.shapes))
         wanted = trainer.empty_state(everybody)
-        transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
+        copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
         trainer.go_on_from(values)
         newest = list_checkpoints(self._folder.checkpoints)[:1] if trainer.rank == 0 else []
         saved = all_gather_object(trainer.comm, newest[0].step if newest else 0)[0]
         trainer.continue_branch(saved, newest[0].path if newest else None)
+        return copied
 
     def _still(self) -> None:
         """End all communication and what works in the background; what is held stays."""

@@ -50,6 +50,7 @@ class Coordinator:
         self._newcomer_since: float | None = None
         self._sent = now
         self._fruitless = 0
+        self._voted: set[str] = set()
         if self.stopped:
             self.task = Task.STOP
 
@@ -71,6 +72,11 @@ class Coordinator:
         if known is not None and known.serial == status.serial:
             return []
         self.statuses[status.node] = status
+        if self._is_quiet(status):  # the step's cost must not grow with the square of its voters
+            if status.prepared == self.committed == status.applied:
+                self._voted.add(status.node)
+            if len(self._voted) < len(self.members):
+                return []
         return self._decide(now)
 
     def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
@@ -164,6 +170,7 @@ class Coordinator:
             return self._without(blamed, f"gradients differ on {', '.join(sorted(odd))}", now)
         self.committed += 1
         self._fruitless = 0
+        self._voted.clear()
         leaving = {s.node for s in own if s.leaving}
         joining = self._admitted(now)
         if not leaving and not joining:
@@ -207,6 +214,7 @@ class Coordinator:
                 f"{len(members)} {TOO_FEW} {self.settings.fewest} that are needed ({reason})", now
             )
         self.generation += 1
+        self._voted.clear()
         self.members = tuple(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
@@ -226,6 +234,14 @@ class Coordinator:
             committed += 1
         self.base, self.committed, self.task = base, committed, Task.REBUILD
         return self._orders()
+
+    def _is_quiet(self, status: Status) -> bool:
+        """Whether a status can decide nothing but the step, and that only with all others."""
+        return (
+            self.task is Task.RUN
+            and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
+            and not (status.failed or status.fatal or status.broken or status.accuses or status.done)
+        )
 
     def _is_ready(self, status: Status) -> bool:
         return status.generation == self.generation and status.phase in (Phase.READY, Phase.RUNNING)
