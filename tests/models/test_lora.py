@@ -9,6 +9,7 @@ from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.models.lora import is_adapter
+from dilatant.models.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.whole import Whole
 from tiny_wholes import samples_of, whole_config
 
@@ -64,3 +65,9 @@ def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
     assert len(adapted) == 2 * 3 * 2
     everything = Whole.of(whole_config("llava"), "model", lora=LoraConfig()).language_model()
     assert not any("lm_head.lora" in name for name, _ in everything.named_parameters())
+
+
+def test_ranks_that_share_layers_are_told_that_adapters_are_not_shared():
+    unit = opened("llava", lora=LoraConfig())["language"]
+    (problem,) = degree_problems(unit, tensor_plan(unit), 2)
+    assert "layers with LoRA beside them, such as 'self_attn.q_proj', cannot be shared yet" in problem

@@ -310,6 +310,8 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield f"layers such as {path!r} ({rule}) cannot be shared yet"
         elif rule == _GATHERED and name not in (_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
+        elif hasattr(block.get_submodule(path), "base_layer"):
+            yield f"layers with LoRA beside them, such as {path!r}, cannot be shared yet"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(block.get_submodule(path), nn.Linear):
             yield f"{path!r} is no linear layer"
     for entry in {_entry(block, path) for path in covered} - {""}:

@@ -112,6 +112,11 @@ def load_exported(folder: Path) -> Exported:
     markers = _read_markers(folder)
     if (folder / "config.json").is_file():
         return _load_whole(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{str(folder)!r} holds an adapter alone (model.lora.merge: false); load it with peft on its base model, "
+            "or export the merged model"
+        )
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
     if markers.keys() != model.encoders.keys():
