@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.plan import PlanError
-from dilatant.plan.rank_mapping import Chain, map_ranks
+from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
 from model_cases import cluster
 
 LAYERS = {"vision": 4, "language": 6}
@@ -76,3 +76,33 @@ def test_fewer_replicas_are_spread_over_the_pipelines():
     plan = map_ranks(chains, LAYERS, FEEDS, cluster(2, 3))
     # Each encoder in the node of the two language replicas that it serves.
     assert [replica.stages[0].ranks for replica in plan.unit("vision").replicas] == [(0,), (3,)]
+
+
+def test_a_chain_of_several_chunks_goes_round_its_groups():
+    chain = Chain(2, 2, 1, {"language": (0, 1, 3, 5)}, chunks=2)
+    plan = map_ranks([chain], {"language": 6}, {}, cluster(1, 8))
+    assert chain.gpus == 8
+    for number, replica in enumerate(plan.unit("language").replicas):
+        first, second = (4 * number, 4 * number + 1), (4 * number + 2, 4 * number + 3)
+        assert [stage.ranks for stage in replica.stages] == [first, second, first, second]
+        assert [(stage.first, stage.end) for stage in replica.stages] == [(0, 1), (1, 3), (3, 5), (5, 6)]
+
+
+def test_orders_of_ranks_put_side_by_side_what_they_are_named_after():
+    """Two pipelines: an encoder on one device each, and a language model on two stages of two."""
+    chains = [Chain(2, 1, 1, {"vision": (0,)}), Chain(2, 2, 1, {"language": (0, 3)})]
+    machine = cluster(3, 5)
+    placed = {
+        order: {
+            (entry.unit, entry.replica, entry.position): entry.stage.ranks
+            for entry in map_ranks(chains, LAYERS, FEEDS, machine, order).stages()
+        }
+        for order in RankOrder
+    }
+    near = placed[RankOrder.PIPELINES]
+    assert [near["vision", 0, 0], near["language", 0, 0], near["language", 0, 1]] == [(0,), (1, 2), (3, 4)]
+    assert [near["vision", 1, 0], near["language", 1, 0], near["language", 1, 1]] == [(5,), (6, 7), (8, 9)]
+    stages = placed[RankOrder.STAGES]
+    assert [stages["language", 0, 0], stages["language", 0, 1]] == [(0, 1), (2, 3)]
+    replicas = placed[RankOrder.REPLICAS]
+    assert [replicas["language", 0, 0], replicas["language", 1, 0]] == [(0, 1), (2, 3)]

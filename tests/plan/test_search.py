@@ -27,6 +27,7 @@ from dilatant.plan import (
 )
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
+from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cluster, cost_model, model, unit
 from oracles.search import best_step, layer_seconds
 from search_cases import RULES, closed_form, find, random_vlm
@@ -356,3 +357,24 @@ def test_a_tied_table_is_held_once_by_who_holds_both_ends():
     # What fits one device is planned for one device.
     found = find(spec, costs, {"language": 1}, 1, 2, machine=cluster(1, 1, 4 * 1010))
     assert found.winner.score.peak_bytes == (4 * 1010,)
+
+
+def test_stages_go_round_their_ranks_where_that_shortens_the_bubble():
+    """Four devices of which none holds more than four layers: one pipeline, whatever else is tried."""
+    spec, costs = model(unit("language", 16)), cost_model({"language": 1e-3}, ((1, 1),))
+    workload = Workload({"language": np.full(8, 8.0)})
+    machine = cluster(1, 4, 4 * 4 * 1000.0 + 8 * 8 * 4 * 10.0)
+    scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)
+
+    def found(chunks):
+        return search(
+            spec, costs, machine, workload, 8, scorer, Mode.BEST, (1,), RULES, 10_000, chunks=chunks
+        )
+
+    plain, round_trips = found((1,)), found((1, 2, 4))
+    stages = round_trips.winner.plan.unit("language").replicas[0].stages
+    assert len(stages) > len({stage.ranks for stage in stages})
+    assert round_trips.winner.score.schedule == "interleaved"
+    # The bubble of four ranks and eight microbatches, 3 of 11 steps, in half or a quarter.
+    assert round_trips.seconds < 0.92 * plain.seconds
+    validate(round_trips.winner.plan, spec, machine)

@@ -333,8 +333,7 @@ class OptionTable:
                     return None
                 cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
                 totals = [_by_stage(layers, cuts[unit]) for unit, layers in zip(units, each)]
-                # Whose largest temporary it is does not matter: the units of a stage run in turn.
-                columns = [np.max(column, axis=0) if name == "transient" else np.sum(column, axis=0)
+                columns = [_TOGETHER.get(name, np.sum)(column, axis=0)
                            for name, column in zip(_COLUMNS, zip(*totals))]  # fmt: skip
                 asked = _Asked(units[0], tp, cp, stages, samples, microbatches, (), 1, level)
                 again = {unit: self._everywhere(unit, level) for unit in units} if level != "none" else {}
@@ -358,7 +357,9 @@ class OptionTable:
         for name in _COLUMNS:
             column = getattr(own, name).copy()
             others = [getattr(self.layers(other, *degree).on(1), name) for other in asked.extra]
-            if name == "transient":
+            if name == "heavy":
+                pass  # another sample may be the heaviest there
+            elif name == "transient":
                 column[0] = max(column[0], *(float(other.max()) for other in others))
             else:
                 column[0] += sum(float(other.sum()) for other in others)
@@ -423,6 +424,9 @@ class _Asked:
     level: Recompute
 
 
+_TOGETHER = {"transient": np.max, "light": np.min, "heavy": np.min}
+"""How columns of colocated units join that do not add up: they run in turn, and each has its own lightest and heaviest
+sample."""
 _COLUMNS = ("seconds", "work", "light", "heavy", "static", "kept", "transient", "gradient")
 
 
