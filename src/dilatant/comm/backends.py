@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from dilatant.comm.store import Store
 from dilatant.config.environment import gloo_interfaces, prepare_nccl
@@ -54,6 +54,9 @@ class Backend:
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
         """NCCL's only: Gloo's exists in some versions, and then reduces everything everywhere."""
         return self.handle._reduce_scatter_base(output, input, ReduceScatterOptions())
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Any:
+        return self.handle.alltoall_base(output, input, [], [], AllToAllOptions())
 
     def shut_down(self) -> None:
         """Give an idle communicator back. Never raises."""

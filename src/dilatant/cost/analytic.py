@@ -31,7 +31,8 @@ class LayerShape:
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
     `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
     of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
-    `launches` are per layer, `collectives` are all-reduces of the output under tensor parallelism.
+    `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each with an all-gather before
+    it and a reduce-scatter behind it.
     """
 
     matmul: int
@@ -144,7 +145,9 @@ def analytic_cost(
         recompute=forward.rounded(),
         activation_bytes=kept.rounded(),
         weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
-        checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
+        checkpoint_bytes=Quadratic(
+            b=width * shape.output_width / (group if shape.collectives else cp)
+        ).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
         attention=attention.rounded(),
         working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
@@ -176,13 +179,15 @@ def analytic_costs(
 def collective_seconds(
     shape: LayerShape, link: Link, dtype: str, tp: int, cp: int, backward: bool = False
 ) -> Quadratic:
-    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-reduces of the output
-    (tensor parallel), and the all-gather of keys and values (context parallel), behind which the backward sends their
-    gradients to their ranks in fp32."""
+    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-gathers and
+    reduce-scatters of hidden states (tensor parallel), and the all-gather of keys and values (context parallel), behind
+    which the backward sends their gradients to their ranks in fp32."""
     width, result = BYTES[dtype], ZERO
     if tp > 1 and shape.collectives:
         moved = 2 * (tp - 1) / tp * shape.output_width * width / cp
-        result += Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)
+        result += Quadratic(
+            b=shape.collectives * moved / link.bandwidth, c=2 * shape.collectives * link.latency
+        )
     if cp > 1 and shape.key_value_width:
         moved = (cp - 1) / cp * shape.key_value_width * (width + 4 * backward) / tp
         result += Quadratic(b=moved / link.bandwidth, c=(1 + backward) * link.latency)

@@ -20,6 +20,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
 from dilatant.models.random_draws import Spread
+from dilatant.models.token_shards import TokenShards
 from dilatant.models.weights import Weight
 
 Inputs = dict[str, Tensor]
@@ -122,6 +123,8 @@ class Stage(nn.Module):
 
     context = Context()
     """Which part of every microbatch it runs."""
+    shards: TokenShards | None = None
+    """Where ranks share blocks: which part of the tokens this rank has between their regions."""
 
     def __init__(self, unit: str, layers: tuple[str, ...], weights: tuple[Weight, ...]) -> None:
         super().__init__()

@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.loss import IGNORED
+from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
 from dilatant.models.tensor_plan import Region
+from dilatant.models.token_shards import Ranks, TokenShards
 
 
 class ParallelLinear(nn.Linear):
@@ -114,11 +116,32 @@ def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter])
 
 def share_blocks(
     blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: TensorGroup
-) -> None:
-    """Make blocks with local weights those of one rank, in place. regions: of each block."""
+) -> TokenShards | None:
+    """Make consecutive blocks with local weights those of one rank, in place. regions: of each block.
+
+    Outside of regions each rank has its part of the tokens, which it is given before the first block and gives back
+    behind the last. None without blocks.
+    """
+    if not blocks:
+        return None
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
-            _share_region(block, region, ranks)
+            _share_heads(block, region, ranks.size)
+    return share_tokens(blocks, regions, ranks)
+
+
+def share_tokens(
+    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: Ranks
+) -> TokenShards:
+    """Let blocks of one rank, with its heads and features, take and give its part of the tokens between regions."""
+    shards = TokenShards(ranks)
+    for block, of_block in zip(blocks, regions, strict=True):
+        for region in of_block:
+            _share_region(block, region, shards)
+        add_contexts(block, shards.recompute_contexts)
+    blocks[0].register_forward_pre_hook(_entering(shards.split), with_kwargs=True)
+    blocks[-1].register_forward_hook(_leaving(shards.join))
+    return shards
 
 
 def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> VocabularyShard:
@@ -140,21 +163,26 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
     return shard
 
 
-def _share_region(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
     columns = [_local(block.get_submodule(path)) for path in region.columns]
     for path in region.rows:
-        _local(block.get_submodule(path)).leave = ranks.sum
+        _local(block.get_submodule(path)).leave = shards.sum
     if region.path:
-        block.get_submodule(region.path).register_forward_pre_hook(_entering(ranks), with_kwargs=True)
+        entry = block.get_submodule(region.path)
+        entry.register_forward_pre_hook(_entering(shards.gather), with_kwargs=True)
     else:
         for linear in columns:
-            linear.enter = ranks.copy
-    if region.heads and region.kv_heads:
-        counts = {"num_key_value_heads": max(1, region.kv_heads // ranks.size)}
-        counts |= dict.fromkeys(("num_heads", "num_attention_heads"), region.heads // ranks.size)
-        groups = counts["num_heads"] // counts["num_key_value_heads"]
-        for module in block.get_submodule(region.path).modules():
-            _count_heads(cast(Any, module), {**counts, "num_key_value_groups": groups})
+            linear.enter = shards.gather
+
+
+def _share_heads(block: nn.Module, region: Region, size: int) -> None:
+    if not (region.heads and region.kv_heads):
+        return
+    counts = {"num_key_value_heads": max(1, region.kv_heads // size)}
+    counts |= dict.fromkeys(("num_heads", "num_attention_heads"), region.heads // size)
+    groups = counts["num_heads"] // counts["num_key_value_heads"]
+    for module in block.get_submodule(region.path).modules():
+        _count_heads(cast(Any, module), {**counts, "num_key_value_groups": groups})
 
 
 def _local(linear: nn.Module) -> ParallelLinear:
@@ -165,13 +193,20 @@ def _local(linear: nn.Module) -> ParallelLinear:
     return cast(ParallelLinear, linear)
 
 
-def _entering(ranks: TensorGroup) -> Any:
+def _entering(take: Callable[[Tensor], Tensor]) -> Any:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (ranks.copy(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": ranks.copy(kwargs["hidden_states"])}
+            return (take(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": take(kwargs["hidden_states"])}
 
     return enter
+
+
+def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return (give(output[0]), *output[1:]) if isinstance(output, tuple) else give(output)
+
+    return leave
 
 
 def _count_heads(module: Any, counts: Mapping[str, int]) -> None:

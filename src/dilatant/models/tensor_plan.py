@@ -2,8 +2,9 @@
 
 Said by the family's own plan (`base_model_tp_plan` of transformers), by ours for encoders, which have none. A block
 consists of *regions*: between the entry and the exit of attention, or of the feed-forward, each rank computes its heads
-or features. All else (norms, position tables, patch convolutions, projectors, modules of the user's own) ranks compute
-alike and hold whole; token embedding and head are divided by the vocabulary.
+or features; between regions (norms, residuals) it computes its tokens. What is outside of blocks (norms, position
+tables, patch convolutions, projectors, modules of the user's own) ranks compute alike; token embedding and head are
+divided by the vocabulary. Weights that are not divided each rank holds whole.
 """
 
 from __future__ import annotations
@@ -96,14 +97,12 @@ class Region:
     """Linear layers of a block that ranks share; all paths are within the block.
 
     path: the module at whose entry all ranks have the same hidden states; "" where the block calls the layers itself.
-    columns: layers whose outputs are divided. rows: those whose inputs are. partial: modules that each rank applies to
-    its own share. heads, kv_heads: of attention.
+    columns: layers whose outputs are divided. rows: those whose inputs are. heads, kv_heads: of attention.
     """
 
     path: str
     columns: Mapping[str, tuple[Part, ...]]
     rows: Mapping[str, Part]
-    partial: tuple[str, ...] = ()
     heads: int | None = None
     kv_heads: int | None = None
 
@@ -152,10 +151,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
             for path, part in region.rows.items():
                 cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
-            for path in region.partial:
-                partial |= {
-                    f"{layer}.{path}.{key}" for key, _ in block.get_submodule(path).named_parameters()
-                }
+        # The rest of a block has part of the tokens, or of the heads.
+        partial |= {f"{layer}.{path}" for path, _ in block.named_parameters()} - cuts.keys()
     return TensorPlan({**cuts, **_vocabulary(unit)}, frozenset(partial), tuple(found))
 
 
@@ -247,22 +244,18 @@ def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
     for entry, members in groups.items():
         columns = [path for path, rule in members.items() if rule in _COLUMNS]
         rows = [path for path, rule in members.items() if rule in _ROWS]
-        partial = tuple(path for path, rule in members.items() if rule == _PARTIAL)
         if any(_last(path) in (*_QUERY, _QKV) for path in columns):
-            yield _attention(block, entry, columns, rows, partial)
+            yield _attention(block, entry, columns, rows)
         else:
             outs = {path: _features(block, path)[0] for path in columns}
             yield Region(
                 entry,
                 {p: (Part(n // 2),) * 2 if _last(p) in _HALVES else (Part(n),) for p, n in outs.items()},
                 {path: Part(_features(block, path)[1]) for path in rows},
-                partial,
             )
 
 
-def _attention(
-    block: nn.Module, entry: str, columns: list[str], rows: list[str], partial: tuple[str, ...]
-) -> Region:
+def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]) -> Region:
     owner: Any = block.get_submodule(columns[0].rpartition(".")[0])
     head: int = getattr(owner, "head_dim", None) or owner.attention_head_size
     (row,) = rows
@@ -279,7 +272,7 @@ def _attention(
             parts[path] = (Part(kv_heads, head),)
         else:
             parts[path] = (Part(heads, out // heads),)
-    return Region(entry, parts, {row: Part(heads, head)}, partial, heads, kv_heads)
+    return Region(entry, parts, {row: Part(heads, head)}, heads, kv_heads)
 
 
 def _vocabulary(unit: Unit) -> dict[str, Cut]:

@@ -63,7 +63,7 @@ class SharedUnit:
         assert structure is not None
         blocks = list(model.get_submodule(structure.blocks).children())
         start = max(first - 1, 0)
-        share_blocks(blocks, self._plan.regions[start : start + len(blocks)], self._ranks)
+        stage.shards = share_blocks(blocks, self._plan.regions[start : start + len(blocks)], self._ranks)
         if isinstance(stage, LanguageStage):
             rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
             stage.vocabulary = share_vocabulary(
