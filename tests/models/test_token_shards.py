@@ -14,6 +14,8 @@ from dilatant.models.token_shards import TokenShards
 class OneOf:
     """Stands for the other ranks where nothing is exchanged."""
 
+    rows_of_piece: int | None = None
+
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
 
@@ -64,3 +66,74 @@ def test_a_recomputed_block_has_the_shares_of_its_own_microbatch() -> None:
         assert shards.is_share((1, 3, 8))
     assert not shards.is_share((1, 3, 8))
     assert shards.is_share((1, 5, 8))
+
+
+class Echo(OneOf):
+    """All ranks have what this one has; `log` says what is started and awaited when."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(2, 0)
+        self.log = log
+        self.rows_of_piece = 1
+
+    def all_gather(self, own: Any, what: str) -> Any:
+        return torch.stack([own, own]), self._started(what)
+
+    def reduce_scatter(self, parts: Any, what: str) -> Any:
+        return 2 * parts[0], self._started(what)
+
+    def _started(self, what: str) -> Any:
+        number = sum(entry.startswith("start") for entry in self.log)
+        self.log.append(f"start {number}")
+        return Work(self.log, f"wait {number}")
+
+
+class Work:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(self.name)
+
+
+def logged(log: list[str], name: str) -> Any:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            log.append(name)
+            return 3 * value
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            log.append(name)
+            return 3 * gradient
+
+    return Product.apply
+
+
+def test_products_are_computed_while_the_next_piece_travels() -> None:
+    log: list[str] = []
+    shards = TokenShards(Echo(log))
+    own = shards.split(torch.ones(1, 4, 2)).requires_grad_()  # two rows of each rank: two pieces
+    hidden, (product,) = shards.gather_products(own, [logged(log, "product")])
+    assert log == ["start 0", "start 1", "wait 0", "product", "wait 1", "product"]
+    assert hidden.shape == product.shape == (1, 4, 2)
+    log.clear()
+    product.sum().backward()
+    # What leaves first has its product behind it to hide behind; both are awaited at the end.
+    assert log == ["product", "start 0", "product", "start 1", "wait 1", "wait 0"]
+    log.clear()
+    left = shards.sum_products(hidden.detach().requires_grad_(), logged(log, "product"))
+    assert log == ["product", "start 0", "product", "start 1", "wait 0", "wait 1"]
+    log.clear()
+    left.sum().backward()
+    assert log == ["start 0", "start 1", "wait 0", "product", "wait 1", "product"]
+
+
+def test_what_still_travels_is_awaited_where_a_product_fails() -> None:
+    log: list[str] = []
+    shards = TokenShards(Echo(log))
+    own = shards.split(torch.ones(1, 4, 2))
+    with pytest.raises(ZeroDivisionError):
+        shards.gather_products(own, [lambda hidden: hidden / (1 // 0)])
+    assert log == ["start 0", "start 1", "wait 0", "wait 1"]

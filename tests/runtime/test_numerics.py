@@ -92,6 +92,9 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
         check_transport=case.check,
         precision=case.dtype,
     )
+    for stage in runtime.modules.values():
+        if stage.shards is not None:
+            stage.shards.rows_of_piece = case.rows_of_piece
     needed = Needs(runtime.model, case.plan, comm.rank).of(case.assignment)
     samples = [
         _only(sample, needed.get(number, frozenset())) for number, sample in enumerate(build_samples(case))

@@ -79,6 +79,17 @@ def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
     check_case(workers, case_of(TWO, zero_bubble_h1, encoders=encoders), "none", 1)
 
 
+@pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
+@pytest.mark.parametrize("recompute", ["none", "block", "block_keep_attention"])
+def test_what_travels_in_pieces_is_the_same(workers: WorkerPool, recompute: str, family: Any) -> None:
+    # Rows of 10 tokens and items of 4 patches on two ranks: four pieces, and three.
+    case = case_of(TWO, family, recompute=recompute, language="phi3", rows_of_piece=1, dtype=torch.float32)
+    check_case(workers, case, "none", 1)
+    encoders = (("vision", "whisper", 2, "mlp", "patch"),)
+    case = case_of(TWO, family, recompute=recompute, encoders=encoders, language="qwen3", rows_of_piece=3)
+    check_case(workers, case, "none", 1)
+
+
 def test_what_ranks_compute_alike_drops_what_one_process_drops(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 2, (0, 1), tp=2),), (Stage(0, 3, (0, 1), tp=2), Stage(3, 4, (2,))))
     encoders = (("vision", OWN, 1, "linear", "all"),)

@@ -88,6 +88,11 @@ class Group:
         """The communicator; None for a group of one rank and after the end of its generation."""
         return self._backend
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its tensors lie on a GPU, which sends them beside what it computes."""
+        return self._on_device
+
     def send(self, tensor: Tensor, to: int, tag: int = 0, what: str = "") -> Pending:
         """Send to rank `to`. Transfers between two ranks must be posted in the same order at both."""
         return self._transfer("send", tensor, to, tag, f"{what or self.name} to rank {to}")
@@ -140,6 +145,7 @@ class Group:
             parts = torch.empty_like(input.view(len(self.ranks), -1))
             work = self._backend.all_to_all(parts.view(-1), input.view(-1))
 
+        @torch.no_grad()
         def add_up() -> None:
             torch.sum(parts, 0, dtype=output.dtype, out=output.view(-1))
 

@@ -14,14 +14,20 @@ from torch import Tensor
 
 from dilatant.comm.group import Group, Pending
 
+ROWS_OF_PIECE = 512
+"""On GPUs products of fewer rows take longer than what travels meanwhile."""
+
 
 class TensorGroup:
-    """The tensor-parallel ranks of a stage. index: this rank's place among them."""
+    """The tensor-parallel ranks of a stage. index: this rank's place among them. rows_of_piece: so many rows of each
+    rank are worth a collective of their own, behind which products are computed; None where these would wait for
+    processors that send, as on a CPU."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.size = len(group.ranks)
         self.index = group.index
+        self.rows_of_piece = ROWS_OF_PIECE if group.is_on_device else None
 
     def copy(self, hidden: Tensor) -> Tensor:
         """`hidden`, the same on all ranks, for a region of which each rank computes a share."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -21,21 +21,28 @@ from dilatant.models.loss import IGNORED
 from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
 from dilatant.models.tensor_plan import Region
-from dilatant.models.token_shards import Ranks, TokenShards
+from dilatant.models.token_shards import Product, Ranks, TokenShards
 
 
 class ParallelLinear(nn.Linear):
-    """A linear layer with a part of its weight. enter: takes its inputs in. leave: takes its products out, before the
-    bias is added."""
+    """A linear layer with a part of its weight.
+
+    enter: takes its inputs in. leave(inputs, product): takes its products out, before the bias is added. made: inputs
+    that it will be given next, and what it makes of them, where that has been computed by now.
+    """
 
     enter: Callable[[Tensor], Tensor] | None = None
-    leave: Callable[[Tensor], Tensor] | None = None
+    leave: Callable[[Tensor, Product], Tensor] | None = None
+    made: tuple[Tensor, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        made, self.made = self.made, None
+        if made is not None and made[0] is input:
+            return made[1]
         input = input if self.enter is None else self.enter(input)
         if self.leave is None:
             return self.product(input, self.bias)
-        output = self.leave(self.product(input, None))
+        output = self.leave(input, partial(self.product, bias=None))
         return output if self.bias is None else output + self.bias
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -166,13 +173,29 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
 def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
     columns = [_local(block.get_submodule(path)) for path in region.columns]
     for path in region.rows:
-        _local(block.get_submodule(path)).leave = shards.sum
-    if region.path:
-        entry = block.get_submodule(region.path)
-        entry.register_forward_pre_hook(_entering(shards.gather), with_kwargs=True)
-    else:
+        _local(block.get_submodule(path)).leave = shards.sum_products
+    if not region.path:
         for linear in columns:
             linear.enter = shards.gather
+        return
+
+    def enter(own: Tensor) -> Tensor:
+        # Found anew: linear layers are replaced by others that share their weights.
+        linears = [cast(ParallelLinear, block.get_submodule(path)) for path in region.columns]
+        hidden, outputs = shards.gather_products(
+            own, [partial(linear.product, bias=linear.bias) for linear in linears]
+        )
+        for linear, output in zip(linears, outputs):
+            linear.made = hidden, output
+        return hidden
+
+    def forget(*_: Any) -> None:
+        for path in region.columns:
+            cast(ParallelLinear, block.get_submodule(path)).made = None
+
+    entry = block.get_submodule(region.path)
+    entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
+    entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
 
 
 def _share_heads(block: nn.Module, region: Region, size: int) -> None:
