@@ -51,4 +51,9 @@ def test_a_rank_has_its_part_of_a_row_and_waits_for_the_collectives(degree):
             part = whole.a * tokens**2 / cp + whole.b * tokens / cp + whole.c
             # Coefficients are kept to six digits.
             assert getattr(found, name)(tokens) == pytest.approx(part + added.get(name, 0.0), rel=1e-5)
+        # Of what is waited for again, keeping attention saves the reduce-scatters and all of keys and values.
+        saved = added["recompute"]
+        if tp > 1:
+            saved -= 2 * (1e-5 + (tp - 1) / tp * tokens / cp * 64 * 4 / 1e9)
+        assert found.attention(tokens) == pytest.approx(saved, rel=1e-5)
     assert (found.parameters, found.fit_error) == (1000, 0.01)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dilatant.attention.context_parallel import Pending
+from dilatant.attention.kept import exchange_kept
 
 
 class Ranks(Protocol):
@@ -86,16 +87,20 @@ class TokenShards:
     def sum_products(self, input: Tensor, product: Product) -> Tensor:
         """This rank's rows of the sum of all ranks' `product(input)`. input: [items, tokens, width]."""
         size = self.ranks.size
-        pieces = self._pieces(_rows_of_each(input.shape[:2], size))
-        if len(pieces) == 1:
-            return _Scatter.apply(product(input), self.ranks)
-        rows = _padded(input.flatten(0, 1), size).unflatten(0, (size, -1))
-        with _Travel(self.ranks, pieces) as travel:
-            parts = [
-                _Send.apply(product(rows[:, first:end]), travel, number)
-                for number, (first, end) in enumerate(pieces)
-            ]
-            return _Arrive.apply(travel, *parts)[None]
+        pieces = self._pieces(_rows_of_each((input.shape[0], input.shape[1]), size))
+
+        def exchange(made: Tensor | None) -> Tensor:
+            if len(pieces) == 1:
+                return _Scatter.apply(product(input), self.ranks, made)
+            rows = _padded(input.flatten(0, 1), size).unflatten(0, (size, -1))
+            with _Travel(self.ranks, pieces, made) as travel:
+                parts = [
+                    _Send.apply(product(rows[:, first:end]), travel, number)
+                    for number, (first, end) in enumerate(pieces)
+                ]
+                return _Arrive.apply(travel, *parts)
+
+        return exchange_kept(exchange, input)[None]
 
     def is_share(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape, in a block, is of this rank's rows."""
@@ -206,21 +211,23 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, part: Tensor, ranks: Ranks, made: Tensor | None) -> Tensor:
         ctx.ranks, ctx.shape = ranks, part.shape[:2]
-        return _sum_of_own_rows(part, ranks, "hidden states")[None]
+        return _sum_of_own_rows(part, ranks, "hidden states") if made is None else made.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_rows(gradient[0], ctx.ranks, ctx.shape, "gradients of hidden states"), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _all_rows(gradient, ctx.ranks, ctx.shape, "gradients of hidden states"), None, None
 
 
 class _Travel:
-    """Pieces under way, of one crossing between what ranks share and what each has."""
+    """Pieces under way, of one crossing between what ranks share and what each has. made: this rank's rows, where
+    they are known already and nothing is sent."""
 
-    def __init__(self, ranks: Ranks, pieces: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, ranks: Ranks, pieces: Sequence[tuple[int, int]], made: Tensor | None = None) -> None:
         self.ranks = ranks
         self.pieces = pieces
+        self.made = made
         self.arriving: dict[int, tuple[Tensor, Pending]] = {}
 
     def __enter__(self) -> Self:
@@ -287,6 +294,9 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, travel: _Travel, number: int) -> Tensor:
         ctx.travel, ctx.number = travel, number
+        if travel.made is not None:
+            first, end = travel.pieces[number]
+            return travel.made[first:end]
         return travel.scatter(number, parts, "hidden states")
 
     @staticmethod
@@ -300,7 +310,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, travel: _Travel, *parts: Tensor) -> Tensor:
         ctx.travel = travel
-        return travel.take_all()
+        return travel.take_all() if travel.made is None else travel.made.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -79,7 +79,7 @@ class _Alone:
     """In the place of `size` ranks: what the others would send is copied, so it takes memory and hardly time."""
 
     index = 0
-    rows_of_piece = None
+    rows_of_piece: int | None = None
 
     def __init__(self, size: int) -> None:
         self.size = size
