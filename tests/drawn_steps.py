@@ -49,9 +49,17 @@ MORE_LANGUAGES = {
     "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
     "cohere": {},
     "stablelm": {},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
 }
 """Families that are not drawn."""
-UNDIVIDED = ("olmo2", "mixtral", "stablelm")
+UNDIVIDED = ("olmo2", "mixtral", "stablelm", "qwen3_5_text")
 """Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {

@@ -85,6 +85,28 @@ def test_routers_lose_by_whole_samples(workers: WorkerPool) -> None:
     check_case(workers, case_of(TWO, language="mixtral", attention="causal", recompute="block"), "none", 1)
 
 
+HYBRID = {"language": "qwen3_5_text", "language_layers": 3, "attention": "causal"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "block_keep_attention"])
+def test_states_of_linear_attention_pass_between_ranks(workers: WorkerPool, recompute: str) -> None:
+    """Samples that end within a rank, go on at the next, or reach over three."""
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 3, (1, 2, 3), cp=3), Stage(3, 5, (4, 5), cp=2)))
+    texts = ((3, (1,)), (17, (0,)), (40, (1,)), (2, (0,)), (9, (1,)), (13, (2,)))
+    check_case(workers, case_of(plan, texts=texts, recompute=recompute, **HYBRID), "none", 1)
+
+
+def test_states_begin_anew_with_each_sample_of_a_row(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (0,)),))
+    check_case(workers, case_of(plan, zero_bubble_h1, **HYBRID), "none", 1)
+
+
+def test_ranks_that_train_nothing_of_a_layer_still_send_gradients_of_states(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2), cp=2),))
+    for frozen in (("language",), ("language.layers.*.linear_attn.*", "vision")):
+        check_case(workers, case_of(plan, frozen=frozen, **HYBRID), "none", 1)
+
+
 def test_dropout_is_drawn_by_token(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 2, (0, 1), cp=2), Stage(2, 5, (2,))), (Stage(0, 4, (0, 1), cp=2),))
     changes = {"language": "phi", "attention": "causal", "dropout": 0.3, "recompute": "block"}

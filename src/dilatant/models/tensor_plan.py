@@ -47,6 +47,9 @@ _PARTIAL = "replicated_with_grad_allreduce"
 _GATHERED = "colwise_gather_output"
 """transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
 
+_PER_TOKEN = ("Norm", "LayerScale")
+"""In the names of classes of modules between regions."""
+
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
 _DROPOUTS_OF_BLOCKS = ("activation_dropout",)
 """Attributes of modules that compute a share, by which they drop some of it."""
@@ -226,14 +229,26 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
         name = path.rpartition(".")[2]
         if rule not in (*_COLUMNS, *_ROWS, _PARTIAL):
             yield f"layers such as {path!r} ({rule}) cannot be shared yet"
+        elif path.startswith("linear_attn."):
+            yield "linear attention cannot be shared by heads yet"
         elif rule == _GATHERED and name not in (_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(block.get_submodule(path), nn.Linear):
             yield f"{path!r} is no linear layer"
+    heads = {path.partition(".")[0] for path in covered}
+    for name, child in block.named_children():
+        if name not in heads and not all(map(_is_per_token, child.modules())):
+            yield f"its plan says nothing of {name!r}, which may need more than a rank's tokens"
     for path in {path.partition(".")[0] for path in covered if "." in path}:
         for name, _ in block.get_submodule(path).named_parameters():
             if not any(f"{path}.{name}".startswith(one + ".") for one in covered):
                 yield f"its plan says nothing of '{path}.{name}'"
+
+
+def _is_per_token(module: nn.Module) -> bool:
+    """Whether a module surely makes of each token's hidden states what it makes, from these alone."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return not own or any(word in type(module).__name__ for word in _PER_TOKEN)
 
 
 def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
