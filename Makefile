@@ -12,9 +12,10 @@ train: install
 	$(BIN)/python examples/digits.py data/digits
 	$(BIN)/dilatant train examples/quickstart.yaml --overwrite
 
-# Two processes take files in turn: more would crowd the tests that start ranks of their own.
+# Two processes take files in turn, those of the command line (long ones) early: more processes would crowd the tests that
+# start ranks of their own.
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 slow: install
 	$(BIN)/python -m pytest -m slow

@@ -112,10 +112,12 @@ class WorkerPool:
         return [results[rank] for rank in range(size)]
 
     def _start(self) -> tuple[Any, Connection]:
+        """A worker that serves already: a test's own deadline must not count the start of a process."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, self._server.port), daemon=True)
         process.start()
         theirs.close()
+        ours.recv()
         return process, ours
 
     def _replace(self, rank: int) -> None:
@@ -133,6 +135,7 @@ def _serve(connection: Connection, port: int) -> None:
 
     torch.set_num_threads(1)
     store = connect("127.0.0.1", port, TOKEN, on_one_machine=True)
+    connection.send("ready")
     while True:
         try:
             rank, size, run, path, payload = connection.recv()

@@ -18,6 +18,7 @@ SHARED = {
     "microbatches": 2,
 }
 CONTEXT = {"units": {"vision": {}, "language": {"replicas": 2, "cp": 2}}, "microbatches": 2}
+EXPERTS = {"units": {"vision": {}, "language": {"tp": 2, "cp": 2, "ep": 4}}, "microbatches": 2}
 UNLIKE = {"units": {"vision": {}, "language": {"tp": 2, "replicas": 2}}, "microbatches": 2}
 
 
@@ -73,9 +74,36 @@ def test_a_run_of_shared_layers_goes_on_with_shared_rows_and_then_in_one_process
     assert losses(run) == pytest.approx(losses(one), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_run_of_divided_experts_goes_on_with_divided_features_and_then_in_one_process(
+    project: Path, dilatant: Dilatant
+) -> None:
+    tree = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))
+    tree["model"]["language_model"]["config"] |= {
+        "model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "output_router_logits": True, "router_aux_loss_coef": 0.1,
+    }  # fmt: skip
+    (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    config, one, run = project / "config.yaml", project / "one", project / "run"
+    dilatant("train", config, "--set", "output_dir=one")
+    code, _, err = dilatant("train", config, *layout(EXPERTS))
+    assert code == 0, err
+    assert losses(run) == pytest.approx(losses(one), rel=1e-4)
+    exported, expected = (load_file(of / "export/language/model.safetensors") for of in (run, one))
+    assert {key: tensor.shape for key, tensor in exported.items()} == {
+        key: tensor.shape for key, tensor in expected.items()
+    }
+    for step, parallel in ((2, layout(UNLIKE)), (4, ("--set", "parallel=single"))):
+        go_back(run, step)
+        code, _, err = dilatant("resume", run, *parallel)
+        assert code == 0, err
+        assert losses(run) == pytest.approx(losses(one), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"cp": 2, "ep": 2}, "ep is 2, but it has no experts that ranks could divide; leave ep out"),
         ({"tp": 3}, "2 attention heads cannot be shared by 3 ranks; it takes tp 1, 2"),
     ],
 )  # fmt: skip

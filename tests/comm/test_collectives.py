@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter put every rank's part where its place in the group says."""
+"""All-gather, reduce-scatter and all-to-all put every rank's part where its place in the group says."""
 
 from __future__ import annotations
 
@@ -58,3 +58,40 @@ def test_parts_go_to_their_places_in_every_dtype(workers: WorkerPool) -> None:
                 ]
                 place = ranks.index(rank)
                 assert own == sums[4 * place : 4 * place + 4]
+
+
+COUNTS = [[[2, 0, 3], [0, 0, 0], [1, 4, 0]], [[0, 0, 0]] * 3, [[0, 5, 0]] * 3]
+"""Numbers from each rank to each: some to itself, none from one; none at all; all to one."""
+
+
+def _exchange(worker: Worker) -> list[list[float]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    group = comm.group("reversed", (2, 1, 0))
+    found = []
+    for dtype in DTYPES:
+        for counts in COUNTS:
+            sent = counts[group.index]
+            received = [of_rank[group.index] for of_rank in counts]
+            arrived = torch.zeros(sum(received), dtype=dtype)
+            group.all_to_all(arrived, _values(group.index, sum(sent), dtype), received, sent).wait()
+            found.append(arrived.tolist())
+    alone = comm.group(f"alone {worker.rank}", (worker.rank,))
+    output = torch.zeros(2)
+    alone.all_to_all(output, torch.ones(2), [2], [2]).wait()
+    assert output.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="are no counts of a tensor of"):
+        group.all_to_all(torch.zeros(2), torch.zeros(3), [1, 1, 0], [1, 1, 0])
+    comm.world.barrier()
+    comm.close()
+    return found
+
+
+def test_unequal_numbers_go_from_every_rank_to_every_rank(workers: WorkerPool) -> None:
+    for rank, found in enumerate(workers.run(_exchange, 3)):
+        place = 2 - rank
+        for counts, arrived in zip(COUNTS * len(DTYPES), found, strict=True):
+            expected = []
+            for sender, sent in enumerate(counts):
+                before = sum(sent[:place])
+                expected += [100 * sender + number for number in range(before, before + sent[place])]
+            assert arrived == expected

@@ -176,7 +176,7 @@ def test_survivors_of_a_killed_rank_go_on_under_the_next_generation(workers: Wor
 
 
 def _late(worker: Worker, how: str) -> str:
-    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=1.5)
+    comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=3)
     comm.world.barrier()
     if worker.rank == 2:
         worker.store.set("process", str(os.getpid()))
@@ -206,9 +206,9 @@ def test_whoever_waits_too_long_tells_what_for_and_who_is_behind_it(
     """Not the rank that is waited for, if that one waits itself."""
     first, second, _ = workers.run(_late, 3, how)
     for reason in (first, second):
-        assert re.match(
-            rf"rank [01] waited over 1\.5 s for rows of sample 7 from rank [12]; {says}", reason
-        ), reason
+        assert re.match(rf"rank [01] waited over 3 s for rows of sample 7 from rank [12]; {says}", reason), (
+            reason
+        )
 
 
 def _many_generations(worker: Worker) -> tuple[int, int]:

@@ -39,17 +39,20 @@ def _fail(comm: Comm, worker: Worker, how: str) -> None:
 def _again_and_again(worker: Worker, hows: list[str]) -> list[list[float]]:
     results = []
     for how in hows:
-        comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
+        comm = None
         try:
+            comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)
             if how:
                 _fail(comm, worker, how)
             results.append(_sums(comm, worker))
         except ValueError as error:
+            assert comm is not None
             comm.abort(f"rank 1 failed: {error}")
-        except CommAborted as error:
+        except CommAborted as error:  # while it is made, too
             if "rank 1 failed" not in str(error):
                 raise
-        comm.close()
+        if comm is not None:
+            comm.close()
     return results
 
 
@@ -64,8 +67,10 @@ def test_one_generation_can_be_joined_again_also_after_a_failure(
 
 def _one_comes_too_late_the_first_time(worker: Worker) -> list[float]:
     if worker.rank > 0:
+        worker.store.set(f"here/{worker.rank}", b"")
+        worker.store.wait([f"here/{rank}" for rank in range(1, worker.size)])
         with pytest.raises((CommTimeout, CommAborted), match="rank 0 has not begun to communicate"):
-            Comm(worker.store, worker.rank, worker.size, timeout_seconds=0.5)
+            Comm(worker.store, worker.rank, worker.size, timeout_seconds=1)
         worker.store.set(f"over/{worker.rank}", b"")
     worker.store.wait([f"over/{rank}" for rank in range(1, worker.size)])
     comm = Comm(worker.store, worker.rank, worker.size, timeout_seconds=60)

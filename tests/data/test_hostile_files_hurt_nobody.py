@@ -17,7 +17,7 @@ from data_builders import image_bytes, small_encoding, wav_bytes, write_lines, w
 from PIL import Image
 
 from dilatant.config import DataSource, UserError
-from dilatant.data import chat
+from dilatant.data import chat_template
 from dilatant.data.blend import open_blend
 from dilatant.data.encode import encode_prompt
 from dilatant.data.errors import SampleError
@@ -90,6 +90,8 @@ BAD = [
     ('{"question": "q \\ud800", "answer": "a"}', r"U\+D800, half a character"),
     ('{"question": "q", "answer": "a \\udfff"}', r"U\+DFFF, half a character"),
     ('{"question": "q", "answer": ' + "9" * 5000 + "}", r"not valid JSON"),
+    ('{"question": "q", "answer": NaN}', r"'answer' is nan"),
+    ('{"question": 1e400, "answer": "a"}', r"'question' is inf"),
     ('{"question": "q", "answer": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}", r"nests too deep"),
     ('{"messages": "' + "[" * 100_000 + '"}', r"nests too deep"),
     ('{"texts": [{"user": "q", "assistant": null}]}', r"'assistant' is empty"),
@@ -282,18 +284,23 @@ TEXT = "{{ messages[0]['content'] }}"
 @pytest.mark.parametrize(
     ("template", "pattern"),
     [
+        # Loops let go of the interpreter now and then; one expression does not.
         (
-            "{% for a in range(3000) %}{% for b in range(9999) %}{% endfor %}{% endfor %}" + TEXT,
+            "{% for a in range(90000) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + TEXT,
             "takes more",
         ),
+        ("{{ 9 ** (9 ** 9) }}" + TEXT, "takes more"),
+        ("{% set n = 3 %}{{ n ** (9 ** 9) }}" + TEXT, "takes more"),
+        ("{{ 'a' * 3000000000 }}" + TEXT, "takes more than 1024 MiB"),
+        ("{% set n = 3000000000 %}{{ 'a' * n }}" + TEXT, "takes more than 1024 MiB"),
         ("{{ 'a' * 2000000 }}" + TEXT, "does not write the text"),
         ("{{ 1 / 0 }}" + TEXT, "does not write the text"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + TEXT, "does not write the text"),
     ],
 )
 def test_a_template_that_never_ends_or_fails_is_refused(tmp_path, monkeypatch, template, pattern):
-    if pattern == "takes more":  # this one for seconds, a hostile one for years
-        monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.1)
+    if pattern == "takes more":
+        monkeypatch.setattr(chat_template, "TRIAL_SECONDS", 1.0)
     (tmp_path / "x.jinja").write_text(template)
     with pytest.raises(UserError, match=pattern):
         small_encoding(template=str(tmp_path / "x.jinja"))

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.config import UserError
-from dilatant.data.chat import MEDIA, PLAIN_TEMPLATE, Message, chat_tokenizer
+from dilatant.data.chat import MEDIA, chat_tokenizer
+from dilatant.data.chat_template import PLAIN_TEMPLATE, Message
 from dilatant.data.tokenizer import byte_tokenizer, load_tokenizer
 
 # The habits of real templates, each written down in its shortest form.
@@ -126,9 +127,9 @@ def test_ids_are_those_of_the_tokenizers_own_template(kind):
     tokenizer = tokenizer_with(ENDS[kind][0])
     messages = conversation(["What is this?", "And that?"], ["A café.", "Tea: 茶"])
     chat = chat_tokenizer(tokenizer)
-    content = [{"type": "text", "text": ""}] if chat.typed else ""
+    content = [{"type": "text", "text": ""}] if chat.template.typed else ""
     dicts = [
-        {"role": m.role, "content": [{**content[0], "text": m.text}] if chat.typed else m.text}
+        {"role": m.role, "content": [{**content[0], "text": m.text}] if chat.template.typed else m.text}
         for m in messages
     ]
     expected = tokenizer.apply_chat_template(dicts, tokenize=True, return_dict=True)["input_ids"]
@@ -147,10 +148,10 @@ def test_a_template_may_hide_thoughts_and_add_empty_ones():
 
 def test_a_template_for_typed_content_wraps_media_as_it_would():
     chat = chat_tokenizer(tokenizer_with(TYPED))
-    assert chat.typed
-    assert chat.around_media("image", "<|image_pad|>") == ("<|vision_start|>", "<|vision_end|>")
-    assert chat.around_media("image", "<image>") == ("", "")
-    assert chat_tokenizer(tokenizer_with(CHATML)).around_media("image", "<|image_pad|>") == ("", "")
+    assert chat.template.typed
+    assert chat.template.around_media("image", "<|image_pad|>") == ("<|vision_start|>", "<|vision_end|>")
+    assert chat.template.around_media("image", "<image>") == ("", "")
+    assert chat_tokenizer(tokenizer_with(CHATML)).template.around_media("image", "<|image_pad|>") == ("", "")
 
 
 def test_a_media_place_is_one_token_without_loss():
@@ -179,7 +180,7 @@ def test_a_template_may_come_from_a_file(tmp_path):
     assert tokenizer.decode(chat.tokens([Message("user", "a")], for_generation=True).ids) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert chat_tokenizer(tokenizer, "plain").template == PLAIN_TEMPLATE
+    assert chat_tokenizer(tokenizer, "plain").template.text == PLAIN_TEMPLATE
     with pytest.raises(UserError, match="cannot be read"):
         chat_tokenizer(tokenizer, str(tmp_path / "none.jinja"))
 

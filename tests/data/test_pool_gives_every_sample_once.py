@@ -450,6 +450,17 @@ def test_more_samples_are_made_while_none_is_taken(pool) -> None:
     assert len(source._outcomes) == 50
 
 
+def test_a_closed_pool_has_no_workers_and_no_folder(pool) -> None:
+    """Whatever they are doing, and although whoever closed it still has it."""
+    owner, join_pool = pool(Numbered(hangs=frozenset({0})))
+    join_pool().ask(requests([0, 1]))
+    pids = owner.pids
+    assert all(map(is_alive, pids))
+    owner.close()
+    assert not any(map(is_alive, pids))
+    assert not Path(owner.address).exists()
+
+
 OWNER = """
 import os, sys, time
 from multiprocessing import util

@@ -16,7 +16,8 @@ from dilatant.models.router_loss import count_routers
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.step_assignment import Microbatching
-from drawn_steps import CASE, build_model, build_samples, expected
+from engine_case import CASE, build_model, build_samples
+from oracles.engine_step import expected
 
 
 @pytest.mark.parametrize(("cuts", "recompute"), [((0, 4), "none"), ((0, 1, 2, 3, 4), "block")])

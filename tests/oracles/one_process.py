@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+ROUTERS = (MixtralTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter)
 
 
 def losses_of_batch(
@@ -69,7 +73,7 @@ def losses_of_batch(
             *(
                 module.register_forward_hook(lambda _, given, made, routed=routed: routed.append(made[0]))
                 for module in language_model.modules()
-                if isinstance(module, MixtralTopKRouter)
+                if isinstance(module, ROUTERS) and language_model.config.output_router_logits
             ),
         ]
         # Its own loss of routers would take a mask for one of padding.
@@ -82,7 +86,7 @@ def losses_of_batch(
         for chosen in routed:
             share = len(ids) / sum(len(other.input_ids) for other in samples) / len(routed)
             config = language_model.config
-            uneven = load_balancing_loss_func((chosen,), config.num_local_experts, config.num_experts_per_tok)
+            uneven = load_balancing_loss_func((chosen,), chosen.shape[1], config.num_experts_per_tok)
             losses["language.router"] = losses.get("language.router", torch.zeros(())) + share * uneven
         for position, label in enumerate(torch.as_tensor(sample.labels)[1:].tolist()):
             if label != -100:

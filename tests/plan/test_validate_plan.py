@@ -113,6 +113,10 @@ def test_colocated_units_and_several_stages_of_one_replica_on_a_rank_are_valid()
         (change("language", 1, (Stage(0, 6, (1,)),)), "ranks [1] hold two replicas of one unit"),
         (change("language", 1, (Stage(0, 6, (4, 5), tp=4),)), "tp 4 times cp 1 ranks are needed"),
         (change("language", 1, (Stage(0, 6, (4, 4), cp=2),)), "names a rank twice"),
+        (
+            change("language", 1, (Stage(0, 6, (4, 5, 6, 7), tp=2, cp=2, ep=3),)),
+            "has ep 3; with tp 2 and cp 2 it takes ep 1, 2, 4",
+        ),
         (change("language", 1, (Stage(0, 6, (8,)),)), "uses ranks [8], but the cluster has 8 devices"),
         (change("vision", 1, (Stage(0, 4, (-1,)),)), "uses ranks [-1]"),
         (Plan(example().units[1:]), "unit 'vision' of the model is not in the plan"),

@@ -17,7 +17,7 @@ from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.zero_bubble import zero_bubble_h1
-from drawn_steps import CASE, Case, build_model, build_samples
+from engine_case import CASE, Case, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
 TWO = plan_of((Stage(0, 5, (0,)),), (Stage(0, 2, (1, 2), cp=2), Stage(2, 4, (3, 4), cp=2)))

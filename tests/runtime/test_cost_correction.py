@@ -20,7 +20,7 @@ from dilatant.runtime.cost_correction import INTERVAL, CostCorrection, OwnWork
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.trainability import trainability_of
-from drawn_steps import CASE, PLAN, build_model, build_samples
+from engine_case import CASE, PLAN, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
 TWO = Plan(

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from dilatant.runtime.weight_gradients import WeightGradients, accumulate, replace_linears, restore_linears
 
@@ -133,6 +135,75 @@ def test_gradients_of_bf16_weights_are_sums_of_exact_products(splits: bool) -> N
         assert parameter.grad.dtype == torch.float32
         assert (parameter.grad - wanted).norm() <= 1e-6 * wanted.norm()
     assert fired  # gradient sync starts while others still compute
+
+
+def _experts(dtype: torch.dtype, frozen: bool = False) -> nn.Module:
+    config = MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(5)
+    experts = MixtralExperts(config).to(dtype)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+        parameter.requires_grad_(not frozen)
+        parameter.grad_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+    return nn.Sequential(experts)
+
+
+def _tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of seven tokens none chooses the second expert."""
+    generator = torch.Generator().manual_seed(11)
+    hidden = torch.randn(7, 8, generator=generator).to(dtype).requires_grad_()
+    weights = torch.rand(7, 2, generator=generator).to(dtype).requires_grad_()
+    return hidden, torch.tensor([[0, 2], [2, 0]] * 3 + [[2, 0]]), weights
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_put_off_their_gradients_and_compute_what_transformers_does(
+    splits: bool, frozen: bool
+) -> None:
+    plain, own = _experts(torch.float64, frozen), _experts(torch.float64, frozen)
+    gradients = WeightGradients()
+    replaced = replace_linears(own, gradients)
+    ours, theirs = _tokens(torch.float64), _tokens(torch.float64)
+    expected, found = plain[0](*theirs), own[0](*ours)
+    torch.testing.assert_close(found, expected)
+    expected.square().sum().backward()
+    if splits:
+        with gradients.deferring():
+            found.square().sum().backward()
+        assert own[0].down_proj.grad is None
+        accumulate(gradients.take())
+    else:
+        found.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        mine = own.get_parameter(name).grad
+        torch.testing.assert_close(mine, parameter.grad)
+    for mine, other in ((ours[0], theirs[0]), (ours[2], theirs[2])):
+        torch.testing.assert_close(mine.grad, other.grad)
+    restore_linears(replaced)
+    assert type(own[0]) is MixtralExperts
+    assert torch.equal(own[0](*_tokens(torch.float64)), expected)
+
+
+def test_gradients_of_bf16_experts_are_sums_of_exact_products() -> None:
+    """As those of linear layers: here of the outer matrix, whose inputs and slopes are taken down."""
+    own = _experts(torch.bfloat16)
+    gradients = WeightGradients()
+    replace_linears(own, gradients)
+    exact = torch.zeros(3, 8, 8, dtype=torch.float64)
+    for number in range(32):
+        hidden, chosen, weights = _tokens(torch.bfloat16)
+        with gradients.deferring():
+            own[0](hidden * (1 + number / 32), chosen, weights).sum().backward()
+        piece = gradients.take()
+        for weight, _, inputs, slope, counts in piece:
+            if weight is own[0].down_proj:
+                split = zip(slope.double().split(list(counts)), inputs.double().split(list(counts)))
+                exact += torch.stack([out.t() @ into for out, into in split])
+        accumulate(piece)
+    found = own[0].down_proj.grad
+    assert found.dtype == torch.float32
+    assert (found - exact).norm() <= 1e-6 * exact.norm()
 
 
 def test_the_model_is_as_before_when_its_linear_layers_are_restored() -> None:

@@ -19,7 +19,7 @@ from dilatant.models.random_draws import DoesNotFit, KeyedDraws, Spread
 from dilatant.models.structure import Structure
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.runtime import Runtime
-from drawn_steps import CASE, TEXT, build_model, build_samples
+from engine_case import CASE, TEXT, build_model, build_samples
 
 PHI = replace(CASE, language="phi", dropout=0.3, frozen=())
 

@@ -27,8 +27,8 @@ from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
 from dilatant.schedule.zero_bubble import zero_bubble_h1
-from drawn_steps import BATCHES, CASE, PLAN, build_model, build_samples
-from drawn_steps import expected as oracle
+from engine_case import BATCHES, CASE, PLAN, build_model, build_samples
+from oracles.engine_step import expected as oracle
 from worker_pool import Worker, WorkerPool
 
 

@@ -19,7 +19,9 @@ from dilatant.models.unit import Unit
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.master_weights import make_masters
 from dilatant.training.needs import Needs
-from drawn_steps import Case, build_model, build_optimizer, build_samples, cases, expected
+from drawn_steps import cases
+from engine_case import Case, build_model, build_samples
+from oracles.engine_step import build_optimizer, expected
 from worker_pool import Worker, WorkerPool
 
 RELATIVE = 1e-5

@@ -18,8 +18,8 @@ from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
-from drawn_steps import Case, build_model, build_samples
-from drawn_steps import expected as oracle
+from engine_case import Case, build_model, build_samples
+from oracles.engine_step import expected as oracle
 
 pytestmark = pytest.mark.gpu
 

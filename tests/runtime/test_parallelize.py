@@ -9,7 +9,7 @@ from dilatant import ParallelSpec, UserError, parallelize
 from dilatant.comm import launch
 from dilatant.comm.errors import CommAborted
 from dilatant.runtime.runtime import Runtime
-from drawn_steps import CASE, build_model, build_samples
+from engine_case import CASE, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
 APART = {"vision": ParallelSpec(), "language": ParallelSpec(pp=2)}

@@ -15,7 +15,8 @@ from dilatant.runtime.routes import derive_routes
 from dilatant.runtime.row_owners import RowOwners
 from dilatant.schedule.graph import build
 from dilatant.schedule.trainability import trainability_of
-from drawn_steps import Case, build_model, build_samples, cases
+from drawn_steps import cases
+from engine_case import Case, build_model, build_samples
 
 
 @settings(max_examples=40, **COMMON)

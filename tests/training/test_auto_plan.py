@@ -19,7 +19,7 @@ from dilatant.config.environment import Place
 from dilatant.training import auto_plan
 from dilatant.training.auto_plan import Devices, devices_at_hand, is_planned_here, share_plan
 from dilatant.training.layout import TrainingPlan
-from drawn_steps import PLAN
+from engine_case import PLAN
 
 LAID_OUT = {"units": {"vision": {}, "language": {}}}
 PLANNED = TrainingPlan(PLAN, 3, "1f1b", "balanced", 0.5)

@@ -21,7 +21,8 @@ from dilatant.profiling.planned_hardware import plan_target
 from dilatant.runtime.holders import trainable_layers
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.costs import costs_of_run
-from drawn_steps import CASE, PLAN, Case, build_model, cases
+from drawn_steps import cases
+from engine_case import CASE, PLAN, Case, build_model
 
 
 @pytest.fixture(autouse=True)

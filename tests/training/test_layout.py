@@ -16,7 +16,7 @@ from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.step_planner import StepPlanner
 from dilatant.schedule.trainability import trainability_of
 from dilatant.training.layout import TrainingPlan, plan_from_config
-from drawn_steps import CASE, PLAN, build_model, build_samples
+from engine_case import CASE, PLAN, build_model, build_samples
 
 STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}
 

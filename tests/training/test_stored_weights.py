@@ -21,7 +21,7 @@ from dilatant.runtime.holders import boxes_held_on, holdings_of
 from dilatant.runtime.runtime import Runtime
 from dilatant.training import stored_weights
 from dilatant.training.stored_weights import read_pretrained
-from drawn_steps import CASE, PLAN, build_model
+from engine_case import CASE, PLAN, build_model
 from worker_pool import Worker, WorkerPool
 
 

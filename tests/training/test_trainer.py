@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     boxes = {name: Box.of(name, (2,)) for name in ("used", "unused")}
     trainer = _Book().trainer
     trainer._optimizer.masters = "masters"
-    trainer._optimizer.write_weights = lambda: done.update(rounded=True)
+    trainer._optimizer.loaded = lambda: done.update(rounded=True)
     trainer.__dict__.update(
         rank=0,
         runtime=SimpleNamespace(

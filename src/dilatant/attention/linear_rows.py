@@ -2,9 +2,9 @@
 
 Layers of linear attention (gated delta nets) keep of the tokens before a state and the last inputs of a convolution,
 and their forwards know one sequence. Here the family's own forward runs on the samples of a row one by one. Under
-context parallelism each rank has consecutive tokens of the row, and where a sample goes on at the next rank, so does its state:
-through the interface that the forward has for decoding. What a rank sends on it computes first, so only a sample of
-more than two ranks keeps one waiting for another. Gradients of states go back the same way.
+context parallelism each rank has consecutive tokens of the row, and where a sample goes on at the next rank, so does
+its state: through the interface that the forward has for decoding. What a rank sends on it computes first, so only a
+sample of more than two ranks keeps one waiting for another. Gradients of states go back the same way.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def profile(
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
-    target = plan_target(resolved.cluster, resolved.train.precision, resolved.train.zero)
+    target = plan_target(
+        resolved.cluster, resolved.train.precision, resolved.train.zero, resolved.train.optimizer
+    )
     counts = _counts(tokens, "--tokens", "512,1024,2048") or measured_tokens(resolved)
     plan = resolved.plan.model_copy(
         update={

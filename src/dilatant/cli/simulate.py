@@ -147,7 +147,9 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
     if path is None:
         return []
     resolved = read_config(config, overrides)
-    target = plan_target(resolved.cluster, resolved.train.precision, resolved.train.zero)
+    target = plan_target(
+        resolved.cluster, resolved.train.precision, resolved.train.zero, resolved.train.optimizer
+    )
     costs = load_costs(path)
     fits = is_same_hardware(costs.hardware, target.requested) and costs.dtype == target.dtype
     return [f"plan.costs={path.resolve()}"] if fits else []

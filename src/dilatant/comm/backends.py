@@ -55,8 +55,10 @@ class Backend:
         """NCCL's only: Gloo's exists in some versions, and then reduces everything everywhere."""
         return self.handle._reduce_scatter_base(output, input, ReduceScatterOptions())
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> Any:
-        return self.handle.alltoall_base(output, input, [], [], AllToAllOptions())
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int]
+    ) -> Any:
+        return self.handle.alltoall_base(output, input, output_counts, input_counts, AllToAllOptions())
 
     def shut_down(self) -> None:
         """Give an idle communicator back. Never raises."""

@@ -143,13 +143,39 @@ class Group:
                 return self._pending(work, what, (output, input))
             # Gloo has none of its own, and would send everything everywhere.
             parts = torch.empty_like(input.view(len(self.ranks), -1))
-            work = self._backend.all_to_all(parts.view(-1), input.view(-1))
+            work = self._backend.all_to_all(parts.view(-1), input.view(-1), [], [])
 
         @torch.no_grad()
         def add_up() -> None:
             torch.sum(parts, 0, dtype=output.dtype, out=output.view(-1))
 
         return self._pending(work, what, (input, parts), finish=add_up)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        what: str = "",
+    ) -> Pending:
+        """Send a part of `input` to each rank and fill `output` with what each sends here, in group order.
+
+        input, output: [numbers] of one dtype. input_counts: numbers to each rank. output_counts: from each; any may be
+        0, of all ranks of the group even. Raises ValueError.
+        """
+        for tensor, counts in ((output, output_counts), (input, input_counts)):
+            if tensor.shape != (sum(counts),) or len(counts) != len(self.ranks):
+                raise ValueError(
+                    f"group {self.name!r} of {len(self.ranks)} ranks: {list(counts)} are no counts of a tensor of "
+                    f"shape {list(tensor.shape)}"
+                )
+        with self._watch.translated_errors(what or self.name):
+            if len(self.ranks) == 1:
+                output.copy_(input)
+                return self._pending(None, what)
+            work = self._backend.all_to_all(output, input, list(output_counts), list(input_counts))
+        return self._pending(work, what, (output, input))
 
     def barrier(self, what: str = "") -> None:
         """Return when every rank has called it."""

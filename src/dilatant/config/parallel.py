@@ -21,6 +21,9 @@ class UnitParallelism(Section):
     """Tensor parallelism: ranks that share each layer."""
     cp: int = Field(1, ge=1)
     """Context parallelism: ranks that share each sample."""
+    ep: int = Field(1, ge=1)
+    """Expert parallelism: ranks, of the `tp * cp` of each stage, that have different experts, to which tokens travel.
+    A multiple of `tp`. With 1 all experts are on every rank, divided by `tp` like other layers."""
     pp: int = Field(1, ge=1)
     """Pipeline parallelism: groups of ranks that a sample goes through."""
     chunks: int = Field(1, ge=1)

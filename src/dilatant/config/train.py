@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dilatant.config.base import Section
 from dilatant.config.recompute import Recompute
@@ -24,12 +24,25 @@ class GroupOverride(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit`: moments take a byte each (bitsandbytes, `pip install 'dilatant[8bit]'`; GPUs only)."""
     learning_rate: float = Field(1e-4, gt=0, allow_inf_nan=False)
     """Of AdamW, at its peak; as `weight_decay`, `betas` and `eps` in torch."""
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    offload: bool = False
+    """Keep fp32 masters and moments in the host's memory and update there: a GPU then holds weights and gradients only.
+    Slower; refused without a GPU, where they are in the host's memory anyway."""
     groups: dict[str, GroupOverride] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_way_to_save(self) -> Self:
+        if self.offload and self.name != "adamw":
+            raise ValueError(
+                f"'offload' keeps fp32 moments on the host, 'name: {self.name}' 8-bit ones on the GPU; give one"
+            )
+        return self
 
 
 class RateSchedule(Section):

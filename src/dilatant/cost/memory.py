@@ -16,7 +16,7 @@ class ParameterBytes:
     """Bytes per parameter. `optimizer` holds moments and, with low-precision weights, the master copy.
 
     The defaults are AdamW in bf16 with fp32 gradients, master weights and moments, shared with nobody. zero: who does
-    share them; ranks_per_node: None where all are on one.
+    share them; ranks_per_node: None where all are on one. Of state that is kept by the host the device has nothing.
     """
 
     weight: float = 2.0
@@ -35,6 +35,9 @@ class ParameterBytes:
         return parameters * self.optimizer if trainable else 0.0
 
 
+FP32_MOMENTS = 8.0
+EIGHT_BIT_MOMENTS = 2.0 + 2 * 4 / 256
+"""Of a parameter: two moments, of which 256 numbers have a scale in fp32."""
 FP32 = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0)
 BF16 = ParameterBytes()
 

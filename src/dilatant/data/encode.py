@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
-from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer, Message
+from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
+from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
 from dilatant.data.pixels import EncoderInput, joined
@@ -62,7 +63,7 @@ class Encoding:
     @cached_property
     def around(self) -> dict[str, tuple[str, str]]:
         """Unit → what the chat template writes before and after its items."""
-        return {unit.name: self.chat.around_media(unit.kind, unit.marker) for unit in self.units}
+        return {unit.name: self.chat.template.around_media(unit.kind, unit.marker) for unit in self.units}
 
     @cached_property
     def markers(self) -> re.Pattern[str] | None:

@@ -10,6 +10,7 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import unquote
@@ -302,6 +303,8 @@ def _question_and_answer(record: Record, fields: Mapping[str, Any], prompt: str 
 def _scalar(record: Record, name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and not isfinite(value):
+        raise SampleError(record.id, f"{name!r} is {value}", "give text or a number")
     if isinstance(value, bool | int | float):
         return str(value)
     raise SampleError(record.id, f"{name!r} is {_kind_of(value)}", "give text")

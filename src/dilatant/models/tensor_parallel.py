@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.experts import group_experts
 from dilatant.models.loss import IGNORED
 from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
-from dilatant.models.tensor_plan import Region
+from dilatant.models.tensor_plan import Experts, Region
 from dilatant.models.token_shards import Product, Ranks, TokenShards
 
 
@@ -122,9 +124,12 @@ def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter])
 
 
 def share_blocks(
-    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: TensorGroup
+    blocks: Sequence[nn.Module],
+    regions: Sequence[Sequence[Region]],
+    experts: Sequence[Sequence[Experts]],
+    ranks: TensorGroup,
 ) -> TokenShards | None:
-    """Make consecutive blocks with local weights those of one rank, in place. regions: of each block.
+    """Make consecutive blocks with local weights those of one rank, in place. regions, experts: of each block.
 
     Outside of regions each rank has its part of the tokens, which it is given before the first block and gives back
     behind the last. None without blocks.
@@ -134,7 +139,21 @@ def share_blocks(
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
             _share_heads(block, region, ranks.size)
-    return share_tokens(blocks, regions, ranks)
+    mixtures = [{one.mixture for one in of_block} for of_block in experts]
+    within = [
+        [region for region in of_block if region.path.startswith(tuple(f"{path}." for path in paths))]
+        for of_block, paths in zip(regions, mixtures, strict=True)
+    ]
+    beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
+    shards = share_tokens(blocks, beside, ranks)
+    for block, paths, inner in zip(blocks, mixtures, within, strict=True):
+        for path in paths:  # all ranks choose experts for all tokens
+            mixture = block.get_submodule(path)
+            mixture.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+            mixture.register_forward_hook(_leaving(shards.split))
+        for region in inner:
+            _share_whole(block, region, ranks)
+    return shards
 
 
 def share_tokens(
@@ -149,6 +168,20 @@ def share_tokens(
     blocks[0].register_forward_pre_hook(_entering(shards.split), with_kwargs=True)
     blocks[-1].register_forward_hook(_leaving(shards.join))
     return shards
+
+
+def share_experts(
+    blocks: Sequence[nn.Module],
+    experts: Sequence[Sequence[Experts]],
+    ranks: TensorGroup | None,
+    holders: ExpertGroup | None,
+) -> None:
+    """Let the experts of blocks with local weights be computed with the other ranks. experts: of each block; see
+    `GroupedExperts`."""
+    for block, of_block in zip(blocks, experts, strict=True):
+        for one in of_block:
+            grouped = group_experts(block.get_submodule(one.path))
+            grouped.ranks, grouped.holders = ranks, holders
 
 
 def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> VocabularyShard:
@@ -196,6 +229,15 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
     entry = block.get_submodule(region.path)
     entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
     entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
+
+
+def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+    """A region where all ranks have all tokens before and behind it."""
+    for path in region.columns:
+        _local(block.get_submodule(path))
+    for path in region.rows:
+        _local(block.get_submodule(path)).leave = lambda input, product: ranks.sum(product(input))
+    block.get_submodule(region.path).register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
 
 
 def _share_heads(block: nn.Module, region: Region, size: int) -> None:

@@ -2,9 +2,10 @@
 
 Said by the family's own plan (`base_model_tp_plan` of transformers), by ours for encoders, which have none. A block
 consists of *regions*: between the entry and the exit of attention, or of the feed-forward, each rank computes its heads
-or features; between regions (norms, residuals) it computes its tokens. What is outside of blocks (norms, position
-tables, patch convolutions, projectors, modules of the user's own) ranks compute alike; token embedding and head are
-divided by the vocabulary. Weights that are not divided each rank holds whole.
+or features; between regions (norms, residuals) it computes its tokens. Of a mixture of experts each rank has some
+features of every expert, or under expert parallelism some experts whole. What is outside of blocks (norms, position
+tables, patch convolutions, projectors, modules of the user's own), and routers, ranks compute alike; token embedding
+and head are divided by the vocabulary. Weights that are not divided each rank holds whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from dilatant.models.experts import fused_experts
 from dilatant.models.unit import Unit
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
@@ -23,6 +25,7 @@ Intervals = tuple[tuple[tuple[int, int], ...], ...]
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _MLP = {"fc1": "colwise", "fc2": "rowwise"}
+_GATED = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 _ENCODER_RULES = {
     **{f"self_attn.{name}": "colwise" for name in _ATTENTION},
     **{f"attention.{name}": "colwise" for name in _ATTENTION},
@@ -30,9 +33,7 @@ _ENCODER_RULES = {
     **dict.fromkeys(("self_attn.out_proj", "attention.o_proj", "attention.output.dense"), "rowwise"),
     **_MLP,
     **{f"mlp.{name}": rule for name, rule in _MLP.items()},
-    "mlp.gate_proj": "colwise",
-    "mlp.up_proj": "colwise",
-    "mlp.down_proj": "rowwise",
+    **{f"mlp.{name}": rule for name, rule in _GATED.items()},
     "mlp.weights_in": "colwise",
     "mlp.weights_out": "rowwise",
 }
@@ -40,6 +41,9 @@ _ENCODER_RULES = {
 _ENCODERS = frozenset(
     {"siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "dinov2", "whisper"}
 )
+
+_SHARED_EXPERTS = ("shared_expert", "shared_experts")
+"""What every token passes beside its experts; not every family's plan says how it is shared."""
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")
@@ -111,19 +115,40 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture in a block. path: of its module within the block. count: of experts. inner: features of each."""
+
+    path: str
+    count: int
+    inner: int
+
+    @property
+    def mixture(self) -> str:
+        """Path of the module that chooses among them."""
+        return self.path.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """cuts: logical name → how ranks divide the weight; all others are held whole. partial: those of them of whose
-    gradient each rank has a summand; of the others every rank has all of it. regions: of every block. problems: why the
-    unit cannot be divided at all."""
+    gradient each rank has a summand; of the others every rank has all of it. regions, experts: of every block.
+    of_experts: logical names of the weights that expert-parallel ranks divide by the expert. problems: why
+    tensor-parallel ranks cannot share the unit at all."""
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     regions: tuple[tuple[Region, ...], ...] = ()
+    experts: tuple[tuple[Experts, ...], ...] = ()
+    of_experts: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
 
-    def held(self, name: str, shape: tuple[int, ...], tp: int, index: int) -> tuple[Intervals | None, bool]:
-        """What rank `index` of `tp` holds of a weight, None for all of it; and whether its gradient is a summand: not
-        what the other ranks have, too."""
+    def held(
+        self, name: str, shape: tuple[int, ...], tp: int, index: int, ep: int = 1, expert_index: int = 0
+    ) -> tuple[Intervals | None, bool]:
+        """What rank `index` of `tp`, and `expert_index` of `ep`, holds of a weight, None for all of it; and whether its
+        gradient is a summand: not what the other ranks have, too."""
+        if ep > 1 and name in self.of_experts:
+            return Cut(0, (Part(shape[0]),)).intervals(shape, ep, expert_index), True
         cut = self.cuts.get(name)
         if tp == 1 or cut is None:
             return None, name in self.partial
@@ -134,16 +159,20 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     """The plan of `unit`, for any degree that divides it (see `degree_problems`)."""
     if unit.structure is None:
         return TensorPlan()
-    rules = _rules(unit)
-    if not rules:
-        return TensorPlan(
-            problems=(f"{unit.unit}: how ranks share the layers of {unit.family!r} is not known",)
-        )
     blocks = list(zip(unit.layers[1:], unit.blocks))
-    problems = dict.fromkeys(problem for _, block in blocks for problem in _refusals(block, rules))
-    if problems:
-        return TensorPlan(problems=(f"{unit.unit}: {next(iter(problems))}",))
+    mixtures = tuple(tuple(_experts(block)) for block in unit.blocks)
     cuts: dict[str, Cut] = {}
+    for (layer, _), of_block in zip(blocks, mixtures):
+        for experts in of_block:
+            path, inner = f"{layer}.{experts.path}", Part(experts.inner)
+            cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = Cut(1, (inner, inner)), Cut(2, (inner,))
+    of_experts = frozenset(cuts)
+    rules = _rules(unit)
+    reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    for _, block in blocks if rules else ():
+        reason = reason or next(_refusals(block, rules), None)
+    if reason is not None:
+        return TensorPlan(experts=mixtures, of_experts=of_experts, problems=(f"{unit.unit}: {reason}",))
     partial: set[str] = set()
     found = []
     for layer, block in blocks:
@@ -154,9 +183,20 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
             for path, part in region.rows.items():
                 cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
-        # The rest of a block has part of the tokens, or of the heads.
-        partial |= {f"{layer}.{path}" for path, _ in block.named_parameters()} - cuts.keys()
-    return TensorPlan({**cuts, **_vocabulary(unit)}, frozenset(partial), tuple(found))
+        # The rest of a block has part of the tokens, or of the heads; only beside experts all ranks have all tokens.
+        mixtures_here = tuple(f"{layer}.{path}." for path in _mixtures(block))
+        partial |= {
+            name
+            for path, _ in block.named_parameters()
+            if not (name := f"{layer}.{path}").startswith(mixtures_here) and name not in cuts
+        }
+    return TensorPlan(
+        {**cuts, **_vocabulary(unit)},
+        frozenset(partial),
+        tuple(found),
+        mixtures,
+        of_experts,
+    )
 
 
 def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
@@ -178,10 +218,35 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
             f"{unit.unit}: {' and '.join(wrong)} cannot be shared by {tp} ranks; it takes tp "
             f"{', '.join(map(str, working))}"
         ]
-    narrow = min((part.count for region in _all(plan) for part in region.rows.values()), default=tp)
+    inner = [experts.inner for of_block in plan.experts for experts in of_block]
+    narrow = min(
+        (*(part.count for region in _all(plan) for part in region.rows.values()), *inner), default=tp
+    )
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
         return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
     return []
+
+
+def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
+    """Why `ep` of the `tp * cp` ranks of a stage cannot have different experts, in a line that says what would work."""
+    counts = sorted({experts.count for of_block in plan.experts for experts in of_block})
+    if ep == 1:
+        return []
+    if not counts:
+        return [f"{unit.unit}: ep is {ep}, but it has no experts that ranks could divide; leave ep out"]
+    working = [
+        degree
+        for degree in range(tp, tp * cp + 1, tp)
+        if tp * cp % degree == 0 and all(count % degree == 0 for count in counts)
+    ]
+    if ep in working:
+        return []
+    experts = " and ".join(map(str, counts))
+    takes = ", ".join(map(str, dict.fromkeys((1, *working))))
+    return [
+        f"{unit.unit}: {experts} experts cannot be divided by ep {ep} among stages of tp {tp} and cp {cp}; it takes ep "
+        f"{takes} there (ep is a multiple of tp, and divides tp x cp and the experts)"
+    ]
 
 
 def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
@@ -221,9 +286,33 @@ def _rules(unit: Unit) -> Mapping[str, str]:
     return found
 
 
+def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """The rules for the linear layers of this block, by path. Experts have a rule of their own."""
+    experts = [path for path, _ in fused_experts(block)]
+    found = {
+        path: rule
+        for path, rule in rules.items()
+        if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in experts)
+    }
+    for parent in {path.rpartition(".")[0] for path in experts}:
+        for name in _SHARED_EXPERTS:
+            mlp = f"{parent}.{name}" if parent else name
+            shared = {f"{mlp}.{linear}": rule for linear, rule in _GATED.items()}
+            if all(_has(block, path) for path in shared):
+                found |= shared
+    return found
+
+
+def _entry(block: nn.Module, path: str) -> str:
+    """The module at whose entry ranks have the same hidden states; "" where that is the block's."""
+    parts = path.split(".")
+    beside_experts = any(mixture.startswith(parts[0] + ".") for mixture, _ in fused_experts(block))
+    return ".".join(parts[:-1]) if beside_experts else ".".join(parts[:-1][:1])
+
+
 def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
     """Why this version cannot divide a block."""
-    there = {path: rule for path, rule in rules.items() if _has(block, path)}
+    there = _rules_of(block, rules)
     covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, _PARTIAL)]
     for path, rule in there.items():
         name = path.rpartition(".")[2]
@@ -235,14 +324,27 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield f"{path!r} is normalised over all heads"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(block.get_submodule(path), nn.Linear):
             yield f"{path!r} is no linear layer"
-    heads = {path.partition(".")[0] for path in covered}
+    if "" in _mixtures(block):
+        yield "its blocks choose experts themselves"
+    heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block))}
     for name, child in block.named_children():
         if name not in heads and not all(map(_is_per_token, child.modules())):
             yield f"its plan says nothing of {name!r}, which may need more than a rank's tokens"
-    for path in {path.partition(".")[0] for path in covered if "." in path}:
-        for name, _ in block.get_submodule(path).named_parameters():
-            if not any(f"{path}.{name}".startswith(one + ".") for one in covered):
-                yield f"its plan says nothing of '{path}.{name}'"
+    for entry in {_entry(block, path) for path in covered} - {""}:
+        for name, _ in block.get_submodule(entry).named_parameters():
+            if not any(f"{entry}.{name}".startswith(one + ".") for one in covered):
+                yield f"its plan says nothing of '{entry}.{name}'"
+
+
+def _experts(block: nn.Module) -> Iterator[Experts]:
+    for path, module in fused_experts(block):
+        count, _, inner = cast(nn.Parameter, module.down_proj).shape
+        yield Experts(path, count, inner)
+
+
+def _mixtures(block: nn.Module) -> list[str]:
+    """Paths of the modules that choose experts."""
+    return [experts.mixture for experts in _experts(block)]
 
 
 def _is_per_token(module: nn.Module) -> bool:
@@ -253,9 +355,8 @@ def _is_per_token(module: nn.Module) -> bool:
 
 def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
     groups: dict[str, dict[str, str]] = {}
-    for path, rule in rules.items():
-        if _has(block, path):
-            groups.setdefault(path.partition(".")[0] if "." in path else "", {})[path] = rule
+    for path, rule in _rules_of(block, rules).items():
+        groups.setdefault(_entry(block, path), {})[path] = rule
     for entry, members in groups.items():
         columns = [path for path, rule in members.items() if rule in _COLUMNS]
         rows = [path for path, rule in members.items() if rule in _ROWS]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dilatant.plan.boxes import Box, Intervals
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import Plan, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Holding:
 Holdings = dict[str, Holding]
 """Logical name → who holds it, in layer order of the units in plan order."""
 
-Split = Callable[[HeldWeight, int, int], tuple[Intervals | None, bool]]
-"""(weight, tp, tensor-parallel index) → the intervals held there, None for the whole weight; and whether gradients are
-partial. A gradient that is whole, on ranks that compute the same, counts at index 0 only."""
+Split = Callable[[HeldWeight, Stage, int], tuple[Intervals | None, bool]]
+"""(weight, stage, place among its ranks) → the intervals held there, None for the whole weight; and whether gradients
+are partial. A gradient that is whole, on ranks that compute the same, counts at tensor-parallel index 0 only."""
 
 
-def unsplit(weight: HeldWeight, tp: int, index: int) -> tuple[Intervals | None, bool]:
+def unsplit(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
     """Every rank holds all of the weight and computes all of its gradient."""
     return None, False
 
@@ -58,27 +58,26 @@ def holdings(
 
     Raises ValueError where a rank would hold unlike boxes of a weight, as of one that is tied between stages.
     """
-    places: dict[str, dict[int, tuple[int, int]]] = {}
+    places: dict[str, dict[int, tuple[Stage, int]]] = {}
     for placed in plan.stages():
         stage = placed.stage
         for layer in layers[placed.unit][stage.first : stage.end]:
             here = places.setdefault(layer, {})
-            # tp varies fastest
-            here |= {rank: (stage.tp, place % stage.tp) for place, rank in enumerate(stage.ranks)}
+            here |= {rank: (stage, place) for place, rank in enumerate(stage.ranks)}
     found = {}
     for weight in weights:
         boxes: dict[int, Box] = {}
         made: dict[Intervals | None, Box] = {}  # one object for all ranks that hold the same
         silent: dict[int, bool] = {}
         for layer in sorted(weight.layers):
-            for rank, (tp, index) in places.get(layer, {}).items():
-                intervals, partial = split(weight, tp, index)
+            for rank, (stage, place) in places.get(layer, {}).items():
+                intervals, partial = split(weight, stage, place)
                 if intervals not in made:
                     made[intervals] = _box(weight, intervals)
                 box = made[intervals]
                 if boxes.setdefault(rank, box) != box:
                     raise ValueError(f"rank {rank} holds {boxes[rank].key} and {box.key}")
-                silent[rank] = silent.get(rank, True) and not partial and index > 0
+                silent[rank] = silent.get(rank, True) and not partial and place % stage.tp > 0
         found[weight.name] = Holding(
             boxes, frozenset(rank for rank, is_silent in silent.items() if is_silent)
         )

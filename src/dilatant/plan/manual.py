@@ -49,7 +49,7 @@ def plan_from_specs(
             replicas.append(
                 Replica(
                     tuple(
-                        Stage(first, end, groups[stage % spec.pp], spec.tp, spec.cp)
+                        Stage(first, end, groups[stage % spec.pp], spec.tp, spec.cp, spec.ep)
                         for stage, (first, end) in enumerate(itertools.pairwise(bounds))
                     )
                 )
@@ -76,7 +76,7 @@ def _problems(
         spec = specs.get(name)
         if spec is None:
             continue
-        for key in ("replicas", "tp", "cp", "pp", "chunks"):
+        for key in ("replicas", "tp", "cp", "ep", "pp", "chunks"):
             if getattr(spec, key) < 1:
                 problems.append(f"{name}: {key} is {getattr(spec, key)}; it must be at least 1")
         if spec.num_stages > count:

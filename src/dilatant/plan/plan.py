@@ -16,12 +16,14 @@ class ParallelSpec:
     """How a user asks for one unit to be laid out.
 
     `replicas` copies of the unit, each a chain of `pp * chunks` stages that goes `chunks` times round `pp` groups of
-    `tp * cp` ranks. `cuts` names the first layer of every stage, beginning with 0; without it stages are equally long.
+    `tp * cp` ranks, of which each `ep` divide the experts. `cuts` names the first layer of every stage, beginning with
+    0; without it stages are equally long.
     """
 
     replicas: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     pp: int = 1
     chunks: int = 1
     cuts: tuple[int, ...] | None = None
@@ -34,13 +36,23 @@ class ParallelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `first <= layer < end` of one unit on `tp * cp` ranks (tp varies fastest)."""
+    """Layers `first <= layer < end` of one unit on `tp * cp` ranks (tp varies fastest).
+
+    Each `ep` of them, one behind the other, have different experts; with 1 each has all, or its tp-th of all.
+    """
 
     first: int
     end: int
     ranks: tuple[int, ...]
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+
+    def expert_degrees(self) -> tuple[int, ...]:
+        """What `ep` may be: 1, or a multiple of tp that divides the ranks."""
+        size = self.tp * self.cp
+        wide = (ep for ep in range(self.tp, size + 1, self.tp) if size % ep == 0) if self.tp > 0 else ()
+        return tuple(dict.fromkeys((1, *wide)))
 
 
 @dataclass(frozen=True, slots=True)

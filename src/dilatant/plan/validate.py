@@ -115,6 +115,11 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
             problems.append(
                 f"{_place(entry)} has ranks {list(stage.ranks)}, but tp {stage.tp} times cp {stage.cp} ranks are needed"
             )
+        if stage.ep not in (takes := stage.expert_degrees()):
+            problems.append(
+                f"{_place(entry)} has ep {stage.ep}; with tp {stage.tp} and cp {stage.cp} it takes ep "
+                + ", ".join(map(str, takes))
+            )
         if len(set(stage.ranks)) < len(stage.ranks):
             problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
         for rank in dict.fromkeys(stage.ranks):

@@ -69,9 +69,11 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
 
 
 def _regions(entry: LayerType) -> Sequence[Region]:
-    """Of a block that several ranks share."""
-    if entry.unit.shared_by == 1 or not (regions := tensor_plan(entry.unit).regions):
+    """Of a block that several ranks share. Not of one with experts, which ask for all tokens between its regions."""
+    if entry.unit.shared_by == 1:
         return ()
+    plan = tensor_plan(entry.unit)
+    regions = () if any(plan.experts) else plan.regions
     return regions[entry.index - 1] if 0 < entry.index <= len(regions) else ()
 
 

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import torch
 
-from dilatant.config import ClusterConfig, UserError
+from dilatant.config import ClusterConfig, OptimizerConfig, UserError
 from dilatant.cost.hardware import Hardware, load_hardware
-from dilatant.cost.memory import BF16, DEFAULT_ZERO, FP32, ParameterBytes, Zero
+from dilatant.cost.memory import (
+    BF16,
+    DEFAULT_ZERO,
+    EIGHT_BIT_MOMENTS,
+    FP32,
+    FP32_MOMENTS,
+    ParameterBytes,
+    Zero,
+)
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
@@ -47,7 +55,12 @@ def devices_per_node(config: ClusterConfig) -> int:
     return config.gpus_per_node or torch.cuda.device_count() or min(4, max(2, _cores()))
 
 
-def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | None = None) -> Target:
+def plan_target(
+    config: ClusterConfig,
+    precision: str = "auto",
+    zero: Zero | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> Target:
     """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
 
     Raises UserError for hardware that the file does not have, and for bf16 on a GPU here without it.
@@ -79,9 +92,20 @@ def plan_target(config: ClusterConfig, precision: str = "auto", zero: Zero | Non
         threads=threads,
         dtype=dtype,
         rules=replace(
-            FP32 if dtype == "float32" else BF16, zero=zero or DEFAULT_ZERO, ranks_per_node=per_node
+            _state_rules(FP32 if dtype == "float32" else BF16, optimizer),
+            zero=zero or DEFAULT_ZERO,
+            ranks_per_node=per_node,
         ),
     )
+
+
+def _state_rules(rules: ParameterBytes, optimizer: OptimizerConfig | None) -> ParameterBytes:
+    if optimizer is None:
+        return rules
+    if optimizer.offload:
+        return replace(rules, optimizer=0.0)
+    saved = FP32_MOMENTS - EIGHT_BIT_MOMENTS if optimizer.name == "adamw_8bit" else 0.0
+    return replace(rules, optimizer=rules.optimizer - saved)
 
 
 def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:

@@ -21,7 +21,6 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.plan import Stage as StagePlan
 from dilatant.runtime.shared_unit import SharedUnit
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
 
@@ -56,9 +55,9 @@ def build_stages(
     """
     own = [placed for placed in plan.stages() if comm.rank in placed.stage.ranks]
     shared = {
-        placed.unit: SharedUnit(model.units[placed.unit], comm, _tensor_ranks(placed.stage, comm.rank), boxes)
+        placed.unit: SharedUnit(model.units[placed.unit], comm, placed.stage, boxes)
         for placed in own
-        if placed.stage.tp > 1 and model.units[placed.unit].structure is not None
+        if max(placed.stage.tp, placed.stage.ep) > 1 and model.units[placed.unit].structure is not None
     }
     for placed in own:
         first, end = placed.stage.first, placed.stage.end
@@ -96,12 +95,6 @@ def build_stages(
     return stages
 
 
-def _tensor_ranks(stage: StagePlan, rank: int) -> tuple[int, ...]:
-    """The ranks that share this one's tokens; tp varies fastest."""
-    first = stage.ranks.index(rank) // stage.tp * stage.tp
-    return stage.ranks[first : first + stage.tp]
-
-
 def _context(placed: PlacedStage, unit: Unit, comm: Comm) -> Context:
     stage = placed.stage
     if stage.cp == 1:
@@ -124,6 +117,7 @@ def build_shared(
     zero: Zero = "none",
     node_of: Sequence[int] | None = None,
     exact: Mapping[str, Tensor] | None = None,
+    masters: bool = True,
 ) -> SharedWeights:
     """The weights in `stages` that train, in buckets that all ranks cut alike."""
     everything: dict[str, Tensor] = {}
@@ -144,4 +138,4 @@ def build_shared(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact)
+    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact, masters)

@@ -72,5 +72,5 @@ def _magnitudes(tensor: Tensor | None, device: torch.device) -> Tensor:
         return total
     for piece in tensor.flatten().split(1 << 24):
         wide = piece.double()
-        total += torch.stack([wide.abs().sum(), wide.square().sum()])
+        total += torch.stack([wide.abs().sum(), wide.square().sum()]).to(device)  # state may be on the host
     return total

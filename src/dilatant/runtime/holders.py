@@ -11,7 +11,7 @@ from dilatant.models.tensor_plan import TensorPlan, tensor_plan
 from dilatant.models.unit import Unit
 from dilatant.plan.boxes import Box, Intervals, atoms
 from dilatant.plan.holdings import HeldWeight, Holdings, holdings
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import Plan, Stage
 
 
 def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
@@ -31,16 +31,19 @@ def holdings_of(plan: Plan, units: Mapping[str, Unit]) -> Holdings:
         ]
     plans = tensor_plans(plan, units)
 
-    def split(weight: HeldWeight, tp: int, index: int) -> tuple[Intervals | None, bool]:
+    def split(weight: HeldWeight, stage: Stage, place: int) -> tuple[Intervals | None, bool]:
         own = plans.get(weight.name.partition(".")[0])
-        return (None, False) if own is None else own.held(weight.name, weight.shape, tp, index)
+        if own is None:
+            return None, False
+        # tp varies fastest
+        return own.held(weight.name, weight.shape, stage.tp, place % stage.tp, stage.ep, place % stage.ep)
 
     return holdings(plan, {name: unit.layers for name, unit in units.items()}, weights, split)
 
 
 def tensor_plans(plan: Plan, units: Mapping[str, Unit]) -> dict[str, TensorPlan]:
-    """How the units that have stages of several tensor-parallel ranks are shared among these."""
-    wide = dict.fromkeys(placed.unit for placed in plan.stages() if placed.stage.tp > 1)
+    """How the units that have stages of several tensor- or expert-parallel ranks are shared among these."""
+    wide = dict.fromkeys(p.unit for p in plan.stages() if p.stage.tp > 1 or p.stage.ep > 1)
     return {name: tensor_plan(units[name]) for name in wide}
 
 

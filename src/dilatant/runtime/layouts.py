@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
 from dilatant.models.language import LanguageUnit
-from dilatant.models.tensor_plan import degree_problems, dropout_problems
+from dilatant.models.tensor_plan import degree_problems, dropout_problems, expert_problems
 from dilatant.models.unit import Unit
 from dilatant.plan.plan import Plan
 from dilatant.runtime.holders import tensor_plans
@@ -37,10 +37,14 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
     for placed in plan.stages():
         if placed.stage.tp > 1:
             degrees.setdefault(placed.unit, set()).add(placed.stage.tp)
+    shapes = sorted({(p.unit, p.stage.tp, p.stage.cp, p.stage.ep) for p in plan.stages()})
     for name, own in tensor_plans(plan, units).items():
-        found = [problem for tp in sorted(degrees[name]) for problem in degree_problems(units[name], own, tp)]
+        wide = sorted(degrees.get(name, ()))
+        found = [problem for tp in wide for problem in degree_problems(units[name], own, tp)]
+        for unit, *degree in shapes:
+            found += expert_problems(units[name], own, *degree) if unit == name else []
         problems += dict.fromkeys(found)
-        problems += dropout_problems(units[name], own)
+        problems += dropout_problems(units[name], own) if wide else []
     return problems
 
 

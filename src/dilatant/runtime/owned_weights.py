@@ -21,9 +21,10 @@ class OwnedWeights:
     weights: the trainable ones held here, by logical name. shares: of all buckets that this rank is in.
 
     A weight whose optimizer state nobody shares is its own parameter. Of the others, a box in fp32 whose numbers lie
-    together is a view into the weight; any other box is an fp32 master copy. exact: values that weights were rounded
-    from, by name, where they are known. spoken: key → the cells of it that this
-    rank counts in norms and writes into checkpoints; over all ranks they hold every number of every weight once.
+    together is a view into the weight; any other box is an fp32 master copy, or without `masters` (the optimizer keeps
+    its own) as the weight is. exact: values that weights were rounded from, by name, where they are known. spoken: key
+    → the cells of it that this rank counts in norms and writes into checkpoints; over all ranks they hold every number
+    of every weight once.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class OwnedWeights:
         holdings: Holdings,
         shares: Sequence[BucketShare],
         exact: Mapping[str, Tensor] | None = None,
+        masters: bool = True,
     ) -> None:
         self.comm = comm
+        self._keeps_masters = masters
         self.weights = dict(weights)
         self.held = {name: holdings[name].boxes[comm.rank] for name in weights}
         self._divided = [share for share in shares if share.is_divided]
@@ -101,11 +104,19 @@ class OwnedWeights:
 
     def _part(self, box: Box, exact: Mapping[str, Tensor]) -> nn.Parameter:
         view = self.view(box)
-        if view.dtype == torch.float32 and view.is_contiguous():
-            return nn.Parameter(view)
+        if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):
+            return self._as_held(view)
         self._copies[box.key] = view
+        if not self._keeps_masters:
+            return self._as_held(view.clone(memory_format=torch.contiguous_format))
         source = exact[box.name][self.held[box.name].place(box)] if box.name in exact else view
         return nn.Parameter(torch.empty(box.shape, dtype=torch.float32, device=view.device).copy_(source))
+
+    def _as_held(self, own: Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(own)
+        if own.dtype != torch.float32:
+            parameter.grad_dtype = torch.float32
+        return parameter
 
     def _start(self, share: BucketShare) -> tuple[BucketShare, Tensor, Pending]:
         weight = self.weights[share.bucket.names[0]]

@@ -36,7 +36,7 @@ from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
-from dilatant.runtime.weight_gradients import WeightGradients, replace_linears, restore_linears
+from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
@@ -93,7 +93,7 @@ class Runtime:
 
     zero: who shares the optimizer's state of a weight, see `cost.memory.Zero`; node_of: rank → node (default: as they
     are). Unless it is "none", gradients come to `owned`, whose parameters an optimizer updates instead, and
-    `owned.gather` follows every update.
+    `owned.gather` follows every update. keeps_masters: what is owned of a weight in bf16 is fp32; else as the weight.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Runtime:
         bucket_bytes: int = BUCKET_BYTES,
         zero: Zero = "none",
         node_of: Sequence[int] | None = None,
+        keeps_masters: bool = True,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
@@ -127,7 +128,7 @@ class Runtime:
         self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
-        self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+        self._replaced: list[Replaced] = []
         self.holdings = holdings_of(plan, model.units)
         self.boxes = boxes_held_on(self.holdings, comm.rank)
         weights = {
@@ -144,7 +145,7 @@ class Runtime:
             for name, parameter in module.named_logical_parameters()
         }
         self._shared = build_shared(
-            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights
+            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights, keeps_masters
         )
         self._sync = self._shared.sync
         self._shared.require_equal()
@@ -335,7 +336,8 @@ class Runtime:
         for stage in self._stages.values():
             if stage.dropout is not None:
                 stage.dropout.close()
-        restore_linears(self._replaced)
+        for replaced in self._replaced:
+            restore_linears(replaced)
         self._replaced = []
         if self._owns_comm:
             self.comm.close()
@@ -431,7 +433,7 @@ class Runtime:
         for index, module in modules.items():
             placed = self._placed[index]
             gradients = WeightGradients()
-            self._replaced += replace_linears(module, gradients, module.undeferred)
+            self._replaced.append(replace_linears(module, gradients, module.undeferred))
             inbound: dict[str, tuple[Boundary, bool]] = {}
             for source in before[index]:
                 # The frozen rule looks at layers, so all replicas of a unit say the same at its end.

@@ -1,8 +1,8 @@
-"""A unit on the tensor-parallel ranks of a stage: weights drawn whole and cut, stages made those of one rank."""
+"""A unit whose layers or experts ranks of a stage share: weights drawn whole and cut, stages made those of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
@@ -10,28 +10,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.expert_group import ExpertGroup
+from dilatant.comm.group import Group
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.language import LanguageStage
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
-from dilatant.models.tensor_parallel import share_blocks, share_vocabulary, with_weights
+from dilatant.models.tensor_parallel import share_blocks, share_experts, share_vocabulary, with_weights
 from dilatant.models.tensor_plan import tensor_plan
 from dilatant.models.unit import Unit
 from dilatant.plan.boxes import Box
+from dilatant.plan.plan import Stage as StagePlan
 from dilatant.runtime.holders import part
 
 
 class SharedUnit:
-    """A transformers model that `ranks` share. The unit itself stays as it was: whole, or without memory.
+    """A transformers model that tensor-parallel ranks, expert-parallel ranks or both share. The unit itself stays as it
+    was: whole, or without memory.
 
-    boxes: logical name → what this rank holds.
+    placed: a stage of it on this rank. boxes: logical name → what this rank holds.
     """
 
-    def __init__(self, unit: Unit, comm: Comm, ranks: Sequence[int], boxes: Mapping[str, Box]) -> None:
+    def __init__(self, unit: Unit, comm: Comm, placed: StagePlan, boxes: Mapping[str, Box]) -> None:
         self._unit = unit
         self._boxes = boxes
         self._plan = tensor_plan(unit)
-        self._ranks = TensorGroup(comm.group("tensor/" + "-".join(map(str, ranks)), ranks))
+        self._ranks = self._holders = None
+        if placed.tp > 1:
+            self._ranks = TensorGroup(_group(comm, "tensor", placed, placed.tp))
+        if placed.ep > 1:
+            self._holders = ExpertGroup(_group(comm, "experts", placed, placed.ep))
         self._drawn: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
@@ -63,7 +71,12 @@ class SharedUnit:
         assert structure is not None
         blocks = list(model.get_submodule(structure.blocks).children())
         start = max(first - 1, 0)
-        stage.shards = share_blocks(blocks, self._plan.regions[start : start + len(blocks)], self._ranks)
+        experts = self._plan.experts[start : start + len(blocks)]
+        share_experts(blocks, experts, self._ranks, self._holders)
+        if self._ranks is None:
+            return
+        regions = self._plan.regions[start : start + len(blocks)]
+        stage.shards = share_blocks(blocks, regions, experts, self._ranks)
         if isinstance(stage, LanguageStage):
             rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
             stage.vocabulary = share_vocabulary(
@@ -97,3 +110,10 @@ class SharedUnit:
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in hollow:
                     module._parameters[key] = hollow[id(parameter)]
+
+
+def _group(comm: Comm, name: str, stage: StagePlan, size: int) -> Group:
+    """Those `size` ranks of a stage, one behind the other, that this one is among."""
+    first = stage.ranks.index(comm.rank) // size * size
+    ranks = stage.ranks[first : first + size]
+    return comm.group(f"{name}/" + "-".join(map(str, ranks)), ranks)

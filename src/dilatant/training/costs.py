@@ -62,13 +62,18 @@ def _target(config: Config, plan: Plan) -> Target:
     shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here}
     try:
         target = plan_target(
-            config.cluster.model_copy(update=shape), config.train.precision, config.train.zero
+            config.cluster.model_copy(update=shape),
+            config.train.precision,
+            config.train.zero,
+            config.train.optimizer,
         )
         if target.is_local:
             return target
     except UserError:  # of a hardware file that is only at hand where plans are made
         pass
-    return plan_target(ClusterConfig(**shape), config.train.precision, config.train.zero)
+    return plan_target(
+        ClusterConfig(**shape), config.train.precision, config.train.zero, config.train.optimizer
+    )
 
 
 def _named_costs(config: Config, model: ModelDescription, target: Target) -> CostModel | None:

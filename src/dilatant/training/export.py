@@ -78,7 +78,7 @@ def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: 
                     }
                 },
             )
-            (writing / _TEMPLATE).write_text(encoding.chat.template, encoding="utf-8")
+            (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
 

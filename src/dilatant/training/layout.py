@@ -102,7 +102,7 @@ def _specs(parallel: ParallelConfig) -> dict[str, ParallelSpec]:
     replicas."""
     specs = {name: ParallelSpec(**dict(unit)) for name, unit in (parallel.units or {}).items()}
     guests = {
-        name: replace(specs[host], pp=1, chunks=1, cuts=None)
+        name: replace(specs[host], ep=1, pp=1, chunks=1, cuts=None)
         for name, host in parallel.colocated.items()
         if name not in specs and host in specs
     }

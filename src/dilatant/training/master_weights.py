@@ -13,29 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps in the form of a parameter; beside them the number of its steps."""
+
 
 def make_masters(
-    weights: Mapping[str, nn.Parameter], exact: Mapping[str, Tensor] | None = None
+    weights: Mapping[str, nn.Parameter],
+    exact: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, nn.Parameter]:
     """Logical name → fp32 master of every trainable one of `weights`; a weight that is fp32 is its own.
 
-    exact: values that weights were rounded from, where they are known.
+    exact: values that weights were rounded from, where they are known. device: of masters that are all copies; None:
+    where the weights are.
     """
     masters = {}
     for name, weight in weights.items():
         if not weight.requires_grad:
             continue
-        if weight.dtype in (torch.float32, torch.float64):
+        if device is None and weight.dtype in (torch.float32, torch.float64):
             masters[name] = weight
             continue
         source = (exact or {}).get(name, weight).detach()
-        copied = torch.empty_like(weight, dtype=torch.float32).copy_(source)
+        copied = torch.empty_like(weight, dtype=torch.float32, device=device).copy_(source)
         masters[name] = nn.Parameter(copied)
     return masters
 
 
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW over `masters`, as `make_masters` made them of `weights`; both by logical name.
+class WithMasters(torch.optim.Optimizer):
+    """Mixed into an optimizer's class: it updates `masters`, as `make_masters` made them of `weights`; both by name.
 
     groups: of masters, as torch takes them. `step` takes the gradients of the weights, `zero_grad` clears both.
     """
@@ -69,7 +75,27 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Round the masters into the weights; also to be called when masters were loaded."""
+        """Round the masters into the weights."""
         if self._rounded:
             weights: list[Tensor] = [*self._rounded.values()]
             torch._foreach_copy_(weights, [self.masters[name] for name in self._rounded])
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor] | None:
+        """ "step" and moments of a master, shaped like it; None before its first update."""
+        state = self.state.get(parameter)
+        return {name: state[name] for name in ("step", *MOMENTS)} if state else None
+
+    def allocate(self, parameter: nn.Parameter) -> None:
+        """Make room for what `moments` gives, so that a checkpoint can be read into it."""
+        self.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS},
+        }
+
+    def loaded(self) -> None:
+        """To be called when masters and moments were filled from a checkpoint."""
+        self.write_weights()
+
+
+class MasterAdamW(WithMasters, torch.optim.AdamW):
+    """torch's AdamW over masters."""

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dilatant.config import OptimizerConfig
+from dilatant.config import OptimizerConfig, UserError
 from dilatant.plan.boxes import parse_key
-from dilatant.training.master_weights import MasterAdamW, make_masters
+from dilatant.training.eight_bit import eight_bit_adamw, require_bitsandbytes
+from dilatant.training.master_weights import MasterAdamW, WithMasters, make_masters
+from dilatant.training.offload import OffloadedAdamW
 
 Matcher = Callable[[str], Set[str]]
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps in the form of a parameter; beside them the number of its steps."""
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raises UserError where this machine cannot run what the config asks for; takes no device."""
+    if config.offload and not torch.cuda.is_available():
+        raise UserError(
+            "train.optimizer.offload keeps optimizer state out of a GPU's memory, and this run has no GPU: leave it out"
+        )
+    if config.name == "adamw_8bit":
+        require_bitsandbytes()
+        if not torch.cuda.is_available():
+            raise UserError(
+                "train.optimizer.name: adamw_8bit saves a GPU's memory, and this run has no GPU: leave it out"
+            )
 
 
 def build_optimizer(
@@ -21,7 +36,7 @@ def build_optimizer(
     config: OptimizerConfig,
     matching: Matcher,
     exact: Mapping[str, Tensor] | None = None,
-) -> MasterAdamW:
+) -> WithMasters:
     """AdamW over the masters of the trainable ones of `parameters` (logical name or box key →
     parameter, tied weights once).
 
@@ -33,13 +48,19 @@ def build_optimizer(
     name_of = {key: parse_key(key)[0] for key in parameters}
     rates = _rates(name_of.values(), config, matching)
     groups: dict[tuple[str, float, float], dict[str, nn.Parameter]] = {}
-    masters = make_masters(parameters, exact)
+    masters = make_masters(parameters, exact, torch.device("cpu") if config.offload else None)
     for key, master in masters.items():
         label, rate, decay = rates[name_of[key]]
         groups.setdefault((label, rate, decay if master.ndim >= 2 else 0.0), {})[key] = master
     if not groups:
         groups["none", config.learning_rate, 0.0] = {}
-    return MasterAdamW(
+    kind: type[WithMasters] = OffloadedAdamW if config.offload else MasterAdamW
+    options: dict[str, Any] = {
+        "fused": True
+    }  # one pass over memory, not one an operation, on the CPU as well
+    if config.name == "adamw_8bit":
+        kind, options = eight_bit_adamw(), {}
+    return kind(
         [
             {
                 "params": list(members.values()),
@@ -54,7 +75,7 @@ def build_optimizer(
         masters,
         betas=config.betas,
         eps=config.eps,
-        fused=True,  # one pass over memory instead of one an operation, on the CPU as well
+        **options,
     )
 
 
@@ -87,24 +108,18 @@ def set_rate_factor(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def optimizer_tensors(optimizer: WithMasters) -> dict[str, dict[str, torch.Tensor]]:
     """The moments and the number of steps by name or key; a parameter that never had a gradient has none."""
-    return {
-        name: {moment: optimizer.state[parameter][moment] for moment in ("step", *MOMENTS)}
-        for name, parameter in _members(optimizer)
-        if optimizer.state.get(parameter)
-    }
+    found = {name: optimizer.moments(parameter) for name, parameter in _members(optimizer)}
+    return {name: moments for name, moments in found.items() if moments is not None}
 
 
-def allocate_moments(optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    """Make room for the moments of the parameters in `names`, so that a checkpoint can be read into them."""
+def allocate_moments(optimizer: WithMasters, names: set[str]) -> None:
+    """Make room for the moments of the parameters in `names`, so that a checkpoint can be read into them; `loaded` of
+    the optimizer follows."""
     for name, parameter in _members(optimizer):
         if name in names:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+            optimizer.allocate(parameter)
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

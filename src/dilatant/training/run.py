@@ -27,6 +27,7 @@ from dilatant.training.checkpoint import newest_valid
 from dilatant.training.export import export_checkpoint
 from dilatant.training.export_folder import check_target
 from dilatant.training.layout import TrainingPlan, prove_schedule, zero_text
+from dilatant.training.optimizer import check_optimizer
 from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, console_for, train_rank
 from dilatant.training.starting_point import Start, find_start
@@ -51,6 +52,7 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     """
     if config.train.device == "cpu":
         hide_gpus()
+    check_optimizer(config.train.optimizer)
     place = place_from()
     plans = is_planned_here(config, place)
     if not plans and place is not None and not config.parallel.is_laid_out:

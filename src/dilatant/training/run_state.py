@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from dilatant.plan.boxes import Box
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.checkpoint_boxes import Tensors
-from dilatant.training.optimizer import MOMENTS, optimizer_tensors
+from dilatant.training.master_weights import MOMENTS, WithMasters
+from dilatant.training.optimizer import optimizer_tensors
 
 
-def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensors:
+def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: WithMasters) -> Tensors:
     """By key: `masters` with their moments, frozen weights and buffers; not copies.
 
     masters: what this rank updates of every weight that it owns, with the keys of `runtime.owned.parameters`. What
@@ -32,7 +32,7 @@ def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: torch
 def written_state(
     runtime: Runtime,
     masters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: WithMasters,
     written: Mapping[str, tuple[Box, ...]],
 ) -> Tensors:
     """The part of it that this rank writes; over all ranks every number is written once.

@@ -102,6 +102,7 @@ class Trainer:
             weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
             zero=config.train.zero or DEFAULT_ZERO,
+            keeps_masters=not config.train.optimizer.offload,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
         )
@@ -117,7 +118,11 @@ class Trainer:
         ]
         self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
         owned = self.runtime.owned
-        exact = {held[name].key: tensor for name, tensor in weights.items()}
+        exact = {
+            key: weights[box.name] if box == held[box.name] else weights[box.name][held[box.name].place(box)]
+            for key, box in owned.boxes.items()
+            if box.name in weights
+        }
         self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
         self._left_out: Mapping[int, str] = {}
@@ -142,7 +147,7 @@ class Trainer:
         allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
         state = held_state(self.runtime, self._optimizer.masters, self._optimizer)
         values = load(checkpoint, state, known=self._known, shapes=self._shapes)
-        self._optimizer.write_weights()
+        self._optimizer.loaded()
         owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(

@@ -1,0 +1,62 @@
+"""Ranks that hold different experts, and the exchange of tokens among them as an autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilatant.comm.group import Group
+
+
+class ExpertGroup:
+    """The expert-parallel ranks of a stage, in the order of their experts. Every method is called by all of them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.size = len(group.ranks)
+
+    @torch.no_grad()
+    def counts(self, sent: Tensor) -> Tensor:
+        """How many rows each rank sends to each expert held here: int64 [ranks, experts of a rank]. sent: how many this
+        rank sends to those of each rank."""
+        received = torch.empty_like(sent)
+        each = [sent.shape[1]] * self.size
+        self._group.all_to_all(
+            received.view(-1), sent.contiguous().view(-1), each, each, "counts of tokens"
+        ).wait()
+        return received
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows from all ranks, in their order, differentiable: [sum of received, hidden].
+
+        rows: [sum of sent, hidden], in the order of the ranks they go to. sent, received: rows to and from each rank.
+        """
+        return _Exchange.apply(rows, self, tuple(sent), tuple(received))
+
+    def _move(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], what: str) -> Tensor:
+        width = rows.shape[1]
+        arrived = rows.new_empty(sum(received), width)
+        self._group.all_to_all(
+            arrived.view(-1),
+            rows.contiguous().view(-1),
+            [count * width for count in received],
+            [count * width for count in sent],
+            what,
+        ).wait()
+        return arrived
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, ranks: ExpertGroup, sent: tuple[int, ...], received: tuple[int, ...]
+    ) -> Tensor:
+        ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
+        return ranks._move(rows, sent, received, "tokens of experts")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.ranks._move(gradient, ctx.received, ctx.sent, "gradients of experts"), None, None, None

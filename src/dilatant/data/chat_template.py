@@ -1,0 +1,181 @@
+"""A chat template: the program that writes a conversation as text.
+
+It may be anybody's program, so `usable_template` first tries it on one word in a process of its own: one expression can
+hold an interpreter or take all memory (`'a' * 3000000000` is computed while the template is compiled).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dilatant.config.errors import UserError
+from dilatant.data import template_trial
+from dilatant.data.media import open_regular
+from dilatant.data.sample import MediaKind
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token | default('', true) }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + (eos_token | default('', true)) }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n' }}{% endif %}"
+    "{% endfor %}"
+)
+"""Turns as they are, a line break after a question, the end token after an answer. No role names: a model trained
+from scratch has none to know."""
+
+PROBE = "\U0010fffb"
+"""A character that no text holds: where it comes out, the template has written what it was given."""
+LONGEST_TEMPLATE = 1 << 20
+"""Characters of a chat template, and those that one may add to a conversation."""
+TRIAL_SECONDS = 20.0
+"""Longest that a chat template may take for a question of one character, the start of a process included."""
+TRIAL_BYTES = 1 << 30
+"""Memory that it may take for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A turn as text; every `MEDIA` character in it is one item."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """text: the Jinja program. special_tokens: what it may name, such as `bos_token`. typed: it wants content as a list
+    of typed parts, not as text."""
+
+    text: str
+    special_tokens: tuple[tuple[str, str], ...]
+    typed: bool = False
+
+    @property
+    def tagged(self) -> bool:
+        """Whether it tells itself what the assistant writes (`{% generation %}`)."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+
+    def render(
+        self, messages: Sequence[Message], for_generation: bool, track: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and with `track` the characters of it inside generation tags.
+
+        Raises UserError when the template refuses the conversation.
+        """
+        conversation = [
+            {
+                "role": message.role,
+                "content": [{"type": "text", "text": message.text}] if self.typed else message.text,
+            }
+            for message in messages
+        ]
+        spans: list[tuple[int, int]] = []
+        text = self._write(conversation, for_generation, spans if track else None)
+        if len(text) > LONGEST_TEMPLATE + 4 * sum(len(message.text) for message in messages):
+            raise UserError(
+                f"the chat template makes {len(text):,} characters of the conversation; use another"
+            )
+        return text, spans
+
+    def _write(
+        self,
+        conversation: list[dict[str, Any]],
+        for_generation: bool = False,
+        spans: list[tuple[int, int]] | None = None,
+    ) -> str:
+        """The text of a conversation; the characters inside generation tags are added to `spans`, if given."""
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template  # annotated as if it returned one text
+        try:
+            texts, found = render(
+                [conversation],
+                chat_template=self.text,
+                add_generation_prompt=for_generation,
+                return_assistant_tokens_mask=spans is not None,
+                **dict(self.special_tokens),
+            )
+        except Exception as error:  # a template is a program
+            reason = str(error) or type(error).__name__
+            raise UserError(f"the chat template refuses the conversation: {reason}") from None
+        if spans is not None:
+            spans += found[0]
+        return texts[0]
+
+    def around_media(self, kind: MediaKind, marker: str) -> tuple[str, str]:
+        """What the template writes before and after `marker` for a part of type `kind`, such as the tokens that
+        open and close an image; nothing if it does not write the marker."""
+        text = {"type": "text", "text": PROBE}
+        try:
+            with_media = self._write([{"role": "user", "content": [{"type": kind}, text]}])
+            without = self._write([{"role": "user", "content": [text]}])
+        except UserError:
+            return "", ""
+        start, found, _ = without.partition(PROBE)
+        written, also_found, _ = with_media.partition(PROBE)
+        if not (found and also_found and written.startswith(start)):
+            return "", ""
+        before, found, after = written[len(start) :].partition(marker)
+        return (before, after) if found else ("", "")
+
+    def writes_text(self) -> bool:
+        """Whether the template writes the text of a user's turn."""
+        try:
+            return self.render([Message("user", PROBE)], False)[0].count(PROBE) == 1
+        except UserError:
+            return False
+
+
+def usable_template(text: str, special_tokens: Mapping[str, str], name: str) -> ChatTemplate:
+    """The template in the form, plain or typed, in which it writes a user's turn.
+
+    name: what the user calls it, for errors. Raises UserError when there is none, or when the template comes to no end
+    within `TRIAL_SECONDS` or takes more than `TRIAL_BYTES`.
+    """
+    template = ChatTemplate(text, tuple(sorted(special_tokens.items())))
+    if text != PLAIN_TEMPLATE:
+        _try(template, name)
+    usable = next((form for form in (template, replace(template, typed=True)) if form.writes_text()), None)
+    if usable is None:
+        raise UserError(f"the chat template ({name}) does not write the text of a user's turn")
+    return usable
+
+
+def read_template(path: str) -> str:
+    """The text of a file with a template. Raises UserError."""
+    try:
+        with open_regular(Path(path)) as file:
+            return file.read(LONGEST_TEMPLATE).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"chat template {path!r} cannot be read: {error}") from None
+
+
+@cache
+def _try(template: ChatTemplate, name: str) -> None:
+    """Raises UserError for a template that cannot be rendered here, in a thread of a process that must go on."""
+    asked = json.dumps([template.text, dict(template.special_tokens)])
+    command = [sys.executable, "-m", template_trial.__name__, str(TRIAL_BYTES)]
+    try:
+        ended = subprocess.run(
+            command, input=asked, stderr=subprocess.DEVNULL, text=True, timeout=TRIAL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        took = f"more than {TRIAL_SECONDS:g} s"
+    else:
+        if ended.returncode == 0:
+            return
+        took = (
+            f"more than {TRIAL_BYTES >> 20} MiB"
+            if ended.returncode == template_trial.TOO_LARGE
+            else "all there is"
+        )
+    raise UserError(f"the chat template ({name}) takes {took} for one word; use another")

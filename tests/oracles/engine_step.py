@@ -1,0 +1,120 @@
+"""Losses, gradients and updates of an engine case by one process that knows no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilatant.data.sample import EncodedSample
+from engine_case import (
+    LANGUAGE,
+    MORE_LANGUAGES,
+    PLACES,
+    VOCABULARY,
+    Case,
+    build_model,
+    build_samples,
+    merged_tokens,
+    token_id,
+)
+from oracles.dense_mask import Token, bidirectional_instances, embedded, matrix
+from oracles.keyed_dropout import OneSampleDropout
+from oracles.one_process import losses_of_batch
+
+
+def expected(
+    case: Case,
+) -> tuple[list[tuple[float, dict[str, float]]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses of three steps (all weighted, then each unit's), gradients of the first, and parameters after them, of
+    one process (the oracle)."""
+    model = build_model(case, plain=True)
+    samples = build_samples(case)
+    units = model.units
+    encoders = {
+        name: (units[name].model, units[name].projector, units[name].skip_tokens)
+        for name, *_ in case.encoders
+    }
+    generators = {
+        name: (units[name].connector, units[name].model, token_id(case, name), PLACES)
+        for name, *_ in case.generators
+    }
+    router = (LANGUAGE | MORE_LANGUAGES)[case.language].get("router_aux_loss_coef", 0.0)
+    weights = {
+        "language": 1.0,
+        "language.router": router,
+        **{name: weight for name, _, _, weight in case.generators},
+    }
+    parameters = {name: p for unit in units.values() for name, p in unit.named_logical_parameters()}
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(case.dtype)
+        parameter.grad_dtype = torch.float32
+    masters = {
+        name: torch.nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+        for name, p in parameters.items()
+    }
+    optimizer = build_optimizer(masters)
+    losses, gradients = [], {}
+    dropout = OneSampleDropout(case.seed, _layers(units)) if case.dropout else None
+    for step in range(3):
+
+        def begin(number: int, step: int = step) -> None:
+            if dropout is not None:
+                dropout.begin(f"draw {100 - number}" if case.numbered else f"step {step} place {number}")
+
+        seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
+        with dropout or nullcontext():
+            parts = losses_of_batch(
+                units["language"].model, encoders, model.placeholder_ids, samples, seen_in, generators, begin
+            )
+        loss = sum((weights[name] * part for name, part in parts.items()), start=torch.zeros(()))
+        if loss.requires_grad:
+            loss.backward()
+        losses.append((loss.item(), {name: part.item() for name, part in parts.items()}))
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        for name, parameter in parameters.items():
+            masters[name].grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        for name, parameter in parameters.items():
+            parameter.data.copy_(masters[name])
+    return losses, gradients, {name: p.detach().clone() for name, p in masters.items()}
+
+
+def _layers(units: Any) -> Iterator[tuple[str, torch.nn.Module, bool, bool]]:
+    """Layers as `OneSampleDropout` takes them."""
+    for unit in units.values():
+        trains = {name for name, p in unit.named_logical_parameters() if p.requires_grad}
+        trains = {weight.layer for weight in unit.weights if weight.canonical in trains}
+        whole = [(unit.layers[0], "model")] if unit.structure is not None else []
+        for layer, path in (*whole, *unit.pieces()):
+            yield layer, unit.get_submodule(path), layer in trains, unit.unit == "language"
+
+
+def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
+    """Which token of a sample sees which under the case's media attention. Items may lie inside one another: each takes
+    the next so many placeholders of its unit."""
+    tokens = []
+    for place, token in enumerate(sample.input_ids.tolist()):
+        if token < VOCABULARY:
+            tokens.append(Token(0, "text", None, place, place))
+        else:
+            name, kind, _, _, features = case.encoders[token - VOCABULARY]
+            before = sum(earlier.modality == name for earlier in tokens)
+            tokens.append(Token(0, name, before // merged_tokens(kind, features), place, place))
+    rule = bidirectional_instances(True) if case.attention == "bidirectional" else embedded(False)
+    return matrix(tokens, rule)
+
+
+def build_optimizer(parameters: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW whose eps is large beside rounding noise: an exactly cancelling gradient must not decide a sign.
+
+    lr / eps is how much a gradient's error moves a parameter at most: a tenth, so that what is allowed of gradients
+    stays within what is allowed of parameters.
+    """
+    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    return torch.optim.AdamW(trainable or [torch.nn.Parameter(torch.zeros(1))], lr=1e-2, eps=1e-1)
