@@ -17,6 +17,7 @@ from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.zero_bubble import zero_bubble_h1
+from dilatant.training.needs import Needs
 from engine_case import CASE, Case, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
@@ -65,6 +66,17 @@ def test_ranks_without_rows_of_an_encoder_differentiate_as_the_others(workers: W
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2, 3, 4), cp=4),))
     texts = ((60, (1,)), (30, (0,)), *(((40, (0,)),) * 4))
     check_case(workers, case_of(plan, attention="causal", texts=texts, frozen=("language",)), "none", 1)
+
+
+def test_a_rank_decodes_only_samples_of_which_it_encodes_something() -> None:
+    plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
+    case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
+    model = build_model(case, "meta")
+    tokens = {name: [s.sizes.get(name, 0) for s in build_samples(case)] for name in model.units}
+    needed = [Needs(model, plan, rank).of(case.assignment, tokens) for rank in (0, 1)]
+    # Of items of samples 0 and 1, 2 and 3, 4 and 5: one and one, two (of sample 2) and one, two and one.
+    assert [sorted(of_rank) for of_rank in needed] == [[0, 2, 4, 5], [0, 3, 5]]
+    assert {parts for of_rank in needed for parts in of_rank.values()} == {frozenset({"vision"})}
 
 
 def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from dilatant.data.encode import TOKENS
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.stage import share_evenly
+from dilatant.models.unit import Unit
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.schedule.schedule import Assignment
 
@@ -18,11 +22,16 @@ class Needs:
     def __init__(self, model: MultimodalModel, plan: Plan, rank: int) -> None:
         parts: dict[Chain, frozenset[str]] = {}
         rows: set[Chain] = set()
+        self._divided: dict[Chain, tuple[Unit, int, int]] = {}
+        """Where ranks share items: the unit, this one's place, and how many they are."""
         for placed in plan.stages():
             if rank in placed.stage.ranks:
                 read = model.units[placed.unit].reads(placed.stage.first, placed.stage.end)
                 chain = placed.unit, placed.replica
                 parts[chain] = parts.get(chain, frozenset()) | read
+                if placed.stage.cp > 1 and placed.unit in read:
+                    place = placed.stage.ranks.index(rank) // placed.stage.tp
+                    self._divided[chain] = model.units[placed.unit], place, placed.stage.cp
                 rows |= _exchanged_with(model, plan, placed)
         self._parts = {chain: read for chain, read in parts.items() if read}
         self._own = tuple(parts)
@@ -31,12 +40,13 @@ class Needs:
         self.media = frozenset().union(*self._parts.values()) - {TOKENS}
         """The units whose media this rank reads."""
 
-    def of(self, assignment: Assignment) -> dict[int, frozenset[str]]:
-        """Sample number → parts, in the order in which this rank comes to need them: by microbatch."""
+    def of(self, assignment: Assignment, tokens: Mapping[str, Sequence[int]]) -> dict[int, frozenset[str]]:
+        """Sample number → parts, in the order in which this rank comes to need them: by microbatch. tokens: unit → size
+        of each sample."""
         rows = [
-            (position, samples, read)
-            for (unit, replica), read in self._parts.items()
-            for position, samples in enumerate(assignment.microbatches[unit][replica])
+            (position, self._items(chain, samples, tokens), read)
+            for chain, read in self._parts.items()
+            for position, samples in enumerate(assignment.microbatches[chain[0]][chain[1]])
         ]
         if self._rows:
             own = {
@@ -56,6 +66,17 @@ class Needs:
             for sample in samples:
                 needed[sample] = needed.get(sample, frozenset()) | read
         return needed
+
+    def _items(
+        self, chain: Chain, samples: Sequence[int], tokens: Mapping[str, Sequence[int]]
+    ) -> Sequence[int]:
+        """Those of a microbatch of which this rank has an item, where ranks share them."""
+        if chain not in self._divided:
+            return samples
+        unit, place, size = self._divided[chain]
+        counts = [unit.items({unit.unit: int(tokens[unit.unit][sample])}) for sample in samples]
+        owners = share_evenly(counts, size)
+        return [sample for sample, own in zip(samples, owners, strict=True) if (own == place).any()]
 
 
 def _exchanged_with(model: MultimodalModel, plan: Plan, own: PlacedStage) -> set[Chain]:
