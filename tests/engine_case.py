@@ -10,7 +10,7 @@ import torch
 
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
-from dilatant.models.row_attention import use_row_attention
+from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.schedule import Assignment, Schedule
@@ -144,6 +144,8 @@ class Case:
     loss_chunk: int | None = None
     rows_of_piece: int | None = None
     """Of what tensor-parallel ranks exchange."""
+    placement: str = "auto"
+    """How context-parallel ranks share a row."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the language model, besides its family's."""
 
@@ -204,6 +206,7 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     )
     if case.attention is not None and not plain:
         use_row_attention(model)
+        place_rows(model, case.placement)
     if case.frozen:
         model.freeze(case.frozen)
     model.language.loss_chunk = case.loss_chunk

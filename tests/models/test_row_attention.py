@@ -17,7 +17,7 @@ from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import RowAttention, attend_as_configured, use_row_attention
+from dilatant.models.row_attention import RowAttention, attend_as_configured, place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import losses_of_batch
@@ -281,6 +281,12 @@ def test_linear_attention_without_plans_is_refused_since_samples_would_meet() ->
         attend_as_configured(model, LanguageModelConfig(id="any", attn_implementation="sdpa"))
     attend_as_configured(model, LanguageModelConfig(id="any"))
     assert model.language.row_attention is not None
+    assert model.language.row_attention.placement == "contiguous"
+    with pytest.raises(
+        UserError, match=r"parallel.placement: 'zigzag' would scatter .* set it to 'contiguous'"
+    ):
+        place_rows(model, "zigzag")
+    place_rows(model, "auto")
     assert model.language.row_attention.placement == "contiguous"
 
 

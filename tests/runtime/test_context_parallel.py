@@ -15,7 +15,7 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.zero_bubble import zero_bubble_h1
 from dilatant.training.needs import Needs
 from engine_case import CASE, Case, build_model, build_samples
@@ -68,15 +68,43 @@ def test_ranks_without_rows_of_an_encoder_differentiate_as_the_others(workers: W
     check_case(workers, case_of(plan, attention="causal", texts=texts, frozen=("language",)), "none", 1)
 
 
-def test_a_rank_decodes_only_samples_of_which_it_encodes_something() -> None:
+def _needed(worker: Worker, case: Case) -> dict[int, frozenset[str]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
+    step = runtime.prepare(build_samples(case), case.assignment, case.schedule)
+    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
+    runtime.close()
+    comm.close()
+    return needed
+
+
+def test_a_rank_decodes_only_samples_of_which_it_encodes_something(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
     case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
-    model = build_model(case, "meta")
-    tokens = {name: [s.sizes.get(name, 0) for s in build_samples(case)] for name in model.units}
-    needed = [Needs(model, plan, rank).of(case.assignment, tokens) for rank in (0, 1)]
+    first, second, _ = workers.run(_needed, 3, case)
     # Of items of samples 0 and 1, 2 and 3, 4 and 5: one and one, two (of sample 2) and one, two and one.
-    assert [sorted(of_rank) for of_rank in needed] == [[0, 2, 4, 5], [0, 3, 5]]
-    assert {parts for of_rank in needed for parts in of_rank.values()} == {frozenset({"vision"})}
+    assert sorted(first) == [0, 2, 4, 5]
+    assert sorted(second) == [0, 3, 5]
+    assert {*first.values(), *second.values()} == {frozenset({"vision"})}
+
+
+def _in_parts(actions: tuple[Action, ...], stage: int) -> tuple[Action, ...]:
+    """With every action of a stage once for each sample of its microbatch."""
+    parts = []
+    for action in actions:
+        samples = BATCHES[action.microbatch] if action.stage == stage else (None,)
+        parts += [action if s is None else replace(action, samples=(s,)) for s in samples]
+    return tuple(parts)
+
+
+def test_parts_of_a_microbatch_share_their_own_items(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
+    case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
+    parts = {rank: _in_parts(actions, 0) for rank, actions in case.schedule.actions.items()}
+    case = replace(case, schedule=Schedule(parts))
+    first, second, _ = workers.run(_needed, 3, case)
+    assert (sorted(first), sorted(second)) == ([0, 2, 3, 4, 5], [0, 2, 5])
+    check_case(workers, case, "none", 1)
 
 
 def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) -> None:

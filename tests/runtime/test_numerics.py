@@ -98,8 +98,8 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
         if stage.shards is not None:
             stage.shards.rows_of_piece = case.rows_of_piece
     whole = build_samples(case)
-    tokens = {name: [sample.sizes.get(name, 0) for sample in whole] for name in runtime.model.units}
-    needed = Needs(runtime.model, case.plan, comm.rank).of(case.assignment, tokens)
+    step = runtime.prepare(whole, case.assignment, case.schedule)
+    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
     samples = [_only(sample, needed.get(number, frozenset())) for number, sample in enumerate(whole)]
     owned = runtime.owned
     masters = make_masters(owned.parameters)

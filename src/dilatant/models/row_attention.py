@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +46,13 @@ class MediaTokens:
 class RowAttention:
     """A language unit's `row_attention`: the attention plan of samples packed in one row, as a keyword.
 
-    `media` is a key of `MEDIA_MASKS`, `units` says which tokens of a sample are media. `placement`: by which policy of
-    `attention.placement` context-parallel ranks share a row.
+    `media` is a key of `MEDIA_MASKS`, `units` says which tokens of a sample are media. `placement`: how
+    context-parallel ranks share a row, see `attention.placement.place_row`.
     """
 
     media: str
     units: Mapping[str, MediaTokens]
-    placement: str = "lpt"
+    placement: str = "auto"
 
     def __call__(
         self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None
@@ -128,9 +129,23 @@ def use_row_attention(model: MultimodalModel) -> None:
     generating = language.model.config._attn_implementation
     use_dilatant_attention(language.model)
     # States of linear attention pass along the row.
-    placement = "contiguous" if linear_layers(language.model) else "lpt"
+    placement = "contiguous" if linear_layers(language.model) else "auto"
     language.row_attention = RowAttention(model.media_attention, units, placement)
     language.generating_attention = generating
+
+
+def place_rows(model: MultimodalModel, placement: str) -> None:
+    """Let context-parallel ranks share rows as `placement` says (see `attention.placement.place_row`). Raises UserError
+    where they cannot."""
+    language = model.language
+    if language.row_attention is None or placement == "auto":
+        return
+    if linear_layers(language.model) and placement != "contiguous":
+        raise UserError(
+            f"parallel.placement: {placement!r} would scatter tokens along which linear attention passes its state; "
+            "leave it out, or set it to 'contiguous'"
+        )
+    language.row_attention = replace(cast(RowAttention, language.row_attention), placement=placement)
 
 
 def prefer_row_attention(model: MultimodalModel) -> None:

@@ -20,7 +20,7 @@ from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import attend_as_configured
+from dilatant.models.row_attention import attend_as_configured, place_rows
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
 from dilatant.profiling.media_units import media_unit
 
@@ -101,6 +101,7 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     units = config.model.units if hollow else None
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
     attend_as_configured(model, config.model.language_model)
+    place_rows(model, config.parallel.placement)
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
