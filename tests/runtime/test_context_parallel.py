@@ -136,6 +136,15 @@ def test_states_of_linear_attention_pass_between_ranks(workers: WorkerPool, reco
     check_case(workers, case_of(plan, texts=texts, recompute=recompute, **HYBRID), "none", 1)
 
 
+def test_states_pass_along_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
+    """Pieces are shorter than the kernel of the convolution, and some ranks have none."""
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2, 3, 4), cp=4),))
+    texts = ((2, (0,)), (1, (0,)), (3, (0,)), (9, (0,)), (6, (1,)), (2, (0,)))
+    single = ((0, 1), (2,), (3,), (4, 5))
+    assignment = replace(CASE.assignment, microbatches={"vision": (single,), "language": (single,)})
+    check_case(workers, case_of(plan, texts=texts, assignment=assignment, **HYBRID), "none", 1)
+
+
 def test_states_begin_anew_with_each_sample_of_a_row(workers: WorkerPool) -> None:
     plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (0,)),))
     check_case(workers, case_of(plan, zero_bubble_h1, **HYBRID), "none", 1)
