@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dilatant.models.language import MultimodalOutput
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.plan.plan import ParallelSpec, Plan
+    from dilatant.resilience.run import train
     from dilatant.runtime.parallelize import parallelize
     from dilatant.training.loading import make_loader
-    from dilatant.training.run import train
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _HOME = {
     "load_config": "config",
     "make_loader": "training.loading",
     "parallelize": "runtime.parallelize",
-    "train": "training.run",
+    "train": "resilience.run",
 }
 
 __all__ = [

@@ -145,6 +145,34 @@ def test_context_parallelism_is_planned_where_it_pays_and_trains(project: Path, 
     refused(dilatant("train", config, *trains, *other, "--set", plan), "needs attention over block tables")
 
 
+def test_what_the_plan_recomputes_for_lack_of_memory_is_in_its_file_and_trains(
+    project: Path, dilatant: Dilatant
+) -> None:
+    config = project / "config.yaml"
+    settings = (
+        *("--set", "model.language_model.config.num_hidden_layers=12"),
+        *("--set", "plan.microbatch_sizes=[4]", "--set", "cluster.gpus_per_node=1"),
+    )
+    free = planned(dilatant, config, *H100, *settings)
+    assert not any(how != "none" for unit in free.plan.units for how in unit.recompute)
+    peak = max(one.peak_bytes for one in free.memory)
+    little = (*H100, *settings, "--set", f"cluster.memory_gib={0.95 * peak / 2**30}")
+    report = planned(dilatant, config, *little)
+    again = report.plan.unit("language").recompute
+    assert {*again} - {"none"}
+    assert again[0] == again[-1] == "none", "only blocks are recomputed"
+    refused(dilatant("plan", config, *little, "--set", "train.recompute=none"), "no plan fits memory")
+    file = f"parallel={{plan: {project / 'run' / 'plan' / 'plan.json'}}}"
+    trains = ("--set", "train.device=cpu", "--set", "train.steps=1", *settings[:2])
+    code, _, err = dilatant("train", config, *trains, "--set", file)
+    assert code == 0, err
+    assert Plan.from_json((project / "run" / "plan.json").read_text()).unit("language").recompute == again
+    refused(
+        dilatant("train", config, *trains[:-2], "--set", file, "--set", "output_dir=other"),
+        "unit 'language' says of 14 layers what is recomputed, but has 3",
+    )
+
+
 def test_advice_names_faster_schedules_and_recomputation_that_nothing_asks_for(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -30,6 +30,13 @@ def stage_sums(seconds, cut):
 
 
 def best_step(vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True):
+    """The least `best_on` of these devices or fewer."""
+    return min(
+        best_on(vision, language, degrees, fewer, batch, sizes, fits) for fewer in range(1, devices + 1)
+    )
+
+
+def best_on(vision, language, degrees, devices, batch, sizes, fits):
     """The least fill + (microbatches - 1) * slowest over all ways to use all devices.
 
     `vision(degree, samples)` and `language(degree, samples)` list the seconds of layers. Encoders run on devices of

@@ -25,68 +25,9 @@ from dilatant.plan import (
     search,
     validate,
 )
-from dilatant.plan.depth import path_depths
-from dilatant.plan.stage_costs import polynomial, stage_costs
 from model_cases import cluster, cost_model, model, unit
 from oracles.search import best_step, layer_seconds
-
-RULES = ParameterBytes(1.0, 1.0, 2.0)
-
-
-def closed_form(spec, costs, tokens, batch, rules=RULES):
-    """A scorer for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
-
-    def evaluate(plan, microbatches):
-        table = stage_costs(plan, spec, costs, rules)
-        depths = path_depths(plan)
-        replicas = max(len(one.replicas) for one in plan.units)
-        busy, held, seen = {}, {}, 0.0
-        for placed in plan.stages():
-            share = replicas // len(plan.unit(placed.unit).replicas)
-            samples = [tokens[placed.unit]] * (share * batch // (replicas * microbatches))
-            seconds = polynomial(table.seconds[placed.index], samples)
-            kept = polynomial(table.kept_bytes[placed.index], samples)
-            transient = polynomial(table.transient_bytes[placed.index], samples)
-            for rank in placed.stage.ranks:
-                busy[rank] = busy.get(rank, 0.0) + seconds[0] + seconds[1]
-                held[rank] = held.get(rank, 0.0) + table.static_bytes[placed.index] + transient
-                held[rank] += kept * min(depths[placed.index], microbatches)
-            if placed.replica == 0:
-                seen += seconds[0] + seconds[1]
-        total = seen + (microbatches - 1) * max(busy.values())
-        return PlanScore(total, batch / total, 0.0, {}, tuple(held[rank] for rank in plan.ranks))
-
-    return evaluate
-
-
-def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), finalists=10_000, **kwargs):
-    machine = kwargs.pop("machine", None) or cluster(1, devices)
-    rules = kwargs.pop("rules", RULES)
-    workload = Workload({name: np.full(batch, float(count)) for name, count in tokens.items()})
-    return search(
-        spec,
-        costs,
-        machine,
-        workload,
-        batch,
-        closed_form(spec, costs, tokens, batch, rules),
-        mode,
-        sizes,
-        rules,
-        finalists,
-    )
-
-
-def random_vlm(draw):
-    trains = [draw.random() < 0.5 for _ in range(draw.randint(1, 3))]
-    vision = unit("vision", len(trains), ("language",))
-    vision = type(vision)(
-        "vision",
-        tuple(type(one)(one.name, one.kind, 0, flag) for one, flag in zip(vision.layers, trains)),
-        ("language",),
-    )
-    language = unit("language", draw.randint(1, 4), trainable=draw.random() < 0.5, parameters=0)
-    return model(vision, language), trains
+from search_cases import RULES, closed_form, find, random_vlm
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,8 +61,7 @@ def test_no_plan_on_all_devices_is_faster(seed):
     for mode in Mode:
         only = find(model(unit("language", 8)), COSTS, {"language": 8}, 8, 32, mode)
         assert only.seconds >= found.seconds * (1 - 1e-9)
-    assert found.winner.idle_devices == 0
-    assert len(found.winner.plan.ranks) == devices
+    assert len(found.winner.plan.ranks) == devices - found.winner.idle_devices
     # Different replica counts per unit are searched too (DistTrain), so the winner may beat this enumeration.
     same = all(len(one.replicas) == found.winner.replicas for one in found.winner.plan.units)
     assert found.seconds <= expected * (1 + 1e-9)
@@ -354,7 +294,6 @@ def test_other_graphs_are_refused():
 def test_few_finalists_leave_an_honest_gap():
     found = find(VLM, COSTS, TOKENS, 12, 24, finalists=1)
     everything = find(VLM, COSTS, TOKENS, 12, 24)
-    assert not found.runners_up
     assert found.lower_bound <= everything.seconds <= found.seconds * (1 + 1e-9)
     assert found.proven == (found.gap == 0.0)
 

@@ -13,10 +13,12 @@ from dilatant.cost.memory import ParameterBytes, Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format, make_buckets, share_of
 from dilatant.plan.holdings import Holding
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.state_sharing import sharing
 
 LAYERS = 4
+MODEL = ModelSpec((UnitSpec("u", tuple(LayerSpec(str(layer), "u", 1000) for layer in range(LAYERS))),))
 
 
 @st.composite
@@ -35,7 +37,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_sharing_is_what_buckets_of_such_layers_do(plan: Plan, zero: Zero, per_node: int) -> None:
     rules = ParameterBytes(zero=zero, ranks_per_node=per_node)
     node_of = [rank // per_node for rank in plan.ranks]
-    shared = sharing(plan, rules)
+    shared = sharing(plan, MODEL, rules)
     for entry in plan.stages():
         (rank,) = entry.stage.ranks
         for layer in range(entry.stage.first, entry.stage.end):
@@ -49,6 +51,8 @@ def test_sharing_is_what_buckets_of_such_layers_do(plan: Plan, zero: Zero, per_n
 def test_tensor_parallel_ranks_count_by_the_part_that_they_hold() -> None:
     replicas = (Replica((Stage(0, 2, (0, 1), tp=2),)), Replica((Stage(0, 2, (2,)),)))
     plan = Plan((UnitPlan("u", replicas),))
-    (split, whole) = sharing(plan, ParameterBytes(zero="all"))
-    np.testing.assert_array_equal(split, [2.0, 2.0])
-    np.testing.assert_array_equal(whole, [2.0, 2.0])
+    model = ModelSpec((UnitSpec("u", (LayerSpec("0", "u", 1), LayerSpec("1", "u", 1, divided=False))),))
+    (split, whole) = sharing(plan, model, ParameterBytes(zero="all"))
+    # Of the layer that nobody divides three ranks hold all.
+    np.testing.assert_array_equal(split, [2.0, 3.0])
+    np.testing.assert_array_equal(whole, [2.0, 3.0])

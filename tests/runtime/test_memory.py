@@ -25,6 +25,7 @@ from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_costs import costs_in_use
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shards import tensor_shard
+from dilatant.profiling.planned_hardware import rules_of
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.predict import predict
@@ -140,14 +141,22 @@ def test_a_trained_parameter_takes_the_bytes_of_the_table(
 
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:5]
-    said = {row[0].strip("`"): [float(cell.removesuffix(" / n")) for cell in row[1:]] for row in rows[1:]}
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:9]
+    said = {row[0].strip("`"): [float(cell.partition(" ")[0]) for cell in row[1:]] for row in rows[1:]}
     for name, rules in (("fp32", FP32), ("bf16", BF16)):
         for line, trains in ((f"precision: {name}", True), (f"frozen, {name}", False)):
             state = rules.shared(1, trains)
             gradient = rules.gradient if trains else 0.0
             whole = rules.of(1, trains)
             assert said[line] == [rules.weight, gradient, state, whole, whole - state * 7 / 8]
+        for line, optimizer in (
+            ("adamw_8bit", {"name": "adamw_8bit"}),
+            ("optimizer.offload", {"offload": True}),
+        ):
+            own = rules_of(rules, OptimizerConfig(**optimizer))
+            whole, state = own.of(1, True), own.shared(1, True)
+            wanted = [own.weight, own.gradient, state, whole, whole - state * 7 / 8]
+            assert said[f"precision: {name}`, `{line}"] == pytest.approx(wanted, abs=5e-3)
 
 
 def _predicted(run: Run) -> np.ndarray:

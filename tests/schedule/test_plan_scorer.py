@@ -11,7 +11,6 @@ from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workload, search
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
-from dilatant.plan.sync_time import sync_seconds
 from dilatant.schedule import validate
 from dilatant.schedule.plan_scorer import best_steps, plan_scorer
 from dilatant.schedule.step_assignment import Microbatching, sample_seconds
@@ -73,21 +72,11 @@ def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
     found = plan_scorer(alone, costs, machine, tokens, 4, rules=RULES)(plan, 2)
     # Two samples of 3 and 5 tokens per replica; the first layer runs no input gradient, the other five do.
     work = 8 * 1e-3 * (2 + 5 * 3)
-    # A ring over two ranks sends each of the 6000 one-byte gradients once at 1 GB/s.
-    sync = 6000 / 1e9
+    # A ring over two ranks sends each of the 6000 one-byte gradients once at 1 GB/s, there and back.
+    sync = 6000 / 1e9 + 2 * 1e-6
     assert found.seconds == pytest.approx(work + sync)
     assert found.sync_seconds == pytest.approx(sync)
     assert found.samples_per_second == pytest.approx(4 / (work + sync))
-
-
-def test_gradients_across_nodes_share_the_way_out():
-    plan = Plan((chain("language", 6, [[0], [2]]),))
-    alone = model(unit("language", 6, parameters=1000))
-    inside = sync_seconds(plan, alone, cluster(1, 4), RULES)
-    across = sync_seconds(plan, alone, cluster(2, 2), RULES)
-    assert across[0] == pytest.approx(inside[0] * (1e9 / 1e8) * 2)
-    frozen = model(unit("language", 6, trainable=False))
-    assert set(sync_seconds(plan, frozen, cluster(2, 2), RULES).values()) == {0.0}
 
 
 def test_a_deep_schedule_gives_way_to_memory():

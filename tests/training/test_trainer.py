@@ -40,6 +40,8 @@ class _Book:
             _skipped_updates=0,
             _position="before",
             _half_updated=False,
+            _gate=None,
+            _voted=None,
             _metrics=lambda *_: "metrics",
         )
 
@@ -56,7 +58,7 @@ class _Book:
 def test_gradients_are_clipped_before_the_update_and_gone_after_it(limit: float | None) -> None:
     book = _Book(limit)
     book.apply(1.0, 7.0)
-    assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "gather", "zero"]
+    assert book.calls == [*([] if limit is None else [("clip", limit, 7.0)]), "step", "zero", "gather"]
     trainer = book.trainer
     assert (trainer.step, trainer._position, trainer._skipped_updates) == (5, "after", 0)
 

@@ -101,7 +101,10 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
             "set another attn_implementation"
         )
     register()
-    model.set_attn_implementation(NAME)
+    # Of a whole vision-language model, of whose other parts this may be without.
+    text = model.config.get_text_config()
+    parts = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
+    model.set_attn_implementation({"": NAME, **dict.fromkeys(parts, NAME)} if parts else NAME)
     if model.config._attn_implementation != NAME:
         raise AttentionError(
             f"{type(model).__name__} computes attention in its own way, not through transformers' attention interface: "

@@ -114,3 +114,14 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         # Before torch is imported, and for every process that this one starts: none of them sees a GPU.
         hide_gpus()
     return config
+
+
+def read_config_text(text: str) -> Config:
+    """The config of a YAML text, with paths relative to the working directory. Raises UserError."""
+    from dilatant.config.config import parse_config
+    from dilatant.config.yaml_text import read_yaml
+
+    config = parse_config(read_yaml(text), base=Path.cwd())
+    if config.train.device == "cpu":
+        hide_gpus()
+    return config

@@ -78,7 +78,8 @@ def profile(
     from dilatant.profiling.assemble import load_model_tokenizer
     from dilatant.profiling.cost_cache import keep_costs
     from dilatant.profiling.describe_model import describe_model, skeleton
-    from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens, planned_degrees
+    from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens
+    from dilatant.profiling.planned_degrees import planned_degrees
     from dilatant.profiling.planned_hardware import entry_name, plan_target, with_links
     from dilatant.report.terminal import print_line
 
@@ -102,7 +103,7 @@ def profile(
     with console.status("building the model without weights") as status:
         model = describe_model(skeleton(resolved, len(load_model_tokenizer(resolved.model))))
         if target.is_local:
-            degrees = planned_degrees(plan)
+            degrees = planned_degrees(plan, model, target)
             costs = measure_layers(
                 model, target, counts, repeats, lambda layer: status.update(f"measuring {layer}"), degrees
             )

@@ -11,16 +11,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilatant.cli.options import AsJson, ConfigPath, Overrides, read_config
+from dilatant.cli.options import AsJson, Overrides, read_config, read_config_text
+from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
     from dilatant.config import Config
     from dilatant.training.run import RunResult
 
 
+_Names = list[str]
+
+
 def train(
-    config: ConfigPath,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.", show_default=False),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006  # typer takes the default from here; nothing changes it
+    model: Annotated[
+        str | None,
+        typer.Option(help="Instead of a file: a model to fine-tune, an id or a folder.", show_default=False),
+    ] = None,
+    data: Annotated[
+        _Names,
+        typer.Option(help="What to train it on: a file, a folder or an id; may be given several times."),
+    ] = [],  # noqa: B006
+    held_out: Annotated[
+        _Names, typer.Option("--eval", help="What to judge it by; may be given several times.")
+    ] = [],  # noqa: B006
+    lora: Annotated[bool, typer.Option("--lora", help="Train adapters, not all weights.")] = False,
+    output_dir: Annotated[
+        str | None, typer.Option("--output", help="The run folder.", show_default=False)
+    ] = None,
+    save_config: Annotated[
+        Path | None,
+        typer.Option(help="Write the YAML that this command stands for, and do not train."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew in an output_dir that holds a run already.")
     ] = False,
@@ -33,10 +59,51 @@ def train(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the model of a YAML file. Ctrl-C or SIGTERM saves and stops; `dilatant resume` goes on."""
+    """Train the model of a YAML file, or a model on data by their names. Ctrl-C or SIGTERM saves and stops;
+    `dilatant resume` goes on."""
     if check_transport:
         overrides = [*overrides, "parallel.check_transport=true"]
-    raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
+    if config is not None:
+        alone = {"--model": model, "--data": data, "--eval": held_out, "--lora": lora, "--output": output_dir,
+                 "--save-config": save_config}  # fmt: skip
+        given = [name for name, value in alone.items() if value]
+        if given:
+            raise UserError(f"{given[0]} is for a start without a config file; the file says it")
+        raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
+    if model is None or not data:
+        raise UserError(
+            "give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]"
+        )
+    text = _written_out(model, data, held_out, lora, output_dir, overrides)
+    if save_config is not None:
+        if save_config.exists():
+            raise UserError(f"--save-config {str(save_config)!r} is there already; name another file")
+        save_config.write_text(text, encoding="utf-8")
+        print(f"train it with\n  dilatant train {save_config}", file=sys.stderr)
+        raise typer.Exit(0)
+    print(text, file=sys.stderr if as_json else sys.stdout)
+    raise typer.Exit(run(read_config_text(text), overwrite=overwrite, as_json=as_json))
+
+
+def _written_out(
+    model: str, data: list[str], held_out: list[str], lora: bool, output_dir: str | None, overrides: list[str]
+) -> str:
+    """The YAML of a one-line start. Raises UserError for a model that cannot be opened."""
+    import yaml
+
+    from dilatant.config.config import apply_override
+    from dilatant.config.start import starting_config
+    from dilatant.models.families import FAMILIES
+    from dilatant.models.sources import load_pretrained_config
+
+    family = FAMILIES.get(load_pretrained_config(model, "--model").model_type)
+    if family is None and lora:
+        raise UserError(f"--lora: {model!r} is no whole model of a known family ({', '.join(FAMILIES)})")
+    encoders = None if family is None else tuple(family.towers)
+    tree = starting_config(model, data, held_out, encoders, lora, output_dir)
+    for override in overrides:
+        apply_override(tree, override)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
@@ -50,7 +117,8 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
             warm_up()  # before our own imports, which take as long as the server's
 
     from dilatant.comm.launch import WorkerFailed
-    from dilatant.training.run import Stopped, train
+    from dilatant.resilience.run import train
+    from dilatant.training.run import Stopped
 
     try:
         result = train(config, overwrite=overwrite, show="stderr" if as_json else "stdout")
@@ -61,7 +129,7 @@ def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> in
         if failure.details:
             print(failure.details, file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
-        return 1
+        return failure.exit_code
     if result.is_first:
         _show(result, began, as_json)
     return result.exit_code

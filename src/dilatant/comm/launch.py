@@ -57,10 +57,13 @@ def local_worker() -> Worker:
 
 class WorkerFailed(RuntimeError):
     """A worker ended the run; the message begins with its own error and rank, `details` are its traceback.
-    killed_by: the signal that ended it, if one did."""
+    killed_by: the signal that ended it, if one did. exit_code: what a scheduler should see."""
 
-    def __init__(self, message: str, details: str = "", killed_by: int | None = None) -> None:
+    def __init__(
+        self, message: str, details: str = "", killed_by: int | None = None, exit_code: int = 1
+    ) -> None:
         super().__init__(message)
+        self.exit_code = exit_code
         self.details = details
         self.killed_by = killed_by
 
@@ -109,12 +112,20 @@ def launch(
 
 
 def launch_local(
-    function: Callable[..., Any], num_workers: int, *args: Any, started: Callable[[], None] = lambda: None
+    function: Callable[..., Any],
+    num_workers: int,
+    *args: Any,
+    started: Callable[[], None] = lambda: None,
+    survives: bool = False,
 ) -> list[Any]:
-    """As `launch`, always in `num_workers` processes of our own (one: this process)."""
+    """As `launch`, always in `num_workers` processes of our own (one: this process).
+
+    survives: the workers see for themselves who of them is gone. Then this is an error only when nobody is left, and
+    the results are those of the ranks that had some.
+    """
     if num_workers < 1:
         raise UserError(f"cannot start {num_workers} workers")
-    if num_workers == 1:
+    if num_workers == 1 and not survives:
         return [_run_here(function, local_worker(), args)]
     payload = _pickled(function, args)
     context = multiprocessing.get_context("forkserver")
@@ -136,7 +147,7 @@ def launch_local(
             theirs.close()
             workers[rank] = process, ours
         started()
-        results = _watch(workers, store)
+        results = _watch(workers, store, survives)
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
         return results
     finally:
@@ -207,8 +218,9 @@ def _gpu_index(local_rank: int, visible: int, started_here: bool) -> int:
     return local_rank % visible
 
 
-def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Store) -> list[Any]:
-    """Collect what the workers return; after the first failure tell the others, and wait for them a little."""
+def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Store, survives: bool = False) -> list[Any]:
+    """Collect what the workers return; after the first failure tell the others, and wait for them a little, unless
+    they survive it."""
     pending = {connection: rank for rank, (_, connection) in workers.items()}
     results: dict[int, Any] = {}
     reports: list[_Report] = []
@@ -228,14 +240,17 @@ def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Store) -> list[
             if not isinstance(outcome, _Report):
                 results[rank] = outcome[0]
                 continue
-            if not reports or outcome.loses_a_rank:
+            if not survives and (not reports or outcome.loses_a_rank):
                 began = announce_failure(store, outcome.message)
                 seconds = SAVE_SECONDS if not outcome.loses_a_rank else GRACE_SECONDS if began else 0.0
                 deadline = min(time.monotonic() + seconds, math.inf if deadline is None else deadline)
             reports.append(outcome)
-    if not reports:
+    if not reports or (survives and any(result is not None for result in results.values())):
         return [results[rank] for rank in sorted(results)]
-    first = next((report for report in reports if not report.follows), reports[0])
+    telling = [report for report in reports if not report.follows]
+    if survives:  # who was killed says less than who was told why
+        telling.sort(key=lambda report: (not report.is_user_error, report.loses_a_rank))
+    first = (telling or reports)[0]
     if first.is_user_error:
         raise UserError(first.message)
     raise WorkerFailed(first.message, first.details, first.killed_by)

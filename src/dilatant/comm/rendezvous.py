@@ -70,6 +70,14 @@ def known_inboxes(store: Store, generation: int, size: int) -> dict[int, str]:
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
+def end_generation(store: Store, generation: int, rank: int, reason: str) -> None:
+    """End a rank's own communication of a generation, whether it has begun it, is about to, or is joining."""
+    store.set(f"generation/{generation}/failed", reason)
+    key = f"generation/{generation}/inbox/{rank}"
+    if store.check([key]):
+        send_abort(store, store.get(key).decode(), reason)
+
+
 def announce_failure(store: Store, reason: str) -> bool:
     """End communication of the newest generation on all ranks; for a launcher that saw a worker die.
 

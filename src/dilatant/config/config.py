@@ -17,8 +17,10 @@ from dilatant.config.base import Section
 from dilatant.config.data import DataConfig
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import ModelConfig
+from dilatant.config.others_keys import CALLED_HERE
 from dilatant.config.parallel import WORDS, ParallelConfig
 from dilatant.config.plan import ClusterConfig, PlanConfig
+from dilatant.config.resilience import ResilienceConfig
 from dilatant.config.train import EvaluationConfig, TrainConfig
 from dilatant.config.yaml_text import read_yaml
 
@@ -39,30 +41,11 @@ class Config(Section):
     processes, else one process."""
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
 
     @model_validator(mode="after")
     def _layouts_are_of_units(self) -> Self:
-        if self.parallel.units is None:
-            return self
-        units = self.model.units
-        colocated = self.parallel.colocated
-        problems = []
-        for key, names in {
-            "parallel.units": self.parallel.units,
-            "parallel.colocated": [*colocated, *colocated.values()],
-        }.items():
-            for name in names:
-                if name not in units:
-                    near = difflib.get_close_matches(name, units, n=1, cutoff=0.5)
-                    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(units)}"
-                    problems.append(f"{key}: {name!r} is no unit of this model; {hint}")
-        for name in units:
-            if name not in self.parallel.units and name not in colocated:
-                host = units[-1]
-                shared = "" if name == host else f", or parallel.colocated: {{{name}: {host}}}"
-                problems.append(
-                    f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}"
-                )
+        problems = [] if self.model.is_whole else unit_problems(self.parallel, self.model.units)
         if problems:
             raise ValueError("\n  - ".join(problems))
         return self
@@ -83,6 +66,30 @@ class Config(Section):
     def to_yaml(self) -> str:
         """The resolved config, every default written out; `load_config` reads it back to an equal value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def unit_problems(parallel: ParallelConfig, units: tuple[str, ...]) -> list[str]:
+    """Why the layouts of `parallel` are not those of a model with these units."""
+    if parallel.units is None:
+        return []
+    problems = []
+    for key, names in {
+        "parallel.units": parallel.units,
+        "parallel.colocated": [*parallel.colocated, *parallel.colocated.values()],
+    }.items():
+        for name in names:
+            if name not in units:
+                near = difflib.get_close_matches(name, units, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(units)}"
+                problems.append(f"{key}: {name!r} is no unit of this model; {hint}")
+    for name in units:
+        if name not in parallel.units and name not in parallel.colocated:
+            host = units[-1]
+            shared = "" if name == host else f", or parallel.colocated: {{{name}: {host}}}"
+            problems.append(
+                f"parallel.units: {name!r} has no layout; add it, as in {name}: {{pp: 1}}{shared}"
+            )
+    return problems
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -107,7 +114,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     if not isinstance(tree, dict):
         raise UserError(f"config {str(path)!r} must be a mapping with 'model' and 'data'")
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return parse_config(tree, base=path.resolve().parent, name=str(path))
 
 
@@ -130,7 +137,8 @@ def parse_config(tree: Mapping[str, Any], base: Path, name: str = "config") -> C
     return _with_absolute_paths(config, base)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Change one key of a config's tree, as `--set` does. Raises UserError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"--set {override!r} must look like train.steps=100")
@@ -183,10 +191,6 @@ def _explain(problem: Any) -> str:
     given = problem.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
     return f"{place}: {message}{shown}" if place else message
-
-
-CALLED_HERE = {"gradient_checkpointing": "write 'train.recompute: block' for true, and 'none' for false"}
-"""Keys that others know, or that there were: what they are called here."""
 
 
 def _hint(parents: list[str], key: str) -> str:
@@ -255,8 +259,20 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
             for entry in entries
         )
 
-    language = config.model.language_model
-    language = language.model_copy(update={"id": local(language.id), "tokenizer": local(language.tokenizer)})
+    whole = config.model
+    whole = whole.model_copy(
+        update={
+            "id": local(whole.id),
+            "tokenizer": local(whole.tokenizer),
+            "processor": local(whole.processor) if isinstance(whole.processor, str) else whole.processor,
+            "lora": whole.lora and whole.lora.model_copy(update={"adapter": local(whole.lora.adapter)}),
+        }
+    )
+    language = whole.language_model
+    if language is not None:
+        language = language.model_copy(
+            update={"id": local(language.id), "tokenizer": local(language.tokenizer)}
+        )
     encoders = {
         name: encoder.model_copy(
             update={
@@ -290,7 +306,7 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     return config.model_copy(
         update={
             "output_dir": absolute(config.output_dir),
-            "model": config.model.model_copy(update={"language_model": language, "encoders": encoders}),
+            "model": whole.model_copy(update={"language_model": language, "encoders": encoders}),
             "data": data,
             "train": train,
             "parallel": parallel,

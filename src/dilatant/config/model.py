@@ -78,17 +78,97 @@ class EncoderConfig(Source):
         return self.placeholder or f"<{self.kind}>"
 
 
+class LoraConfig(Section):
+    """Small matrices beside linear layers, which alone train (LoRA); names as in peft."""
+
+    r: int = Field(16, gt=0)
+    """Rank of the matrices."""
+    lora_alpha: float = Field(32, gt=0, allow_inf_nan=False)
+    """What they add is multiplied with `lora_alpha / r`."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Of what goes into them."""
+    use_rslora: bool = False
+    """Multiply with `lora_alpha / sqrt(r)` instead."""
+    target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
+    """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a
+    regular expression)."""
+    units: tuple[str, ...] = (LANGUAGE,)
+    """Where: units (`language`, `vision`) or parts of them (`vision.encoder`, `vision.projector`)."""
+    train: tuple[str, ...] = ()
+    """What trains whole besides, as named in `freeze`: `[vision.projector]`. All else is frozen."""
+    adapter: str | None = None
+    """Begin with an adapter that peft or a run has saved."""
+    merge: bool = True
+    """Whether the export is the merged model, with the adapter in its folder `adapter`; else the adapter alone."""
+
+
 class ModelConfig(Section):
-    language_model: LanguageModelConfig
+    """A whole vision-language model (`id` or `config`), or its parts (`language_model` and `encoders`)."""
+
+    id: str | None = None
+    """A whole vision-language model: an id on the hub or a folder, as of Qwen2.5-VL, InternVL3 or LLaVA. Its encoders
+    become units of their own (`vision`), its text model is `language`."""
+    config: dict[str, Any] | None = None
+    """A transformers config of a whole model with its `model_type`, which starts from random weights."""
+    tokenizer: str | None = None
+    """Of a whole model: a tokenizer id or folder, or `bytes`. Default: that of `id`."""
+    processor: str | dict[str, Any] | None = None
+    """Of a whole model: its image processor, as id, folder or settings; with `id` also just what differs, such as
+    `{min_pixels: 3136, max_pixels: 602112}`. Default: that of `id`, or one fitted to `config`."""
+    attn_implementation: str | None = None
+    """Of a whole model: what computes attention in its text model, as `language_model.attn_implementation`."""
+    language_model: LanguageModelConfig | None = None
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
     """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`),
     or a pattern over parameter names (`language.layers.0.*`)."""
 
+    lora: LoraConfig | None = None
+    """LoRA, of a whole model."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one id or config says all."""
+        return self.language_model is None
+
+    @property
+    def text(self) -> LanguageModelConfig:
+        """The language model, or all of a whole one, which has it."""
+        return self.language_model or LanguageModelConfig(
+            id=self.id,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            attn_implementation=self.attn_implementation,
+        )
+
     @property
     def units(self) -> tuple[str, ...]:
-        """What the units are called, in the order of computation."""
-        return (*self.encoders, LANGUAGE)
+        """What the units are called, in the order of computation; of a whole model its config must be read first."""
+        return () if self.is_whole else (*self.encoders, LANGUAGE)
+
+    @model_validator(mode="after")
+    def _whole_or_parts(self) -> Self:
+        given = [key for key in ("id", "config", "language_model") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "give one of 'id' (a whole vision-language model), 'config' (one from scratch), or 'language_model' "
+                f"with 'encoders' (its parts); given: {', '.join(given) or 'none'}"
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("'config' needs 'model_type', for example model_type: llava")
+        if self.is_whole and self.encoders:
+            raise ValueError("'encoders' belong to 'language_model'; a whole model brings its own")
+        alone = [
+            k
+            for k in ("tokenizer", "processor", "attn_implementation", "lora")
+            if getattr(self, k) is not None
+        ]
+        if not self.is_whole and alone:
+            raise ValueError(
+                f"{alone[0]!r} here is for a whole model; write it under 'language_model'"
+                + (" or an encoder" if alone[0] == "processor" else "")
+            )
+        return self
 
     @model_validator(mode="after")
     def _names(self) -> Self:

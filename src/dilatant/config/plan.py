@@ -45,10 +45,15 @@ class PlanConfig(Section):
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; those that divide the global batch."""
-    tensor_parallel: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own."""
-    context_parallel: tuple[int, ...] = (1,)
-    """Context-parallel degrees to model, and to plan with. A cost file has its own."""
+    tensor_parallel: tuple[int, ...] | None = None
+    """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own. Default: on GPUs the
+    powers of two up to a node's devices that all units take; on a CPU 1."""
+    context_parallel: tuple[int, ...] | None = None
+    """Context-parallel degrees to model, and to plan with. A cost file has its own. Default: as `tensor_parallel`, on
+    as many devices of a node as both together leave."""
+    chunks: tuple[int, ...] = (1, 2, 4)
+    """Stages of each group of ranks to try for the language model (interleaved pipelines), unless `parallel.schedule`
+    names a schedule other than `interleaved`."""
     assignment: Literal["random", "disttrain", "entrain", "balanced", "searched"] | None = None
     """How samples are grouped into microbatches, in plans and in training over several processes. Default: in training
     as `parallel.plan` says, else `balanced`."""
@@ -60,8 +65,8 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        for name in ("microbatch_sizes", "tensor_parallel", "context_parallel"):
+        for name in ("microbatch_sizes", "tensor_parallel", "context_parallel", "chunks"):
             values = getattr(self, name)
-            if not values or min(values) < 1:
+            if values is not None and (not values or min(values) < 1):
                 raise ValueError(f"'{name}' must list numbers from 1 on")
         return self

@@ -78,9 +78,10 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: bf16 on a GPU that has it, fp32 on a CPU. In bf16 weights, activations and
     what travels are bf16; gradients, the optimizer's master weights and its moments are fp32."""
-    recompute: Recompute | dict[str, Recompute] = "none"
+    recompute: Recompute | dict[str, Recompute] | None = None
     """What the backward computes again, for all units or by unit (`{vision: block}`; others `none`). `block`: only the
-    input of each block is kept; `block_keep_attention`: that and what attention made, which is not computed twice."""
+    input of each block is kept; `block_keep_attention`: that and what attention made, which is not computed twice.
+    Default: what the plan says of each block, which is as little as fits memory; without a plan `none`."""
     loss_chunk: int | None = Field(1024, gt=0)
     """Targets whose logits exist at once: with more in a microbatch the head runs again for each chunk in the backward.
     `null`: all logits are kept."""

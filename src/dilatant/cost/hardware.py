@@ -31,7 +31,8 @@ class Link:
 class Hardware:
     """One device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
 
-    `inside` links devices of one node, `between` a node to the others. `launch` is the seconds it takes to start a
+    `inside` links devices of one node, `between` a node to the others, through `ports` network
+    ports. `launch` is the seconds it takes to start a
     kernel. The two efficiencies are the shares of peak that large kernels reach; `source` says where figures are from.
     """
 
@@ -44,6 +45,7 @@ class Hardware:
     launch: float
     inside: Link
     between: Link
+    ports: int = 1
     source: str = ""
 
     def flops(self, dtype: str) -> float:
@@ -124,7 +126,7 @@ def _read(name: str, entry: Any, where: str) -> Hardware:
     if not isinstance(entry, dict):
         raise UserError(f"hardware {name} in {where} must be a mapping of keys, got {entry!r}")
     wanted = {field.name for field in fields(Hardware)} - {"name"}
-    problems += [f"{name}.{key} is missing" for key in sorted(wanted - set(entry) - {"source"})]
+    problems += [f"{name}.{key} is missing" for key in sorted(wanted - set(entry) - {"source", "ports"})]
     problems += [
         f"{name}.{key} is unknown; known are {sorted(wanted)}" for key in sorted(set(entry) - wanted)
     ]
@@ -150,6 +152,10 @@ def _read(name: str, entry: Any, where: str) -> Hardware:
                 problems.append(f"{name}.{key} needs bandwidth and latency, got {sorted(numbers)}")
             else:
                 values[key] = Link(**numbers)
+        elif key == "ports":
+            if not isinstance(value, int) or value < 1:
+                problems.append(f"{name}.ports must be a whole number from 1 on, got {value!r}")
+            values[key] = value
         else:
             values[key] = number(value, key)
     if problems:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dilatant.data.media import decode_audio, media_size
 from dilatant.data.pixels import EncoderInput
-from dilatant.data.sample import Media, MediaKind, MediaSize
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written
 
 
 class AudioProcessor(Protocol):
@@ -100,12 +100,13 @@ class AudioUnit:
     merged_per_window: int | None = None
     marker: str = "<audio>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
+    written: Written | None = None
     kind: MediaKind = "audio"
 
     @property
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.tokens_per_window, self.merged_per_window, self.marker,
-                 self.merge, self.processor.fingerprint)  # fmt: skip
+                 self.merge, self.written, self.processor.fingerprint)  # fmt: skip
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def windows(self, size: MediaSize) -> int:

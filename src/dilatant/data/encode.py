@@ -19,8 +19,9 @@ from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
 from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.media import media_size
+from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.pixels import EncoderInput, joined
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, content_digest
+from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, Written, content_digest
 
 NO_LOSS = -100
 
@@ -28,6 +29,11 @@ TOKENS = "tokens"
 """The part of a sample that is its ids and labels; its other parts are the media units by their names."""
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
+
+
+def grid_part(unit: str) -> str:
+    """The part of a sample that is the sizes of a unit's items, without the items."""
+    return f"{unit}.grid"
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,13 @@ class Encoding:
 
     @cached_property
     def around(self) -> dict[str, tuple[str, str]]:
-        """Unit → what the chat template writes before and after its items."""
-        return {unit.name: self.chat.template.around_media(unit.kind, unit.marker) for unit in self.units}
+        """Unit → what is written before and after its items: by the chat template, and by the model's processor."""
+        found = {}
+        for unit in self.units:
+            written = unit.written or Written(unit.marker)
+            before, after = self.chat.template.around_media(unit.kind, written.token)
+            found[unit.name] = before + written.opens, written.closes + after
+        return found
 
     @cached_property
     def markers(self) -> re.Pattern[str] | None:
@@ -95,7 +106,7 @@ def encode_sample(sample: Sample, encoding: Encoding, parts: frozenset[str] | No
     """Decode and tokenize a sample.
 
     parts: what is made of it: `TOKENS` or `QUESTION`, without which ids and labels are empty, and the units whose media
-    are decoded; None makes all. Sizes are complete in any case.
+    are decoded, or whose sizes alone are wanted (`grid_part`); None makes all. Sizes are complete in any case.
     Raises SampleError naming it: media missing or damaged, markers that do not match the media, too long, or
     nothing to learn.
     """
@@ -181,6 +192,7 @@ class _Item:
     unit: MediaUnit
     encoder_tokens: int
     merged_tokens: int
+    grid: Mapping[str, EncoderInput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +233,14 @@ def _encoded(
 ) -> EncodedSample:
     media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
-        if parts is not None and item.unit.name not in parts:
+        if parts is None or item.unit.name in parts:
+            made: Mapping[str, EncoderInput] = _processed(sample, item)
+        elif grid_part(item.unit.name) in parts:
+            made = item.grid
+        else:
             continue
         collected = media.setdefault(item.unit.name, {})
-        for name, values in _processed(sample, item).items():
+        for name, values in made.items():
             collected.setdefault(name, []).append(values)
     together = {
         unit: {name: joined(values) for name, values in inputs.items()} for unit, inputs in media.items()
@@ -264,6 +280,13 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
     items = tuple(_sized(sample, media, unit) for media, unit in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
+    for unit in encoding.units:
+        if (tokens.ids == unit.placeholder_id).any():
+            raise SampleError(
+                sample.id,
+                f"its text holds the token that stands for {unit.kind}s ({unit.placeholder_id})",
+                f"write {unit.marker!r} where one belongs, or remove it",
+            )
     at = np.flatnonzero(tokens.ids == -1)
     if len(at) != len(inside):
         raise SampleError(
@@ -287,7 +310,13 @@ def _sized(sample: Sample, media: Media, unit: MediaUnit) -> _Item:
         size = media_size(media)
     except MediaError as error:
         raise error.of(sample.id) from None
-    return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size))
+    try:
+        grid = unit.grid(size) if isinstance(unit, NativeImageUnit) else {}
+        return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size), grid)
+    except ValueError as error:
+        raise SampleError(
+            sample.id, f"{media.kind} {media.name!r}: {error}", "replace the file or remove the sample"
+        ) from None
 
 
 def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.media import decode_image
 from dilatant.data.pixels import EncoderInput, Pixels
-from dilatant.data.sample import Media, MediaKind, MediaSize
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
@@ -106,12 +106,13 @@ class ImageUnit:
     merged_per_image: int | None = None
     marker: str = "<image>"
     merge: Literal["placeholder", "prepend"] = "placeholder"
+    written: Written | None = None
     kind: MediaKind = "image"
 
     @property
     def fingerprint(self) -> str:
         return _digest([self.name, self.placeholder_id, self.tokens_per_image, self.merged_per_image, self.marker,
-                        self.merge, self.processor.fingerprint])  # fmt: skip
+                        self.merge, self.written, self.processor.fingerprint])  # fmt: skip
 
     def encoder_tokens(self, size: MediaSize) -> int:
         return self.tokens_per_image

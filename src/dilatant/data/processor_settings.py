@@ -7,15 +7,28 @@ from typing import Any
 
 from dilatant.data.audio_unit import AudioProcessor, LogMelProcessor
 from dilatant.data.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
+from dilatant.data.native_image_unit import PatchProcessor
 from dilatant.data.processors import HuggingFaceImageProcessor
 
 
-def processor_settings(processor: ImageProcessor | AudioProcessor) -> dict[str, Any]:
+def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcessor) -> dict[str, Any]:
     """The content of `preprocessor_config.json` for a processor. Raises TypeError for one that is not ours."""
     if isinstance(processor, HuggingFaceImageProcessor):
         return json.loads(processor.settings_json)
     if isinstance(processor, PixelProcessor):
         return _image_settings(processor)
+    if isinstance(processor, PatchProcessor):
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            **size_limits(processor),
+            "patch_size": processor.patch,
+            "merge_size": processor.merge,
+            "temporal_patch_size": processor.frames,
+            "resample": RESAMPLE_NAMES.index(processor.resample),
+            "rescale_factor": processor.rescale,
+            "image_mean": list(processor.mean),
+            "image_std": list(processor.std),
+        }
     if isinstance(processor, LogMelProcessor):
         return {
             "feature_extractor_type": "WhisperFeatureExtractor",
@@ -30,6 +43,12 @@ def processor_settings(processor: ImageProcessor | AudioProcessor) -> dict[str, 
             "padding_value": 0.0,
         }
     raise TypeError(f"{type(processor).__name__} has no settings that transformers reads")
+
+
+def size_limits(processor: PatchProcessor) -> dict[str, Any]:
+    """The limits of pixels, under both names that transformers has had for them."""
+    limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
+    return {"size": {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}, **limits}
 
 
 def _image_settings(processor: PixelProcessor) -> dict[str, Any]:

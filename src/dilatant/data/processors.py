@@ -34,10 +34,13 @@ class HuggingFaceImageProcessor:
     def fingerprint(self) -> str:
         return hashlib.sha256(self.settings_json.encode()).hexdigest()
 
+    @property
+    def made(self) -> Any:
+        """The processor itself."""
+        return _transformers_image_processor(self.settings_json)
+
     def __call__(self, pixels: NDArray[np.uint8]) -> Mapping[str, NDArray]:
-        outputs = _transformers_image_processor(self.settings_json)(
-            images=pixels, return_tensors="np", input_data_format="channels_last"
-        )
+        outputs = self.made(images=pixels, return_tensors="np", input_data_format="channels_last")
         return {name: np.asarray(array) for name, array in outputs.items()}
 
 
@@ -52,9 +55,7 @@ def image_processor(
     """
     if source is None:
         return PixelProcessor(height=height, width=width, channels=channels)
-    settings = (
-        _saved_settings(source, "preprocessor_config.json") if isinstance(source, str) else dict(source)
-    )
+    settings = saved_settings(source, "preprocessor_config.json") if isinstance(source, str) else dict(source)
     if isinstance(source, Mapping) and not any(key.endswith("_type") for key in settings):
         known = {item.name for item in fields(PixelProcessor)}
         unknown = sorted(set(settings) - known)
@@ -66,7 +67,7 @@ def image_processor(
                 given[name] = tuple(given[name]) if isinstance(given[name], list | tuple) else (given[name],)
         processor: ImageProcessor = PixelProcessor(**given)
     else:
-        processor = _fixed_size(settings, channels) or HuggingFaceImageProcessor(
+        processor = fixed_size(settings, channels) or HuggingFaceImageProcessor(
             json.dumps(settings, sort_keys=True)
         )
     _check_image(processor, (channels, height, width), source)
@@ -81,9 +82,7 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
     """
     if source is None:
         return LogMelProcessor(window_frames=frames, mel_bins=mel_bins)
-    settings = (
-        _saved_settings(source, "preprocessor_config.json") if isinstance(source, str) else dict(source)
-    )
+    settings = saved_settings(source, "preprocessor_config.json") if isinstance(source, str) else dict(source)
     kind = settings.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":
         raise UserError(
@@ -112,7 +111,7 @@ def audio_processor(source: str | Settings | None, *, frames: int, mel_bins: int
     return processor
 
 
-def _fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
+def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
     """The same steps without transformers, if the settings say nothing but resize, crop, rescale and normalise.
 
     Holds for the processors of CLIP, SigLIP, ViT and DINOv2; None for others.
@@ -151,7 +150,7 @@ def _fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
     )
 
 
-def _saved_settings(name: str, file: str) -> dict[str, Any]:
+def saved_settings(name: str, file: str) -> dict[str, Any]:
     """The settings saved in a folder or on the hub. Raises UserError."""
     from transformers.utils import cached_file
 

@@ -69,6 +69,16 @@ class MediaSize:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How items stand in texts that a model was trained with. token: what its chat template writes for one; its
+    processor replaces that with its tokens, between `opens` and `closes`."""
+
+    token: str
+    opens: str = ""
+    closes: str = ""
+
+
 class MediaUnit(Protocol):
     """How one encoder sees media. Every method but `process` works from a size alone, without decoding."""
 
@@ -83,6 +93,9 @@ class MediaUnit(Protocol):
 
     @property
     def placeholder_id(self) -> int: ...
+
+    @property
+    def written(self) -> Written | None: ...
 
     @property
     def merge(self) -> Literal["placeholder", "prepend"]: ...

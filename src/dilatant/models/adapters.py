@@ -30,4 +30,13 @@ def _resume_whisper(model: Any, hidden: Tensor) -> Tensor:
     return model.layer_norm(hidden)
 
 
-ADAPTERS: Mapping[str, Adapter] = {"whisper": Adapter(_resume_whisper)}
+def _resume_idefics(model: Any, hidden: Tensor) -> Tensor:
+    # Its forward makes a mask of patches from the size of the pixels, all of them seen.
+    return model.post_layernorm(model.encoder(inputs_embeds=hidden).last_hidden_state)
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "whisper": Adapter(_resume_whisper),
+    "idefics3_vision": Adapter(_resume_idefics),
+    "smolvlm_vision": Adapter(_resume_idefics),
+}

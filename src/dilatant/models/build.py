@@ -11,10 +11,12 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, EncoderConfig, LanguageModelConfig, ModelConfig
 from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
+from dilatant.models.freeze import thaw
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
+from dilatant.models.whole import Whole
 
 
 def build_model(
@@ -38,8 +40,10 @@ def build_model(
     """
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
+    if config.is_whole:
+        return _build_whole(config, seed, vocab_size, tokenizer, attn_implementation, dtype, hollow)
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
-    source = config.language_model
+    source = config.text
     language_options = {**options, "trust_remote_code": source.trust_remote_code}
     if source.attn_implementation != "dilatant":
         language_options["attn_implementation"] = source.attn_implementation or attn_implementation
@@ -81,16 +85,57 @@ def build_model(
         tokenizer=tokenizer,
         seed=seed,
         device="cpu" if hollow is None else "meta",
-        media_attention=config.language_model.media_attention,
+        media_attention=source.media_attention,
     )
+    mllm.freeze(config.freeze)
+    return mllm
+
+
+def open_whole(config: ModelConfig, **options: Any) -> Whole:
+    """The whole model that `model.id` or `model.config` says; only its config is read. Raises UserError."""
+    where = "model.id" if config.id is not None else "model.config"
+    if config.id is not None:
+        return Whole.of(load_pretrained_config(config.id, where), where, **options)
+    return Whole.of(parse_config(config.config or {}, where), where, **options)
+
+
+def _build_whole(
+    config: ModelConfig,
+    seed: int,
+    vocab_size: int | None,
+    tokenizer: Any,
+    attn_implementation: str | None,
+    dtype: torch.dtype,
+    hollow: Collection[str] | None,
+) -> MultimodalModel:
+    own = None if config.attn_implementation == "dilatant" else config.attn_implementation
+    whole = open_whole(config, attn_implementation=own or attn_implementation, dtype=dtype, lora=config.lora)
+    if hollow is None and config.id is not None:
+        raise UserError(
+            "a whole model from an id is read by those who train it (`parallelize`, `dilatant train`); give "
+            "hollow=() to build it without weights"
+        )
+    mllm = MultimodalModel(
+        {},
+        whole,
+        tokenizer=tokenizer,
+        seed=seed,
+        device="cpu" if hollow is None else "meta",
+    )
+    _check_vocabulary(mllm.language.model, vocab_size)
+    if config.lora is not None:
+        thaw(mllm.units, config.lora.train)
     mllm.freeze(config.freeze)
     return mllm
 
 
 def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
     """Unit → the dtype that its source, a pretrained id or a config, keeps weights in."""
+    if config.is_whole:
+        whole = open_whole(config)
+        return dict.fromkeys((*whole.family.towers, LANGUAGE), dtype_of_config(whole.config))
     where = "model.language_model"
-    language = config.language_model
+    language = config.text
     sources = {LANGUAGE: (language.id, language.config, language.trust_remote_code, where)}
     for name, entry in config.encoders.items():
         sources[name] = (entry.id, entry.config, entry.trust_remote_code, f"model.encoders.{name}")

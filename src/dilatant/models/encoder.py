@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.sample import EncodedSample
 from dilatant.models.adapters import ADAPTERS, Adapter
 from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.lora import beside
 from dilatant.models.probe import unused_parameters
 from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import slice_model
@@ -114,6 +116,12 @@ class EncoderStage(Stage):
             hidden = self.callbacks.after_projector(given, hidden)
         return hidden
 
+    def recording(self, model: nn.Module, fed: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around a forward of `model` on these: one that is frozen, with nothing trainable before it, keeps no
+        activations."""
+        records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
+        return torch.set_grad_enabled(torch.is_grad_enabled() and records)
+
     def _check_rows(self, inputs: Inputs) -> None:
         """Raises UserError for rows of another shape than the encoder's."""
         name, expected = self.geometry.input_name, self.geometry.row_shape
@@ -125,10 +133,7 @@ class EncoderStage(Stage):
             )
 
     def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        fed = [*inputs.values()] if hidden is None else [hidden]
-        # A frozen slice with nothing trainable before it keeps no activations.
-        records = any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in fed)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and records):
+        with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
             if hidden is None:
                 return _hidden_of(model(**{name: in_dtype_of(model, t) for name, t in inputs.items()}))
             if self.resume is not None:
@@ -187,7 +192,10 @@ class EncoderUnit(Unit, EncoderStage):
         self.structure = structure
         self.width = geometry.width
         self.width_out = width_out
-        self._freeze_at_start(frozenset(weight.name for weight in weights if weight.key in unused))
+        self.unused = frozenset(
+            weight.name for weight in weights if weight.part == "model" and beside(weight.key) in unused
+        )
+        self._freeze_at_start(self.unused)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Tokens are rounded to whole items."""

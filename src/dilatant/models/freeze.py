@@ -66,6 +66,13 @@ def freeze(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
         unit.freeze_names(names)
 
 
+def thaw(units: Mapping[str, Unit], patterns: Iterable[str]) -> None:
+    """Let the chosen weights train again, but for those that have no say. Raises UserError (`select`)."""
+    names = select(units, patterns)
+    for unit in units.values():
+        unit.thaw_names(names)
+
+
 def check(parameters: Iterable[tuple[str, nn.Parameter]], frozen: frozenset[str]) -> None:
     """Raise RuntimeError when a transformation changed what trains. parameters: (logical name, parameter)."""
     wrong = sorted(name for name, parameter in parameters if parameter.requires_grad == (name in frozen))

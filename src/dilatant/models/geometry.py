@@ -21,6 +21,9 @@ _LEADING_TOKENS = {
     "dinov2_with_registers": 1,
     "dinov3_vit": 1,
     "ijepa": 0,
+    "internvl_vision": 1,
+    "idefics3_vision": 0,
+    "smolvlm_vision": 0,
     "deit": 2,
 }
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.placement import place_row
-from dilatant.data.encode import TOKENS
+from dilatant.data.encode import TOKENS, grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.models.chunked_head import (
     LOSS_CHUNK,
@@ -28,7 +28,7 @@ from dilatant.models.chunked_head import (
 )
 from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
-from dilatant.models.packed_row import PackedRow, token_places
+from dilatant.models.packed_row import PackedRow, Positions, token_places
 from dilatant.models.random_draws import Spread
 from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
@@ -76,7 +76,10 @@ class LanguageStage(Stage):
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
     outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
     path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
-    where they have none. loss_chunk: see `chunked_head.chunked_loss`.
+    where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
+    vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
+    reads. blocks_path: of the list of blocks. taps: how many blocks, from the first one here on, are given rows of
+    the encoders besides (DeepStack): they lie behind the hidden states of every token, 0 at text.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -102,6 +105,11 @@ class LanguageStage(Stage):
         is_last: bool = True,
         loss_chunk: int | None = LOSS_CHUNK,
         routers: str | None = None,
+        decoder: str | None = None,
+        positions: Positions | None = None,
+        grids: frozenset[str] = frozenset(),
+        taps: int = 0,
+        blocks_path: str = "",
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -114,6 +122,11 @@ class LanguageStage(Stage):
         self.is_last = is_last
         self.loss_chunk = loss_chunk
         self.routers = routers
+        self.decoder = decoder
+        self.positions = positions
+        self.grids = grids
+        self.taps = taps
+        self.blocks_path = blocks_path
 
     def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
@@ -124,7 +137,7 @@ class LanguageStage(Stage):
         """The samples packed in one row, of which this rank runs its own tokens."""
         packed = [data.samples[sample] for sample in samples]
         # Ids and targets are looked through on the host, which would wait for the device to tell it.
-        row = PackedRow.of(packed, self.unit, self.outputs)
+        row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
         attention = self.attention_of([sample.input_ids for sample in packed])
         if self.context.ranks is not None:
@@ -143,7 +156,7 @@ class LanguageStage(Stage):
             to_device(row.ids[None], data.device) if self.is_first else None,
             given,
             None if self.is_first else row.padded(inbound[self.unit])[None],
-            position_ids=to_device(row.position_ids[None], data.device),
+            position_ids=to_device(row.position_ids.unsqueeze(-2), data.device),
             targets=row.targets if self.is_last else None,
             loss_denominator=data.counts[self.unit] if self.is_last else None,
             return_logits=False,
@@ -243,14 +256,23 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
+        behind: tuple[Tensor, ...] = ()
+        if self.taps:
+            assert hidden is not None
+            run["inputs_embeds"], *taps = hidden.chunk(1 + self.taps, dim=-1)
+            blocks = len(cast(Any, self.model.get_submodule(self.blocks_path)))
+            behind = tuple(taps[blocks:])
+            run["deepstack_visual_embeds"] = [tap.flatten(0, 1) for tap in taps[:blocks]]
+            run["visual_pos_masks"] = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         if router_logits is not None:
             run["output_router_logits"] = True
-        output = self.model.base_model(**run)
+        decoder = self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
+        output = decoder(**run)
         if router_logits is not None:
             router_logits += output.router_logits or ()
         hidden = output.last_hidden_state
         if not self.is_last:
-            return hidden
+            return torch.cat([hidden, *behind], dim=-1) if behind else hidden
         # The head runs where it must: the vocabulary is large.
         head = head_of(self.model, self.container)
         predicted = loss = logits = None
@@ -297,7 +319,15 @@ class LanguageStage(Stage):
                 input_ids, places = given["input_ids"], None
         look_up = self.model.get_input_embeddings()
         embeddings = look_up(without_placeholders(input_ids, self.placeholder_ids))
-        return merge_rows(embeddings, input_ids, self.placeholder_ids, rows, lengths, sample_ids, places)
+        width = embeddings.shape[-1]
+        first = {name: each[:, :width] for name, each in rows.items()} if self.taps else rows
+        merged = merge_rows(embeddings, input_ids, self.placeholder_ids, first, lengths, sample_ids, places)
+        if not self.taps:
+            return merged
+        behind = embeddings.new_zeros(*embeddings.shape[:2], self.taps * width)
+        besides = {name: each[:, width:] for name, each in rows.items()}
+        behind = merge_rows(behind, input_ids, self.placeholder_ids, besides, lengths, sample_ids, places)
+        return torch.cat([merged, behind], dim=-1)
 
 
 class LanguageUnit(Unit, LanguageStage):
@@ -315,6 +345,9 @@ class LanguageUnit(Unit, LanguageStage):
         placeholder_ids: Mapping[str, int],
         before_language_model: BeforeLanguageModel | None = None,
         outputs: Mapping[str, int] | None = None,
+        decoder: str | None = None,
+        positions: Positions | None = None,
+        taps: int = 0,
     ) -> None:
         structure = find_structure(model)
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
@@ -325,8 +358,14 @@ class LanguageUnit(Unit, LanguageStage):
             model=model,
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
-            container=structure.containers[-1],
+            # Of a whole model, its head runs behind all that it does between towers and text model.
+            container=structure.containers[-1] if decoder is None else model.base_model_prefix,
             before_language_model=before_language_model,
+            decoder=decoder,
+            positions=positions,
+            grids=frozenset() if positions is None else frozenset(map(grid_part, placeholder_ids)),
+            taps=taps,
+            blocks_path=structure.blocks,
         )
         self.structure = structure
         self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
@@ -357,7 +396,8 @@ class LanguageUnit(Unit, LanguageStage):
         given = {"position_ids": positions, **self.attention_of([ids[0].cpu().numpy()])}
         if layer == 0:
             return ids, given
-        hidden = torch.randn(1, tokens, self.width, device=device)
+        width = self.width * (1 + max(0, self.taps - (layer - 1)))
+        hidden = torch.randn(1, tokens, width, device=device)
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
 
     def part_name(self, part: str) -> str:
@@ -376,10 +416,11 @@ class LanguageUnit(Unit, LanguageStage):
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         # Ids at the first stage, labels at the last, and between them what keeps samples of a row apart.
-        return frozenset({TOKENS})
+        return frozenset({TOKENS}) | self.grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:
-        return Boundary(self.width, self.row_dtype, partial(_tokens, consumer))
+        behind = max(0, self.taps - (end - 1))
+        return Boundary(self.width * (1 + behind), self.row_dtype, partial(_tokens, consumer))
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)
@@ -401,6 +442,11 @@ class LanguageUnit(Unit, LanguageStage):
             is_last=is_last,
             loss_chunk=self.loss_chunk,
             routers=self.routers,
+            decoder=self.decoder,
+            positions=self.positions,
+            grids=self.grids,
+            taps=max(0, self.taps - first_block),
+            blocks_path=self.blocks_path,
         )
 
 

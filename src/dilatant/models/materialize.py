@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
+from dilatant.models.lora import reset_adapters
 from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit
 
@@ -39,7 +40,7 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     }
     for _, _, piece in fresh:
         _give_memory(piece)
-    if any(_is_of_family(unit, path) for _, path, _ in fresh):
+    if any(_family_of(unit, path) is model for _, path, _ in fresh):
         # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
         # in them begins (Whisper's encoder sets its positions), so they come last.
         shared = [module for module in model.modules() if id(module) not in inside]
@@ -55,10 +56,13 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
         drawn = here  # a tied weight may have come with another layer, in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
-                if _is_of_family(unit, path):
-                    _draw(model, piece, drawn)
+                family = _family_of(unit, path)
+                if family is not None:
+                    _draw(family, piece, drawn)
                 else:
                     _reset(piece, layer)
+            with seeded(seed, f"{layer}/{path}/adapters"):
+                reset_adapters(piece)
         with seeded(seed, unit.unit):
             for module in reversed(shared):
                 model._init_weights(module)
@@ -99,8 +103,9 @@ def _give_memory(piece: nn.Module) -> None:
 
 def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:
     """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
-    for child in module.children():
-        _draw(model, child, drawn)
+    for name, child in module.named_children():
+        if not name.startswith("lora_"):  # see `reset_adapters`
+            _draw(model, child, drawn)
     own = list(module.parameters(recurse=False))
     again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
     if not own or len(again) < len(own):
@@ -122,9 +127,11 @@ def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             del parameter._is_hf_initialized  # type: ignore[attr-defined]
 
 
-def _is_of_family(unit: Unit, path: str) -> bool:
-    """Whether transformers knows how to draw the weights of a module."""
-    return unit.structure is not None and path.startswith("model.")
+def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
+    """The model that knows how to draw the weights of a module; None where torch's own way is wanted."""
+    part, *_ = path.split(".")
+    holder = unit.model if part == "model" else getattr(getattr(unit, part), "drawn_by", None)
+    return holder if unit.structure is not None and isinstance(holder, PreTrainedModel) else None
 
 
 def _reset(piece: nn.Module, layer: str) -> None:

@@ -25,6 +25,7 @@ from dilatant.models.merge import prepend_placeholders
 from dilatant.models.saving import load_model, save_model
 from dilatant.models.sources import load_language_model
 from dilatant.models.unit import Unit
+from dilatant.models.whole import Whole
 
 _KEYWORDS = (
     *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
@@ -36,11 +37,13 @@ class MultimodalModel(nn.Module):
     """Encoders, a language model and what takes its rows, each a unit: `mllm.units`, `mllm["vision"]`,
     `mllm["language"]`. `mllm.graph` says which feeds which.
 
-    language_model: a transformers causal language model, a config (random weights), or an id or folder.
+    language_model: a transformers causal language model, a config (random weights), or an id or folder; or a `Whole`,
+    which brings its encoders.
     tokenizer: saved with the model. before_language_model: see `LanguageStage`. seed: fixes random weights, each
     layer's on its own; without it torch's global generator draws them. device "meta": units from configs stay
     without memory until `materialize` gives some of their layers weights. media_attention: whom the tokens of an image
-    or clip see; other than "causal" takes effect through `row_attention.use_row_attention`. generators: see
+    or clip see, which a `Whole` knows itself; other than "causal" takes effect through
+    `row_attention.use_row_attention`. generators: see
     `Generator`; they run where steps are executed, not in `forward`. Raises UserError for parts that do not fit
     together.
     """
@@ -60,24 +63,37 @@ class MultimodalModel(nn.Module):
         generators: Mapping[str, Generator] | None = None,
     ) -> None:
         super().__init__()
-        self.media_attention = media_attention
+        self.whole = language_model if isinstance(language_model, Whole) else None
+        self.media_attention = media_attention if self.whole is None else self.whole.family.media_attention
         generators = generators or {}
-        llm = load_language_model(language_model)
+        llm = load_language_model(language_model) if self.whole is None else self.whole.language_model()
         embedding = cast(nn.Embedding, llm.get_input_embeddings())
-        self.encoders = dict(encoders)
+        self.encoders = dict(encoders) if self.whole is None else self.whole.encoders()
         self.tokenizer = tokenizer
         self.placeholder_ids: dict[str, int] = {
             name: embedding.num_embeddings + position
             if encoder.placeholder_id is None
             else encoder.placeholder_id
-            for position, (name, encoder) in enumerate(encoders.items())
+            for position, (name, encoder) in enumerate(self.encoders.items())
         }
         _check_names(self.encoders, generators, self.placeholder_ids, embedding.num_embeddings)
         units: dict[str, Unit] = {
-            name: build_encoder(name, encoder, embedding.embedding_dim) for name, encoder in encoders.items()
+            name: build_encoder(name, encoder, embedding.embedding_dim)
+            if self.whole is None
+            else self.whole.encoder(name)
+            for name, encoder in self.encoders.items()
         }
         outputs = {name: generator.token_id for name, generator in generators.items()}
-        units[LANGUAGE] = LanguageUnit(LANGUAGE, llm, self.placeholder_ids, before_language_model, outputs)
+        units[LANGUAGE] = LanguageUnit(
+            LANGUAGE,
+            llm,
+            self.placeholder_ids,
+            before_language_model,
+            outputs,
+            decoder=None if self.whole is None else self.whole.family.decoder,
+            positions=None if self.whole is None else self.whole.positions,
+            taps=0 if self.whole is None else self.whole.taps,
+        )
         for name, generator in generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
         self.graph = ModelGraph.of(units.values(), anchor=LANGUAGE)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,13 +18,17 @@ from dilatant.attention.placement import place_row
 from dilatant.data.sample import EncodedSample
 from dilatant.models.loss import IGNORED, shift_labels
 
+Positions = Callable[[EncodedSample], NDArray[np.int64]]
+"""Where the tokens of a sample are: [tokens], or [kinds, tokens] of a family with several kinds of positions."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """Tokens that a rank runs, [tokens] on the host: those of a row, or its share of them.
 
-    targets: what each token is to predict. sample_of: of each token that the rank has, the sample's place in the row.
-    outputs: unit → the tokens whose rows it takes. lengths: of the samples, whole.
+    position_ids: [tokens] or [kinds, tokens]. targets: what each token is to predict. sample_of: of each token that
+    the rank has, the sample's place in the row. outputs: unit → the tokens whose rows it takes. lengths: of the
+    samples, whole.
     """
 
     ids: Tensor
@@ -35,11 +40,22 @@ class PackedRow:
     share: ContextParallelRow | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[EncodedSample], unit: str, outputs: Mapping[str, int]) -> PackedRow:
-        """All of the samples, which have so many tokens of `unit`. outputs: unit → the id of its tokens."""
+    def of(
+        cls,
+        samples: Sequence[EncodedSample],
+        unit: str,
+        outputs: Mapping[str, int],
+        positions: Positions | None = None,
+    ) -> PackedRow:
+        """All of the samples, which have so many tokens of `unit`. outputs: unit → the id of its tokens. positions: if
+        tokens do not simply follow each other."""
         lengths = tuple(sample.sizes[unit] for sample in samples)
         labels = torch.as_tensor(np.concatenate([sample.labels for sample in samples]))
-        position_ids = torch.as_tensor(np.concatenate([np.arange(length) for length in lengths]))
+        places = [
+            np.arange(length) if positions is None else positions(sample)
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+        position_ids = torch.as_tensor(np.concatenate(places, axis=-1))
         return cls(
             ids=torch.as_tensor(np.concatenate([sample.input_ids for sample in samples])),
             position_ids=position_ids,
@@ -61,7 +77,7 @@ class PackedRow:
         share = ContextParallelRow(mask, placed.placement, ranks, block=placed.block)
         return PackedRow(
             ids=share.take(self.ids, next(number for number in count() if number not in placeholders)),
-            position_ids=share.take(self.position_ids),
+            position_ids=share.take(self.position_ids.T).T,
             targets=share.take(self.targets, IGNORED),
             sample_of=self.sample_of[torch.from_numpy(share.tokens)],
             lengths=self.lengths,

@@ -220,11 +220,17 @@ def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
 
 
 def media_of(
-    data: StepData, samples: Sequence[int], stage: Stage, items: NDArray[np.int64] | None = None
+    data: StepData,
+    samples: Sequence[int],
+    stage: Stage,
+    items: NDArray[np.int64] | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """The media of the stage's unit of the samples that have any: keyword → tensor [items, ...], on the step's device.
 
     items: which of all items of the samples; None for all. Media of samples without any of these need not be there.
+    names: the keywords that are wanted, if not all.
+
     Raises UserError where others were not loaded here.
     """
     unit, chosen = stage.unit, samples
@@ -243,6 +249,7 @@ def media_of(
     return {
         name: on_device([sample.media[unit][name] for sample in having], data.device, items)
         for name in (having[0].media[unit] if having else ())
+        if names is None or name in names
     }
 
 

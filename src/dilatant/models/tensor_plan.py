@@ -169,6 +169,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     of_experts = frozenset(cuts)
     rules = _rules(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    if getattr(unit, "taps", 0):
+        reason = reason or "its inner blocks take rows of an encoder, for all tokens"
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -43,6 +43,8 @@ class Unit(Stage):
     """How many tensor-parallel ranks share the layers of which this unit has one's part (see `layer_shards`)."""
     frozen: frozenset[str]
     """Logical names of the parameters that do not train (see `freeze`)."""
+    unused: frozenset[str] = frozenset()
+    """Those of them that cannot influence anything."""
 
     def stage(self, first: int, end: int) -> Stage:
         """Layers `first <= layer < end` as a module that shares this unit's weights. Raises ValueError."""
@@ -116,16 +118,25 @@ class Unit(Stage):
         """
         raise NotImplementedError
 
-    def recompute(self, how: Recompute = "block") -> None:
-        """Recompute the activations of every block in the backward pass as `train.recompute` says, or keep them
-        ("none"); also in stages cut before."""
-        for block in self.blocks:
-            recompute(block, how)
+    def recompute(self, how: Recompute | Sequence[Recompute] = "block") -> None:
+        """Recompute the activations of blocks in the backward pass as `train.recompute` says, or keep them ("none");
+        also in stages cut before. `how`: of every block, or of each layer, in the order of `layers`."""
+        by_layer = (how,) * len(self.layers) if isinstance(how, str) else tuple(how)
+        if len(by_layer) != len(self.layers):
+            raise ValueError(f"the unit has {len(self.layers)} layers, not {len(by_layer)}")
+        first = 0 if self.structure is None else 1
+        for block, own in zip(self.blocks, by_layer[first:], strict=False):
+            recompute(block, own)
 
     def freeze_names(self, names: frozenset[str]) -> None:
         """Stop the parameters with these logical names from training, besides those that were frozen before."""
         own = frozenset(name for name, _ in self.named_logical_parameters())
         self.frozen |= names & own
+        self.set_frozen(self.frozen)
+
+    def thaw_names(self, names: frozenset[str]) -> None:
+        """Let the parameters with these logical names train, but for those that have no say."""
+        self.frozen -= names - self.unused
         self.set_frozen(self.frozen)
 
     def freeze_parts(self, *parts: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dilatant.models.lora import plain_key
 from dilatant.models.structure import Structure
 
 
@@ -45,10 +46,12 @@ def name_weights(
     weights: list[Weight] = []
     for key in model.state_dict():
         layer = f"{unit}.{_layer_of(key, structure, tail)}"
-        weights.append(Weight(f"{layer}.{_rest(key, structure)}", layer, "model", key))
+        weights.append(Weight(f"{layer}.{plain_key(_rest(key, structure))}", layer, "model", key))
     if projector is not None:
         layer = f"{unit}.projector"
-        weights += [Weight(f"{layer}.{key}", layer, "projector", key) for key in projector.state_dict()]
+        weights += [
+            Weight(f"{layer}.{plain_key(key)}", layer, "projector", key) for key in projector.state_dict()
+        ]
     names = [weight.name for weight in weights]
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,12 @@ import numpy as np
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.options import Option, OptionTable
+from dilatant.plan.options import UNLIMITED, Option, OptionTable
 from dilatant.plan.rank_mapping import Chain
 from dilatant.plan.stable_batch import feasible_allocations, minimum_stable_batch
+
+NOTABLE = 0.02
+"""The part of a step that going round the devices several times must save by its own sums to be tried."""
 
 
 class EncoderPosition(StrEnum):
@@ -76,7 +80,7 @@ class Candidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
     `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
-    of this candidate beats: the work of its slowest stage.
+    of this candidate beats: the work of its slowest stage. `disaggregated`: found by DistTrain's search.
     """
 
     encoders_at: EncoderPosition
@@ -87,6 +91,7 @@ class Candidate:
     counts: tuple[int, ...]
     estimate: float
     bound: float
+    disaggregated: bool = False
 
     @property
     def gpus(self) -> int:
@@ -95,7 +100,7 @@ class Candidate:
     @property
     def chains(self) -> tuple[Chain, ...]:
         return tuple(
-            Chain(count, option.tp, option.cp, option.cuts)
+            Chain(count, option.tp, option.cp, option.cuts, option.chunks, option.recompute)
             for count, option in zip(self.counts, self.options)
         )
 
@@ -130,15 +135,12 @@ class Space:
     unaware: OptionTable
     cluster: Cluster
     global_batch: int
-    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], dict[int, list[_Side]]] = field(
-        default_factory=dict
-    )
+    chunks: tuple[int, ...] = (1,)
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[_Side]]] = field(default_factory=dict)
 
-    def candidates(
-        self, mode: Mode, devices: int, replicas: int, microbatch_size: int
-    ) -> Iterator[Candidate]:
-        """All candidates of `replicas` pipelines that use exactly `devices` devices."""
-        budget = devices // replicas
+    def candidates(self, mode: Mode, replicas: int, microbatch_size: int) -> Iterator[Candidate]:
+        """The candidates of `replicas` pipelines, on devices of the same number for each."""
+        budget = self.cluster.num_devices // replicas
         table = self.table.shared_by(replicas, budget)
         microbatches = self.global_batch // (replicas * microbatch_size)
         shape = _Shape(self, table, replicas, microbatch_size, microbatches)
@@ -153,14 +155,14 @@ class Space:
             if mode is Mode.BEST and self.roles.encoders:
                 yield from shape.inside(budget)
 
-    def joined(self, each: Sequence[Sequence[Option]], budget: int) -> dict[int, list[_Side]]:
-        """{devices: the undominated ways to run one option of each list side by side on them}."""
+    def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[_Side]]:
+        """[devices]: the undominated ways to run one option of each list side by side on so many, or on fewer."""
         key = budget, tuple(tuple(options) for options in each)
         if key not in self._sides:
             sides = {0: [_Side()]}
             for options in each:
                 sides = _extended(sides, options, budget)
-            self._sides[key] = sides
+            self._sides[key] = _cumulated(sides, budget)
         return self._sides[key]
 
 
@@ -183,6 +185,30 @@ def _extended(
     return found
 
 
+def _cumulated(sides: Mapping[int, Sequence[_Side]], budget: int) -> list[list[_Side]]:
+    """[devices up to `budget`]: of the sides on so many devices or on fewer those that none of these dominates; of
+    equal ones that on the most."""
+    result: list[list[_Side]] = []
+    kept: list[_Side] = []
+    for devices in range(budget + 1):
+        new = sides.get(devices, ())
+        if new:
+            kept = [
+                *(old for old in kept if not any(one.slowest <= old.slowest and one.fill <= old.fill for one in new)),
+                *(
+                    one
+                    for one in new
+                    if not any(
+                        old.slowest <= one.slowest and old.fill <= one.fill
+                        and (old.slowest, old.fill) != (one.slowest, one.fill)
+                        for old in kept
+                    )
+                ),
+            ]  # fmt: skip
+        result.append(kept)
+    return result
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
     """The candidates with some number of pipelines and samples per microbatch."""
@@ -192,18 +218,21 @@ class _Shape:
     replicas: int
     samples: int
     microbatches: int
+    _known: dict[tuple[object, ...], list[Option]] = field(default_factory=dict)
+    _sides: dict[tuple[object, ...], tuple[int, list[list[_Side]]]] = field(default_factory=dict)
 
     def beside(
-        self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, int] | None = None
+        self, budget: int, encoders_at: EncoderPosition, allocation: tuple[int, ...] | None = None
     ) -> Iterator[Candidate]:
-        """Encoders on devices of their own; `allocation` fixes the devices of encoders and language model."""
+        """Encoders on devices of their own, on all devices or on fewer; `allocation` fixes those of encoders, language
+        model and generators."""
         for after in self._after(budget):
             for language in self._language(budget - after.gpus, after.stages):
                 left = budget - after.gpus - language.gpus
-                if allocation is not None and (left, language.gpus) != allocation:
+                if allocation is not None and (left, language.gpus, after.gpus) != allocation:
                     continue
                 behind = language.stages + after.stages
-                for before in self._before(encoders_at, budget, behind).get(left, ()):
+                for before in self._before(encoders_at, budget, behind)[left]:
                     yield self._candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[Candidate]:
@@ -211,21 +240,20 @@ class _Shape:
         roles = self.space.roles
         for after in self._after(budget):
             for tp, cp in self.table.degrees([*roles.encoders, roles.language]):
-                stages, rest = divmod(budget - after.gpus, tp * cp)
-                if rest or not 1 <= stages <= len(self.space.model.unit(roles.language).layers):
-                    continue
-                option = self.table.chain(
-                    roles.language,
-                    tp,
-                    cp,
-                    stages,
-                    self.samples,
-                    self.microbatches,
-                    after.stages,
-                    roles.encoders,
-                )
-                if option is not None:
-                    yield self._candidate(EncoderPosition.IN_LANGUAGE, _Side(), option, after)
+                most = len(self.space.model.unit(roles.language).layers)
+                for stages in range(1, min(most, (budget - after.gpus) // (tp * cp)) + 1):
+                    option = self.table.chain(
+                        roles.language,
+                        tp,
+                        cp,
+                        stages,
+                        self.samples,
+                        self.microbatches,
+                        after.stages,
+                        roles.encoders,
+                    )
+                    if option is not None:
+                        yield self._candidate(EncoderPosition.IN_LANGUAGE, _Side(), option, after)
 
     def megatron(self, budget: int) -> Iterator[Candidate]:
         """One stage for all encoders, one for all generators, the language model's degrees everywhere.
@@ -235,9 +263,8 @@ class _Shape:
         space, roles = self.space, self.space.roles
         ends = [units for units in (roles.encoders, roles.generators) if units]
         for tp, cp in self.table.degrees(roles.units):
-            stages, rest = divmod(budget, tp * cp)
-            stages -= len(ends)
-            if rest or not 1 <= stages <= len(space.model.unit(roles.language).layers):
+            stages = budget // (tp * cp) - len(ends)
+            if not 1 <= stages <= len(space.model.unit(roles.language).layers):
                 continue
             after = len(ends) - bool(roles.encoders)
             balance = space.unaware.layers(roles.language, tp, cp, self.samples).seconds
@@ -265,8 +292,9 @@ class _Shape:
             yield from self.beside(budget, encoders_at)
             return
         sizes = [
-            [devices for devices in self._before(encoders_at, budget, 1) if devices],
+            sorted({side.gpus for group in self._before(encoders_at, budget, 1) for side in group}),
             [option.gpus for option in self._language(budget, 0)],
+            sorted({side.gpus for side in self._after(budget)}),
         ]
         if not all(sizes):
             return
@@ -274,11 +302,12 @@ class _Shape:
             allocations = feasible_allocations(sizes, budget)
         except PlanError:
             return
-        work = [
-            sum(self._device_seconds(unit) for unit in units) for units in (roles.encoders, (roles.language,))
-        ]
+        parts = roles.encoders, (roles.language,), roles.generators
+        work = [sum(self._device_seconds(unit) for unit in units) for units in parts]
+        if not roles.generators:
+            work, allocations = work[:2], tuple(own[:2] for own in allocations)
         chosen = minimum_stable_batch([work], allocations, rule="nearest").allocation
-        yield from self.beside(budget, encoders_at, (chosen[0], chosen[1]))
+        yield from self.beside(budget, encoders_at, (*chosen, 0)[:3])
 
     def _device_seconds(self, unit: str) -> float:
         """Device seconds of the mean sample in a unit, at the smallest degrees that it has costs for."""
@@ -288,34 +317,64 @@ class _Shape:
 
     def _chains(self, unit: str, budget: int, behind: int) -> list[Option]:
         """The options of a unit on at most `budget` devices that let `behind` stages follow."""
-        most = len(self.space.model.unit(unit).layers)
-        found = [
-            self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
-            for tp, cp in self.table.degrees([unit])
-            for stages in range(1, min(most, budget // (tp * cp)) + 1)
-        ]
-        return [option for option in found if option is not None]
-
-    def _language(self, budget: int, behind: int) -> list[Option]:
-        return self._chains(self.space.roles.language, budget, behind)
-
-    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> dict[int, list[_Side]]:
-        encoders = self.space.roles.encoders
-        if encoders_at is EncoderPosition.COLOCATED:
-            most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
-            options = [
-                self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
-                for tp, cp in self.table.degrees(encoders)
+        key = unit, budget, behind
+        if key not in self._known:
+            most = len(self.space.model.unit(unit).layers)
+            found = [
+                self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
+                for tp, cp in self.table.degrees([unit])
                 for stages in range(1, min(most, budget // (tp * cp)) + 1)
             ]
-            return self.space.joined(
-                [[option for option in options if option is not None and option.room >= behind]], budget
-            )
-        return self.space.joined([self._chains(unit, budget, behind) for unit in encoders], budget)
+            self._known[key] = [option for option in found if option is not None]
+        return self._known[key]
+
+    def _language(self, budget: int, behind: int) -> list[Option]:
+        """Those of the language model; also with several stages for each group of devices where that can pay."""
+        name = self.space.roles.language
+        plain = self._chains(name, budget, behind)
+        most = len(self.space.model.unit(name).layers)
+        found = [*plain]
+        for one in plain:
+            for chunks in self.space.chunks:
+                saved = (one.total - one.slowest) * (1 - 1 / chunks)
+                groups = one.stages
+                if groups == 1 or groups * chunks > most or saved < NOTABLE * self.microbatches * one.slowest:
+                    continue
+                shape = name, one.tp, one.cp, groups * chunks, self.samples, self.microbatches, behind
+                option = self.table.chain(*shape, chunks=chunks)
+                if option is not None:
+                    found.append(option)
+        return found
+
+    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[_Side]]:
+        """[devices]: the ways to run the encoders on so many devices or fewer, with `behind` stages behind them."""
+        for far in (0, behind):
+            key = encoders_at, budget, far
+            if key not in self._sides:
+                each = self._encoders(encoders_at, budget, far)
+                room = min((option.room for options in each for option in options), default=UNLIMITED)
+                self._sides[key] = room, self.space.joined(each, budget)
+            room, sides = self._sides[key]
+            if room >= behind:  # memory makes no difference
+                break
+        return sides
+
+    def _encoders(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Option]]:
+        """For each chain of encoders the options that let `behind` stages follow."""
+        encoders = self.space.roles.encoders
+        if encoders_at is not EncoderPosition.COLOCATED:
+            return [self._chains(unit, budget, behind) for unit in encoders]
+        most = min(len(self.space.model.unit(unit).layers) for unit in encoders)
+        options = [
+            self.table.colocated(encoders, tp, cp, stages, self.samples, self.microbatches)
+            for tp, cp in self.table.degrees(encoders)
+            for stages in range(1, min(most, budget // (tp * cp)) + 1)
+        ]
+        return [[option for option in options if option is not None and option.room >= behind]]
 
     def _after(self, budget: int) -> list[_Side]:
         chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
-        return [side for group in self.space.joined(chains, budget).values() for side in group]
+        return list(dict.fromkeys(side for group in self.space.joined(chains, budget) for side in group))
 
     def _candidate(
         self, encoders_at: EncoderPosition, before: _Side, language: Option, after: _Side
@@ -337,19 +396,20 @@ class _Shape:
         )
 
     def _least_sync(self, option: Option) -> float:
-        """A lower bound of the seconds in which the stage with the least gradients sums them over the replicas."""
+        """A lower bound of the seconds in which the stage with the least gradients sums them over the replicas, however
+        these are spread over nodes."""
         cluster, group = self.space.cluster, self.replicas * option.cp
-        inside = self.replicas * option.tp * option.cp <= cluster.gpus_per_node
-        bandwidth = cluster.inside.bandwidth if inside else cluster.between.bandwidth / cluster.gpus_per_node
+        crosses = group * option.tp > cluster.gpus_per_node
+        bandwidth = min(cluster.inside.bandwidth, cluster.between.bandwidth if crosses else math.inf)
         return 2 * (group - 1) / group * option.least_gradient_bytes / bandwidth
 
     def _sync(self, options: Sequence[Option]) -> float:
-        """Seconds to sum the gradients of the fullest rank over the replicas, on a ring."""
-        cluster = self.space.cluster
-        share = 2 * (self.replicas - 1) / self.replicas
-        bandwidth = (
-            cluster.between.bandwidth / cluster.gpus_per_node
-            if cluster.nodes > 1
-            else cluster.inside.bandwidth
-        )
-        return share * max(option.gradient_bytes for option in options) / bandwidth
+        """Seconds to sum the gradients of the fullest rank on a ring, if its replicas lie side by side."""
+        cluster, slowest = self.space.cluster, 0.0
+        for option in options:
+            group, bandwidth = self.replicas * option.cp, cluster.inside.bandwidth
+            if group * option.tp > cluster.gpus_per_node:
+                near = min(group, max(1, cluster.gpus_per_node // option.tp))
+                bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
+            slowest = max(slowest, 2 * (group - 1) / group * option.gradient_bytes / bandwidth)
+        return slowest

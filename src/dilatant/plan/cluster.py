@@ -13,7 +13,8 @@ __all__ = ["Cluster", "Link", "cluster_of"]
 class Cluster:
     """`nodes` of `gpus_per_node` devices; rank r sits on node `r // gpus_per_node`.
 
-    `inside` links two devices of a node, `between` is one node's way to the others (shared by its devices).
+    `inside` links two devices of a node, `between` is one node's way to the others: that of `ports` network ports of
+    equal bandwidth, which its devices share evenly.
     """
 
     nodes: int
@@ -21,6 +22,7 @@ class Cluster:
     bytes_per_device: float
     inside: Link
     between: Link
+    ports: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -30,11 +32,20 @@ class Cluster:
         """The node on which `rank` sits."""
         return rank // self.gpus_per_node
 
+    def port_of(self, rank: int) -> int:
+        """The port of its node through which `rank` sends."""
+        return rank % self.gpus_per_node * self.ports // self.gpus_per_node
+
+    @property
+    def port(self) -> Link:
+        """One port: what a message between nodes travels through."""
+        return Link(self.between.bandwidth / self.ports, self.between.latency)
+
     def link(self, rank: int, other: int) -> Link:
         """The link between two different ranks."""
-        return self.inside if self.node_of(rank) == self.node_of(other) else self.between
+        return self.inside if self.node_of(rank) == self.node_of(other) else self.port
 
 
 def cluster_of(hardware: Hardware, nodes: int, gpus_per_node: int) -> Cluster:
     """`nodes` nodes of `gpus_per_node` such devices."""
-    return Cluster(nodes, gpus_per_node, hardware.memory, hardware.inside, hardware.between)
+    return Cluster(nodes, gpus_per_node, hardware.memory, hardware.inside, hardware.between, hardware.ports)

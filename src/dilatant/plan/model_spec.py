@@ -27,13 +27,14 @@ class LayerSpec:
 class UnitSpec:
     """One unit's layers in order, and the units that consume its output.
 
-    `recompute` says what of its blocks is recomputed in the backward, as `train.recompute` does.
+    `recompute` says what of its blocks is recomputed in the backward, as `train.recompute` does; None leaves it to the
+    plan.
     """
 
     name: str
     layers: tuple[LayerSpec, ...]
     feeds: tuple[str, ...] = ()
-    recompute: Recompute = "none"
+    recompute: Recompute | None = "none"
 
     @property
     def trainable(self) -> tuple[bool, ...]:

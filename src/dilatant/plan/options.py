@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.recompute import Recompute
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.errors import DoesNotFitError
@@ -18,13 +19,16 @@ from dilatant.plan.stage_costs import LayerTable, layer_table
 from dilatant.plan.workload import Workload
 
 UNLIMITED = 1 << 30
+LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
+"""What a plan may recompute, from the fastest to the most frugal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layers:
     """Per layer of one unit under one (tp, cp), for the mean microbatch; all arrays are [layers].
 
-    `seconds` is forward plus backward, `work` the same without what a call costs whatever its tokens. Bytes per rank:
+    `seconds` is forward plus backward, `work` the least of it: without what a call costs whatever its tokens, and with
+    the samples of dense rows spread evenly. Bytes per rank:
     `static` throughout, `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
@@ -40,9 +44,11 @@ class Layers:
 class Option:
     """A chain of stages on `tp * cp` devices each that holds all layers of one or more colocated units.
 
-    `seconds` and `work` are [stages], see `Layers`; `room` is how many stages may follow the chain before its
-    in-flight microbatches overflow memory (negative: it does not fit at all); `gradient_bytes` the most that one
-    rank must sync, `least_gradient_bytes` the least.
+    `seconds` is [stages], `work` [groups of devices], see `Layers`: with `chunks` a group has so many stages. `room` is
+    how many stages may follow the chain before its in-flight microbatches overflow memory (negative: it does not fit at
+    all); `gradient_bytes` the most that one rank must sync, `least_gradient_bytes` the least. `recompute`: as in
+    `Chain`. `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the
+    first step of a steady state.
     """
 
     tp: int
@@ -53,15 +59,20 @@ class Option:
     room: int
     gradient_bytes: float
     least_gradient_bytes: float
+    chunks: int = 1
+    recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
     gpus: int = field(init=False)
     slowest: float = field(init=False)
     total: float = field(init=False)
 
     def __post_init__(self) -> None:
+        groups = len(self.seconds) // self.chunks
+        slowest = float(self.seconds.reshape(self.chunks, groups).sum(axis=0).max())
+        total = float(self.seconds.sum())
         for name, value in (
-            ("gpus", self.tp * self.cp * len(self.seconds)),
-            ("slowest", float(self.seconds.max())),
-            ("total", float(self.seconds.sum())),
+            ("gpus", self.tp * self.cp * groups),
+            ("slowest", slowest),
+            ("total", total if self.chunks == 1 else slowest + (total - slowest) / self.chunks),
         ):
             object.__setattr__(self, name, value)
 
@@ -88,9 +99,9 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
-        self._tables: dict[tuple[str, int, int], LayerTable] = {}
-        self._layers: dict[tuple[str, int, int, float], Layers] = {}
-        self._options: dict[tuple[object, ...], Option] = {}
+        self._tables: dict[tuple[str, int, int, Recompute], LayerTable] = {}
+        self._layers: dict[tuple[str, int, int, float, Recompute], Layers] = {}
+        self._options: dict[tuple[object, ...], Option | None] = {}
         self._sharing = 1
         self._shared_by: dict[int, OptionTable] = {}
 
@@ -122,20 +133,28 @@ class OptionTable:
                     self._costs.layer(layer.kind)  # raises, naming what is missing
         return tuple(sorted((tp, cp) for tp, cp in shared or () if tp <= self._node))
 
-    def layers(self, unit: str, tp: int, cp: int, samples: float) -> Layers:
-        """The arrays of one unit for the mean microbatch of `samples` samples."""
-        key = unit, tp, cp, samples
+    def is_free(self, unit: str) -> bool:
+        """Does the model leave to the plan what is recomputed?"""
+        return self._model.unit(unit).recompute is None
+
+    def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
+        """What may be tried for `units`, the fastest first; the one level "none" where the model says it for all."""
+        free = any(self.is_free(unit) for unit in units)
+        return LEVELS if free else LEVELS[:1]
+
+    def layers(self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none") -> Layers:
+        """The arrays of one unit for the mean microbatch of `samples` samples; `level` counts where the model leaves
+        open what is recomputed."""
+        spec = self._model.unit(unit)
+        level = spec.recompute or level
+        key = unit, tp, cp, samples, level
         if key not in self._layers:
-            spec = self._model.unit(unit)
-            if key[:3] not in self._tables:
-                upstream = self._model.upstream_trainable(unit)
-                self._tables[key[:3]] = layer_table(spec, upstream, self._costs, tp, cp, self._rules)
-            table = self._tables[key[:3]]
-            row = self._workload.mean_row(unit, samples)
-            seconds = (table.seconds[:, 0] + table.seconds[:, 1]) @ row
+            table = self._table(unit, tp, cp, level)
+            free = self._table(unit, tp, cp, spec.recompute or "none")
+            row, least = self._workload.mean_row(unit, samples), self._workload.least_row(unit, samples)
             self._layers[key] = Layers(
-                seconds=seconds,
-                work=(table.seconds[:, 0, :2] + table.seconds[:, 1, :2]) @ row[:2],
+                seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
+                work=(free.seconds[:, 0, :2] + free.seconds[:, 1, :2]) @ least,
                 static=table.static_shared_by(self._sharing),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
@@ -144,6 +163,14 @@ class OptionTable:
                 ),
             )
         return self._layers[key]
+
+    def _table(self, unit: str, tp: int, cp: int, level: Recompute) -> LayerTable:
+        key = unit, tp, cp, level
+        if key not in self._tables:
+            spec, upstream = self._model.unit(unit), self._model.upstream_trainable(unit)
+            again = (level,) * len(spec.layers)
+            self._tables[key] = layer_table(spec, upstream, self._costs, tp, cp, self._rules, again)
+        return self._tables[key]
 
     def chain(
         self,
@@ -156,32 +183,89 @@ class OptionTable:
         behind: int,
         extra: Sequence[str] = (),
         balance: NDArray[np.float64] | None = None,
+        chunks: int = 1,
     ) -> Option | None:
         """`unit` in `stages` stages, with all of the units `extra` in its first; None if memory forbids.
 
         `behind` stages follow on the longest path. Cut for the fastest slowest stage, under memory only where the free
-        cut does not fit. `balance` [layers] replaces the seconds that the cut balances (a planner unaware of freezing).
+        cut does not fit; what does not fit either way recomputes as little as it can. `balance` [layers] replaces the
+        seconds that the cut balances (a planner unaware of freezing). `chunks` stages are on each group of devices.
         """
-        free = unit, tp, cp, stages, samples, microbatches, tuple(extra), balance is None
+        if stages > len(self._model.unit(unit).layers):
+            return None
+        found: list[Option] = []
+        for level in self.levels([unit, *extra]):
+            asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level)
+            option = self._chain(asked, behind, balance)
+            if option is None:
+                continue
+            found.append(option if level == "none" else self._relaxed(asked, option, behind))
+            if option is self._options.get((asked, balance is None)):
+                break  # cut as is best for time: more recomputation only takes longer
+        return min(found, key=lambda one: one.total + (microbatches - 1) * one.slowest, default=None)
+
+    def _chain(self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None) -> Option | None:
+        free = asked, balance is None
         if free not in self._options:
-            layers = self._merged(unit, tp, cp, samples, extra, microbatches > stages)
-            weights = layers.seconds if balance is None else balance
-            if stages > len(weights):
-                return None
-            cuts = partition_layers(weights, stages)
-            self._options[free] = self._option({unit: cuts}, layers, cuts, tp, cp, microbatches, extra)
+            layers = self._merged(asked)
+            cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
+            self._options[free] = self._option(asked, layers, cuts)
         option = self._options[free]
-        if option.room >= behind:
-            return option
+        assert option is not None, "cut without memory"
+        if option.room >= behind or asked.chunks > 1:
+            return option if option.room >= behind else None
         bound = *free, behind
         if bound not in self._options:
-            layers = self._merged(unit, tp, cp, samples, extra, microbatches > stages)
+            layers = self._merged(asked)
             weights = layers.seconds if balance is None else balance
-            tight = cuts_in_memory(weights, *self._memory(layers, stages, microbatches, behind))
-            if tight is None:
-                return None
-            self._options[bound] = self._option({unit: tight}, layers, tight, tp, cp, microbatches, extra)
+            tight = cuts_in_memory(weights, *self._memory(layers, asked, behind))
+            self._options[bound] = None if tight is None else self._option(asked, layers, tight)
         return self._options[bound]
+
+    def _relaxed(self, asked: _Asked, option: Option, behind: int) -> Option:
+        """The option with as many layers of each stage, from its last one on, not recomputed as fit beside the
+        microbatches that are in flight at most."""
+        key = "relaxed", asked, tuple(option.cuts[asked.unit]), behind
+        if key not in self._options:
+            layers, free = self._merged(asked), self._merged(replace(asked, level="none"))
+            cuts = option.cuts[asked.unit]
+            more, held = free.kept - layers.kept, _by_stage(layers, cuts)
+            again = np.full(len(more), True)
+            for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
+                flying = min(asked.stages - s + behind, asked.microbatches)
+                left = self._capacity - held[2][s] - held[4][s] - flying * held[3][s]
+                if asked.chunks > 1:
+                    left = 0.0  # several stages share the device
+                gains = flying * np.cumsum(more[first:end][::-1])[::-1]
+                again[first:end] = gains > left
+            again[0] |= bool(asked.extra)  # which are as a whole, and counted in the first layer
+            mixed = replace(
+                layers,
+                seconds=np.where(again, layers.seconds, free.seconds),
+                kept=np.where(again, layers.kept, free.kept),
+            )
+            recompute = self._everywhere(asked.unit, asked.level, again)
+            others = {other: self._everywhere(other, asked.level) for other in asked.extra}
+            self._options[key] = replace(
+                self._option(asked, mixed, cuts), recompute={asked.unit: recompute, **others}
+            )
+        found = self._options[key]
+        assert found is not None
+        return found
+
+    def _everywhere(
+        self, unit: str, level: Recompute, where: NDArray[np.bool_] | bool = True
+    ) -> tuple[Recompute, ...]:
+        """`level` for all layers `where` it leaves less to keep; nothing where the model says what is recomputed."""
+        if not self.is_free(unit):
+            return ()
+        return tuple(level if there else "none" for there in self.recomputable(unit) & where)
+
+    def recomputable(self, unit: str) -> NDArray[np.bool_]:
+        """By layer: does recomputation leave less to keep, by the smallest degrees that there are costs for?"""
+        tp, cp = self.degrees([unit])[0]
+        none, block = (self._table(unit, tp, cp, level).kept_bytes for level in ("none", "block"))
+        return np.asarray((none - block)[:, :2].sum(axis=1) > 0.0)
 
     def excess(
         self,
@@ -195,105 +279,132 @@ class OptionTable:
         extra: Sequence[str] = (),
     ) -> float:
         """The bytes that a device lacks under the most frugal such chain; 0 if it fits."""
-        layers = self._merged(unit, tp, cp, samples, extra, microbatches > stages)
+        level = self.levels([unit, *extra])[-1]
+        asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), 1, level)
+        layers = self._merged(asked)
         if stages > len(layers.seconds):
             return math.inf
         try:
-            memory = self._memory(layers, stages, microbatches, behind)
-            partition_layers_in_memory(layers.seconds, *memory, unit)
+            partition_layers_in_memory(layers.seconds, *self._memory(layers, asked, behind), unit)
         except DoesNotFitError as error:
             return error.excess_bytes
         return 0.0
 
     def _memory(
-        self, layers: Layers, stages: int, microbatches: int, behind: int
+        self, layers: Layers, asked: _Asked, behind: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[int], float]:
         """Bytes that stay, bytes per microbatch, microbatches in flight by stage, bytes there are for both."""
-        in_flight = [min(stages - s + behind, microbatches) for s in range(stages)]
+        in_flight = [min(asked.stages - s + behind, asked.microbatches) for s in range(asked.stages)]
         return layers.static, layers.kept, in_flight, self._capacity - float(layers.transient.max())
 
     def colocated(
         self, units: Sequence[str], tp: int, cp: int, stages: int, samples: float, microbatches: int
     ) -> Option | None:
         """Several units in the same `stages` stages, each cut evenly for itself (Cornstarch v3 4.2)."""
-        key = tuple(units), tp, cp, stages, samples, microbatches
-        if key not in self._options:
-            each = [self.layers(unit, tp, cp, samples) for unit in units]
-            if min(len(layers.seconds) for layers in each) < stages:
-                return None
-            cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
-            totals = [_by_stage(layers, cuts[unit]) for unit, layers in zip(units, each)]
-            self._options[key] = self._from_stages(
-                cuts, [np.sum(column, axis=0) for column in zip(*totals)], tp, cp, microbatches
-            )
-        option = self._options[key]
-        return option if option.room >= 0 else None
+        for level in self.levels(units):
+            key = tuple(units), tp, cp, stages, samples, microbatches, level
+            if key not in self._options:
+                each = [self.layers(unit, tp, cp, samples, level) for unit in units]
+                if min(len(layers.seconds) for layers in each) < stages:
+                    return None
+                cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
+                totals = [_by_stage(layers, cuts[unit]) for unit, layers in zip(units, each)]
+                # Whose largest temporary it is does not matter: the units of a stage run in turn.
+                columns = [np.max(column, axis=0) if name == "transient" else np.sum(column, axis=0)
+                           for name, column in zip(_COLUMNS, zip(*totals))]  # fmt: skip
+                asked = _Asked(units[0], tp, cp, stages, samples, microbatches, (), 1, level)
+                again = {unit: self._everywhere(unit, level) for unit in units} if level != "none" else {}
+                self._options[key] = self._from_stages(cuts, columns, asked, again)
+            option = self._options[key]
+            if option is not None and option.room >= 0:
+                return option
+        return None
 
-    def _merged(
-        self, unit: str, tp: int, cp: int, samples: float, extra: Sequence[str], one_ahead: bool
-    ) -> Layers:
-        """The layers of `unit`, the first of which carries all layers of `extra`.
+    def _merged(self, asked: _Asked) -> Layers:
+        """The layers of the unit, the first of which carries all layers of the extra ones.
 
-        What `extra` keeps is counted as often as the first stage has microbatches in flight, and once more where it
-        may run one ahead.
+        What the extra ones keep is counted as often as the first stage has microbatches in flight, and once more where
+        it may run one ahead.
         """
-        own = self.layers(unit, tp, cp, samples)
-        if not extra:
+        degree = asked.tp, asked.cp, asked.samples, asked.level
+        own = self.layers(asked.unit, *degree)
+        if not asked.extra:
             return own
         columns = []
-        for name in ("seconds", "work", "static", "kept", "transient", "gradient"):
+        for name in _COLUMNS:
             column = getattr(own, name).copy()
-            others = [getattr(self.layers(other, tp, cp, samples), name) for other in extra]
+            others = [getattr(self.layers(other, *degree), name) for other in asked.extra]
             if name == "transient":
                 column[0] = max(column[0], *(float(other.max()) for other in others))
             else:
                 column[0] += sum(float(other.sum()) for other in others)
-            if name == "static" and one_ahead:
-                column[0] += sum(float(self.layers(other, tp, cp, samples).kept.sum()) for other in extra)
+            if name == "static" and asked.microbatches > asked.stages:
+                column[0] += sum(float(self.layers(other, *degree).kept.sum()) for other in asked.extra)
             columns.append(column)
         return Layers(*columns)
 
-    def _option(
-        self,
-        cuts: dict[str, tuple[int, ...]],
-        layers: Layers,
-        at: tuple[int, ...],
-        tp: int,
-        cp: int,
-        microbatches: int,
-        extra: Sequence[str],
-    ) -> Option:
+    def _option(self, asked: _Asked, layers: Layers, cuts: tuple[int, ...]) -> Option:
+        again = {unit: self._everywhere(unit, asked.level) for unit in (asked.unit, *asked.extra)}
         return self._from_stages(
-            {**dict.fromkeys(extra, (0,)), **cuts}, _by_stage(layers, at), tp, cp, microbatches
+            {**dict.fromkeys(asked.extra, (0,)), asked.unit: cuts},
+            _by_stage(layers, cuts),
+            asked,
+            again if asked.level != "none" else {},
         )
 
     def _from_stages(
         self,
         cuts: Mapping[str, tuple[int, ...]],
         stages: Sequence[NDArray[np.float64]],
-        tp: int,
-        cp: int,
-        microbatches: int,
+        asked: _Asked,
+        recompute: Mapping[str, tuple[Recompute, ...]],
     ) -> Option:
-        seconds, work, static, kept, transient, gradient = stages
-        count = len(seconds)
-        room = UNLIMITED
-        for s in range(count):
+        seconds, *rest = stages
+        shape = asked.chunks, len(seconds) // asked.chunks
+        work, static, kept, transient, gradient = (
+            column.reshape(shape).max(axis=0) if name == "transient" else column.reshape(shape).sum(axis=0)
+            for name, column in zip(_COLUMNS[1:], rest)
+        )
+        groups, room = shape[1], UNLIMITED
+        for s in range(groups):
             free = self._capacity - static[s] - transient[s]
             if free < 0.0:
-                room = -1 - count
-            elif kept[s] * microbatches > free:
-                room = min(room, int(free / kept[s]) - (count - s))
-        return Option(tp, cp, dict(cuts), seconds, work, room, float(gradient.max()), float(gradient.min()))
+                room = -1 - len(seconds)
+            elif asked.chunks == 1:
+                if kept[s] * asked.microbatches > free:
+                    room = min(room, int(free / kept[s]) - (groups - s))
+            elif kept[s] * asked.microbatches > free:
+                # Forwards of chunks that run before the first backward, see `schedule.families.interleaved`.
+                most = int(free / (kept[s] / asked.chunks))
+                room = min(room, (most - (asked.chunks - 1) * groups - 1) // 2 - (groups - s - 1))
+        return Option(
+            asked.tp, asked.cp, dict(cuts), seconds, work, room, float(gradient.max()), float(gradient.min()),
+            asked.chunks, {unit: how for unit, how in recompute.items() if how},
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a chain is to be like: its key among those known."""
+
+    unit: str
+    tp: int
+    cp: int
+    stages: int
+    samples: float
+    microbatches: int
+    extra: tuple[str, ...]
+    chunks: int
+    level: Recompute
+
+
+_COLUMNS = ("seconds", "work", "static", "kept", "transient", "gradient")
 
 
 def _by_stage(layers: Layers, cuts: tuple[int, ...]) -> list[NDArray[np.float64]]:
+    """The columns of `layers` by stage."""
     at = np.array(cuts)
     return [
-        np.add.reduceat(layers.seconds, at),
-        np.add.reduceat(layers.work, at),
-        np.add.reduceat(layers.static, at),
-        np.add.reduceat(layers.kept, at),
-        np.maximum.reduceat(layers.transient, at),
-        np.add.reduceat(layers.gradient, at),
+        (np.maximum if name == "transient" else np.add).reduceat(getattr(layers, name), at)
+        for name in _COLUMNS
     ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
+
+from dilatant.config.recompute import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,15 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """All replicas of one unit, and the units that consume its output (`feeds`, empty for the last unit)."""
+    """All replicas of one unit, and the units that consume its output (`feeds`, empty for the last unit).
+
+    `recompute` says of every layer what its backward computes again; empty where the plan leaves that to the config.
+    """
 
     name: str
     replicas: tuple[Replica, ...]
     feeds: tuple[str, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +152,7 @@ def _unit_from_dict(unit: dict[str, Any]) -> UnitPlan:
         Replica(tuple(Stage(**{**stage, "ranks": tuple(stage["ranks"])}) for stage in replica["stages"]))
         for replica in unit["replicas"]
     )
-    return UnitPlan(unit["name"], replicas, tuple(unit["feeds"]))
+    recompute = tuple(unit.get("recompute", ()))
+    if unknown := sorted({str(how) for how in recompute} - {*get_args(Recompute)}):
+        raise ValueError(f"recompute of unit {unit['name']!r} has {unknown}; there are {get_args(Recompute)}")
+    return UnitPlan(unit["name"], replicas, tuple(unit["feeds"]), recompute)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
+from dilatant.config.recompute import Recompute
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
@@ -15,22 +17,36 @@ class Chain:
     """`replicas` chains of stages, each on tp * cp devices of its own.
 
     `cuts[unit]` are the first layers of that unit's stages. Several units in one chain are colocated: their k-th
-    stages share devices. A unit may have fewer stages than the chain; they are its first ones.
+    stages share devices. A unit may have fewer stages than the chain; they are its first ones. `chunks` stages are on
+    the same devices: the chain goes round its groups so often. `recompute[unit]`: as in `UnitPlan`.
     """
 
     replicas: int
     tp: int
     cp: int
     cuts: Mapping[str, tuple[int, ...]]
+    chunks: int = 1
+    recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
 
     @property
-    def stages(self) -> int:
-        return max(len(cuts) for cuts in self.cuts.values())
+    def groups(self) -> int:
+        """Groups of tp * cp devices in each replica."""
+        return max(len(cuts) for cuts in self.cuts.values()) // self.chunks
 
     @property
     def gpus(self) -> int:
         """Devices of all replicas."""
-        return self.replicas * self.tp * self.cp * self.stages
+        return self.replicas * self.tp * self.cp * self.groups
+
+
+class RankOrder(StrEnum):
+    """What lies side by side, and so inside a node: the stages of a pipeline (short ways for activations), those of the
+    same width first; the same with each encoder next to what it feeds, whatever their widths; or the replicas of a
+    stage (short ways for gradients)."""
+
+    STAGES = "stages"
+    PIPELINES = "pipelines"
+    REPLICAS = "replicas"
 
 
 def map_ranks(
@@ -38,23 +54,33 @@ def map_ranks(
     layers: Mapping[str, int],
     feeds: Mapping[str, tuple[str, ...]],
     cluster: Cluster,
+    order: RankOrder = RankOrder.STAGES,
 ) -> Plan:
     """The plan of some chains: units in the order of `layers` (their number of layers), edges from `feeds`.
 
-    Wide stages are placed first, so that no tensor group crosses a node, and among equally wide ones the stages of one
-    pipeline side by side. Raises PlanError when the chains do not fit the cluster that way.
+    No tensor group crosses a node. Raises PlanError when the chains do not fit the cluster that way, in this order.
     """
     pipelines = max(chain.replicas for chain in chains)
+
+    def place(number: int, stage: int, replica: int) -> tuple[int, ...]:
+        chain = chains[number]
+        pipeline = replica * pipelines // chain.replicas  # replicas are spread evenly over the pipelines
+        wide = -chain.tp * chain.cp  # wide ones first leave no gap
+        return {
+            RankOrder.STAGES: (wide, pipeline, number, stage, replica),
+            RankOrder.PIPELINES: (pipeline, number, stage, replica),
+            RankOrder.REPLICAS: (wide, number, stage, replica),
+        }[order]
+
     slots = [
-        # (width, pipeline it belongs to, chain, stage): replicas are spread evenly over the pipelines
-        (-chain.tp * chain.cp, replica * pipelines // chain.replicas, number, stage, replica)
+        (place(number, stage, replica), number, stage, replica)
         for number, chain in enumerate(chains)
         for replica in range(chain.replicas)
-        for stage in range(chain.stages)
+        for stage in range(chain.groups)
     ]
     ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
     following = 0
-    for _, _, number, stage, replica in sorted(slots):
+    for _, number, stage, replica in sorted(slots):
         tp, width = chains[number].tp, chains[number].tp * chains[number].cp
         following = _aligned(following, tp, width, cluster.gpus_per_node)
         ranks[number, replica, stage] = tuple(range(following, following + width))
@@ -75,13 +101,20 @@ def map_ranks(
                 tuple(
                     Replica(
                         tuple(
-                            Stage(first, end, ranks[number, replica, stage], chain.tp, chain.cp)
+                            Stage(
+                                first,
+                                end,
+                                ranks[number, replica, stage % chain.groups],
+                                chain.tp,
+                                chain.cp,
+                            )
                             for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
                         )
                     )
                     for replica in range(chain.replicas)
                 ),
                 tuple(feeds.get(name, ())),
+                chain.recompute.get(name, ()),
             )
         )
     return Plan(tuple(units))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,16 +20,17 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import Option, OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
 from dilatant.plan.plan import Plan
-from dilatant.plan.rank_mapping import map_ranks
+from dilatant.plan.rank_mapping import RankOrder, map_ranks
+from dilatant.plan.recomputation import more_recomputed, recomputing
 from dilatant.plan.refusals import (
     check_devices,
     does_not_fit,
-    excess_by_unit,
     microbatch_sizes_for,
     nothing_survived,
     rejection,
 )
 from dilatant.plan.score import PlanScore, PlanScorer
+from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 
 
@@ -82,16 +84,20 @@ def search(
     rules: ParameterBytes = BF16,
     finalists: int = 24,
     num_microbatches: int | None = None,
+    chunks: Sequence[int] = (1,),
+    all_devices: bool = False,
 ) -> SearchResult:
-    """The plan with the fastest simulated step among all that use every device.
+    """The plan with the fastest simulated step.
 
     Enumerated: the number of pipelines, samples per microbatch, for every unit tensor and context degree (those with
-    costs) and number of stages, and where encoders run (`EncoderPosition`); `mode` restricts this to what a published
-    system would consider, `num_microbatches` to plans with that many. Stages are cut aware of freezing, and under
-    memory where the free cut does not fit. In the order of their closed-form estimate,
-    candidates become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted
-    memory or no other can be faster. When no shape uses all devices exactly, the largest usable number is taken and the
-    rest reported as idle.
+    costs) and number of stages, of which a group of devices has any of `chunks` (the language model's), and where
+    encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
+    `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses.
+    Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
+    as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
+    become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
+    no other can be faster; then the best in other orders of ranks. Devices that the fastest plan does not use are
+    reported as idle.
 
     Subsumes Cornstarch's Alg. 1 and Entrain's Alg. 3 (reference planning.md 2e, 2f, C8, E12, E13).
 
@@ -105,89 +111,162 @@ def search(
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     check_devices(table, roles, cluster, mode)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
-    space = Space(model, roles, table, unaware, cluster, global_batch)
-    found = _enumerate(space, mode, sizes, num_microbatches)
+    space = Space(model, roles, table, unaware, cluster, global_batch, tuple(chunks))
+    found = _enumerate(space, mode, sizes, num_microbatches, all_devices)
     if not found:
         raise does_not_fit(space, mode, sizes[0])
-    found.sort(key=lambda candidate: candidate.estimate)
+    finals = _Finals(space, rules, scorer, costs)
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
-
-    layers = {unit.name: len(unit.layers) for unit in model.units}
-    feeds = {unit.name: unit.feeds for unit in model.units}
-    ranked: list[RankedPlan] = []
-    rejected: list[tuple[float, str]] = []
-    overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
-    seen: set[tuple[Plan, int]] = set()
-    skipped = math.inf
     done = 0
     for candidate in found:
-        best = min((one.score.seconds for one in ranked), default=math.inf)
-        if len(ranked) >= finalists or remaining_bound[done] >= best:
+        if finals.ranked and (len(finals.ranked) >= finalists or remaining_bound[done] >= finals.best):
             break
         done += 1
-        if any((option, candidate.replicas) in overflowing for option in candidate.options):
-            skipped = min(skipped, candidate.bound)
-            continue
-        try:
-            plan = map_ranks(candidate.chains, layers, feeds, cluster)
-        except PlanError:
-            continue  # tensor groups do not pack into nodes
-        if (plan, candidate.num_microbatches) in seen:
-            continue  # DistTrain's search finds some of the others' plans
-        seen.add((plan, candidate.num_microbatches))
-        score = scorer(plan, candidate.num_microbatches)
-        excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
-        if excess > 0.0:
-            culprit, text = rejection(plan, candidate, score, excess)
-            rejected.append((excess, text))
-            overflowing.add((culprit, candidate.replicas))
-            continue
-        ranked.append(_ranked(plan, candidate, score, cluster.num_devices))
-    if not ranked:
-        raise nothing_survived(rejected, cluster)
-    ranked.sort(key=lambda one: one.score.seconds)
+        finals.simulate(candidate)
+    for first in _first_of_modes(space, found, mode, sizes, num_microbatches, all_devices):
+        finals.simulate(first)
+    if not finals.ranked:
+        raise nothing_survived(finals.rejected, cluster)
+    finals.reorder()
+    ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
     winner = ranked[0]
-    unseen = min(skipped, remaining_bound[done] if done < len(found) else math.inf)
+    unseen = min(finals.skipped, remaining_bound[done] if done < len(found) else math.inf)
     return SearchResult(
         winner=winner,
         runners_up=tuple(ranked[1:]),
-        rejected=tuple(text for _, text in rejected),
+        rejected=tuple(text for _, text in finals.rejected),
         candidates=len(found),
         mode=mode,
         seconds=winner.score.seconds,
-        proven=unseen >= winner.score.seconds,
+        proven=bool(unseen >= winner.score.seconds),
         lower_bound=min(winner.score.seconds, unseen),
         wall_seconds=time.perf_counter() - started,
     )
 
 
-def _enumerate(space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None) -> list[Candidate]:
-    """All candidates on the largest number of devices that any uses exactly."""
-    apart = [
-        one
-        for one in (_disaggregated(space, sizes) if mode in (Mode.BEST, Mode.DISTTRAIN) else ())
-        if microbatches in (None, one.num_microbatches)
-    ]
+class _Finals:
+    """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
+    skipped: the least bound of those that were not simulated because a part of them had overflowed."""
+
+    def __init__(self, space: Space, rules: ParameterBytes, scorer: PlanScorer, costs: CostModel) -> None:
+        self._space, self._rules, self._scorer, self._costs = space, rules, scorer, costs
+        self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
+        self._feeds = {unit.name: unit.feeds for unit in space.model.units}
+        self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
+        self._seen: set[tuple[Plan, int]] = set()
+        self.ranked: list[RankedPlan] = []
+        self.rejected: list[tuple[float, str]] = []
+        self.skipped = math.inf
+        self._candidates: dict[int, Candidate] = {}
+
+    @property
+    def best(self) -> float:
+        return min((one.score.seconds for one in self.ranked), default=math.inf)
+
+    def simulate(self, candidate: Candidate) -> None:
+        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows."""
+        if any((option, candidate.replicas) in self._overflowing for option in candidate.options):
+            self.skipped = min(self.skipped, candidate.bound)
+            return
+        plans = self._plans(candidate)
+        if plans:
+            self._score(candidate, min(plans, key=self._travel))
+
+    def reorder(self, most: int = 2) -> None:
+        """Simulate the best plans in every other rank order too."""
+        for one in sorted(self.ranked, key=lambda one: one.score.seconds)[:most]:
+            candidate = self._candidates[id(one)]
+            for plan in self._plans(candidate):
+                again = {unit.name: unit.recompute for unit in one.plan.units}
+                self._score(candidate, recomputing(plan, again))
+
+    def _plans(self, candidate: Candidate) -> list[Plan]:
+        """In every order of ranks; none where tensor groups do not pack into nodes."""
+        orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
+        found: dict[Plan, None] = {}
+        for order in orders:
+            with suppress(PlanError):
+                found[map_ranks(candidate.chains, self._layers, self._feeds, self._space.cluster, order)] = (
+                    None
+                )
+        return list(found)
+
+    def _travel(self, plan: Plan) -> float:
+        """Seconds that gradients take, and borders between nodes that each microbatch crosses, at their latency."""
+        cluster = self._space.cluster
+        if cluster.nodes == 1:
+            return 0.0
+        sums = sync_seconds(plan, self._space.model, cluster, self._rules)
+        return max(sums.values(), default=0.0)
+
+    def _score(self, candidate: Candidate, plan: Plan) -> None:
+        key = plan, candidate.num_microbatches
+        if key in self._seen:
+            return  # DistTrain's search finds some of the others' plans
+        self._seen.add(key)
+        cluster = self._space.cluster
+        score = self._scorer(plan, candidate.num_microbatches)
+        excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
+        if excess > 0.0:
+            frugal = more_recomputed(plan, score, self._space.table, cluster.bytes_per_device)
+            if frugal is not None:
+                self._score(candidate, frugal)
+                return
+            culprit, text = rejection(plan, candidate, score, excess)
+            self.rejected.append((excess, text))
+            self._overflowing.add((culprit, candidate.replicas))
+            return
+        one = _ranked(plan, candidate, score, cluster.num_devices)
+        self._candidates[id(one)] = candidate
+        self.ranked.append(one)
+
+
+def _enumerate(
+    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None, all_devices: bool
+) -> list[Candidate]:
+    """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
+    that any uses."""
+    found = list(_candidates(space, mode, sizes, microbatches))
+    if all_devices and found:
+        most = max(candidate.gpus for candidate in found)
+        found = [candidate for candidate in found if candidate.gpus == most]
+    # Of equal ones those first that leave the fewest devices idle.
+    return sorted(found, key=lambda candidate: (candidate.estimate, -candidate.gpus))
+
+
+def _candidates(
+    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None
+) -> Iterator[Candidate]:
+    if mode in (Mode.BEST, Mode.DISTTRAIN):
+        for one in _disaggregated(space, sizes):
+            if microbatches in (None, one.num_microbatches):
+                yield one
     if mode is Mode.DISTTRAIN:
-        return apart
-    for devices in range(space.cluster.num_devices, 0, -1):
-        found = [
-            candidate
-            for replicas in range(1, devices + 1)
-            if devices % replicas == 0
-            for size in sizes
-            if space.global_batch % (replicas * size) == 0
-            and microbatches in (None, space.global_batch // (replicas * size))
-            for candidate in space.candidates(mode, devices, replicas, size)
-        ]
-        if not found and devices == space.cluster.num_devices:
-            # One microbatch in flight is the least there is.
-            hopeless = excess_by_unit(space, mode, sizes[0], 1)
-            if max(hopeless.values()) > 0.0:
-                return []
-        if found:
-            return found + [one for one in apart if one.gpus == devices]
-    return []
+        return
+    for replicas in range(1, space.cluster.num_devices + 1):
+        for size in sizes:
+            count, rest = divmod(space.global_batch, replicas * size)
+            if rest == 0 and microbatches in (None, count):
+                yield from space.candidates(mode, replicas, size)
+
+
+def _first_of_modes(
+    space: Space,
+    found: Sequence[Candidate],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+) -> Iterator[Candidate]:
+    """What each published system would choose, for a search among all: it is to be no slower than any of them."""
+    if mode is not Mode.BEST:
+        return
+    yield from [one for one in found if one.disaggregated][:1]
+    yield from [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE][
+        :1
+    ]  # Cornstarch's
+    for other in (Mode.ENTRAIN, Mode.MEGATRON):
+        yield from _enumerate(space, other, sizes, microbatches, all_devices)[:1]
 
 
 def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
@@ -229,6 +308,7 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
             counts=tuple(allocations[name].replicas for name in roles.units),
             estimate=answer.seconds,
             bound=answer.num_microbatches * max(float(option.work.max()) for option in chains),
+            disaggregated=True,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.config.recompute import Recompute
 from dilatant.cost.layer import frozen_work, trainable_before
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
@@ -60,16 +61,25 @@ class LayerTable:
 
 
 def layer_table(
-    unit: UnitSpec, upstream: bool, costs: CostModel, tp: int = 1, cp: int = 1, rules: ParameterBytes = BF16
+    unit: UnitSpec,
+    upstream: bool,
+    costs: CostModel,
+    tp: int = 1,
+    cp: int = 1,
+    rules: ParameterBytes = BF16,
+    recompute: Sequence[Recompute] = (),
 ) -> LayerTable:
-    """What each layer of `unit` takes; `upstream`: does anything in the units before it train?
+    """What each layer of `unit` takes; `upstream`: does anything in the units before it train? `recompute`: by layer,
+    else as the unit says.
 
     Raises UserError when the cost model lacks a layer type or degree.
     """
     seconds, kept, weight, transient, output, static, shared = [], [], [], [], [], [], []
-    for layer, before in zip(unit.layers, trainable_before(unit.trainable, upstream), strict=True):
+    again = recompute or (unit.recompute or "none",) * len(unit.layers)
+    ahead = trainable_before(unit.trainable, upstream)
+    for layer, before, how in zip(unit.layers, ahead, again, strict=True):
         cost = costs.layer(layer.kind, tp, cp)
-        work = frozen_work(cost, layer.trainable, before, unit.recompute)
+        work = frozen_work(cost, layer.trainable, before, how)
         seconds.append(
             [_triple(q) for q in (work.forward, work.backward, work.input_gradient, work.weight_gradient)]
         )
@@ -101,12 +111,13 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
     static = np.empty(len(placed))
-    shared_by = sharing(plan, rules)
+    shared_by = sharing(plan, model, rules)
     for entry in placed:
         key = entry.unit, entry.stage.tp, entry.stage.cp
         if key not in tables:
             upstream = model.upstream_trainable(entry.unit)
-            tables[key] = layer_table(model.unit(entry.unit), upstream, costs, *key[1:], rules)
+            again = plan.unit(entry.unit).recompute
+            tables[key] = layer_table(model.unit(entry.unit), upstream, costs, *key[1:], rules, again)
         table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
         seconds[entry.index] = table.seconds[layers].sum(axis=0)
         kept[entry.index] = table.kept_bytes[layers].sum(axis=0)

@@ -73,6 +73,11 @@ def _layer_problems(plan: Plan, model: ModelSpec) -> list[str]:
         unit = units.get(planned.name)
         if unit is None:
             continue
+        if planned.recompute and len(planned.recompute) != len(unit.layers):
+            problems.append(
+                f"unit {planned.name!r} says of {len(planned.recompute)} layers what is recomputed, but has "
+                f"{len(unit.layers)}"
+            )
         for number, replica in enumerate(planned.replicas):
             where = f"{planned.name} replica {number}"
             held = np.zeros(len(unit.layers), dtype=np.int64)

@@ -76,3 +76,12 @@ class Workload:
             # The square of a sum of independent samples.
             quadratic = self.dense[unit] * (quadratic + samples * (samples - 1) * linear**2)
         return np.array([quadratic, linear * samples, 1.0 - (1.0 - present) ** samples])
+
+    def least_row(self, unit: str, samples: float) -> NDArray[np.float64]:
+        """The quadratic term and the tokens of the mean microbatch, however samples are grouped into microbatches of
+        `samples` on average: [2]. A dense row costs least where all are alike; one of a single sample is not dense."""
+        square, linear, _ = self.mean(unit)
+        quadratic = square * samples
+        if unit in self.dense:
+            quadratic = min(quadratic, min(1.0, self.dense[unit]) * (linear * samples) ** 2)
+        return np.array([quadratic, linear * samples])

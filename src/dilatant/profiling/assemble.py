@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
+from dilatant.config.config import unit_problems
 from dilatant.config.recompute import Recompute
 from dilatant.data.blend import Blend, StreamBlend, open_blend
 from dilatant.data.chat import chat_tokenizer
@@ -17,12 +18,12 @@ from dilatant.data.encode import Encoding
 from dilatant.data.sample import MediaUnit
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.tokenizer import load_tokenizer
-from dilatant.models.build import build_model
+from dilatant.models.build import build_model, open_whole
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured, place_rows
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
-from dilatant.profiling.media_units import media_unit
+from dilatant.profiling.media_units import media_unit, units_of_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def assemble_samples(config: Config) -> Samples:
     tokenizer = load_model_tokenizer(config.model)
     encoding = Encoding(
         chat=chat_tokenizer(tokenizer, config.data.chat_template),
-        units=media_units(config.model, len(tokenizer)),
+        units=media_units(config.model, tokenizer),
         train_on=config.data.train_on,
         max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
     )
@@ -100,21 +101,24 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     config says so. hollow: on the meta device, for ranks to give memory to their own layers. Raises UserError."""
     units = config.model.units if hollow else None
     model = build_model(config.model, seed=config.seed, tokenizer=samples.tokenizer, hollow=units)
-    attend_as_configured(model, config.model.language_model)
+    if found := unit_problems(config.parallel, tuple(model.units)):
+        raise list_problems("config has a mistake:", found)
+    attend_as_configured(model, config.model.text)
     place_rows(model, config.parallel.placement)
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
     for name, how in recompute_by_unit(config, model.units).items():
-        model.units[name].recompute(how)
+        model.units[name].recompute(how or "none")
     model.language.loss_chunk = config.train.loss_chunk
     return model
 
 
-def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute]:
-    """`train.recompute` for every unit. Raises UserError for units that there are not."""
+def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recompute | None]:
+    """`train.recompute` for every unit; None where that is left to the plan. Raises UserError for units that there are
+    not."""
     wanted = config.train.recompute
-    if isinstance(wanted, str):
+    if wanted is None or isinstance(wanted, str):
         return dict.fromkeys(units, wanted)
     unknown = [name for name in wanted if name not in units]
     if unknown:
@@ -126,20 +130,23 @@ def recompute_by_unit(config: Config, units: Collection[str]) -> dict[str, Recom
 
 def load_model_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer that the config names, or the language model's own. Raises UserError."""
-    source = config.language_model
+    source = config.text
     name = source.tokenizer or source.id
+    where = "model" if config.is_whole else "model.language_model"
     if name is None:
         raise UserError(
-            "model.language_model.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
+            f"{where}.tokenizer is missing; give an id or a folder, or 'bytes' for the built-in one"
         )
     if source.tokenizer is None:  # an id that is wrong is not the tokenizer's mistake
-        load_pretrained_config(name, "model.language_model", source.trust_remote_code)
+        load_pretrained_config(name, where, source.trust_remote_code)
     return load_tokenizer(name, source.trust_remote_code)
 
 
-def media_units(config: ModelConfig, tokenizer_size: int) -> tuple[MediaUnit, ...]:
-    """How each encoder sees its media, from configs alone: no weights are read."""
-    vocabulary = _vocabulary(config, tokenizer_size)
+def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
+    """How each encoder sees its media, from configs alone: no weights are read. Raises UserError."""
+    if config.is_whole:
+        return units_of_whole(open_whole(config), config.processor, tokenizer, config.id)
+    vocabulary = _vocabulary(config, len(tokenizer))
     return tuple(
         _media_unit(name, entry, vocabulary + position)
         for position, (name, entry) in enumerate(config.encoders.items())
@@ -147,7 +154,7 @@ def media_units(config: ModelConfig, tokenizer_size: int) -> tuple[MediaUnit, ..
 
 
 def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
-    source = config.language_model
+    source = config.text
     where = "model.language_model"
     if source.config is not None:
         settings = {"vocab_size": tokenizer_size, **source.config}

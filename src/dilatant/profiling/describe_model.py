@@ -82,18 +82,18 @@ def skeleton(config: Config, vocab_size: int) -> MultimodalModel:
     """The model of the config on the meta device, frozen as the config says; also of pretrained ones only the config
     is read. Raises UserError."""
     model = build_model(config.model, vocab_size=vocab_size, hollow=config.model.units, reads_weights=False)
-    attend_as_configured(model, config.model.language_model)
+    attend_as_configured(model, config.model.text)
     return model
 
 
 def describe_model(
-    model: MultimodalModel, recompute: Mapping[str, Recompute] | None = None
+    model: MultimodalModel, recompute: Mapping[str, Recompute | None] | None = None
 ) -> ModelDescription:
     """What planners need to know of a model, on the meta device or not.
 
     Layers share a type if their weights have the same names and shapes, their family calls them alike and they are in
     the same place of units of the same family and width. `recompute`: by unit, what is
-    recomputed in the backward.
+    recomputed in the backward; None leaves it to the plan.
     """
     known: dict[str, list[Any]] = {}
     types: dict[str, LayerType] = {}

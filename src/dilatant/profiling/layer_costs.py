@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dilatant.config import Config, PlanConfig, UserError, list_problems
+from dilatant.config import Config, UserError, list_problems
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.group import group_cost
 from dilatant.cost.layer import ZERO, LayerCost
@@ -20,6 +20,7 @@ from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType, ModelDescr
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.layer_shards import check_tensor_degrees, tensor_shard
+from dilatant.profiling.planned_degrees import planned_degrees
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.precision import pick_device
 
@@ -37,16 +38,11 @@ def layer_costs(
     """
     if config.plan.costs is not None:
         return read_costs(Path(config.plan.costs), model, target)
-    degrees = planned_degrees(config.plan)
+    degrees = planned_degrees(config.plan, model, target)
     if target.is_local:
         return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
-    check_tensor_degrees(model, config.plan.tensor_parallel)
+    check_tensor_degrees(model, [tp for tp, _ in degrees])
     return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype)
-
-
-def planned_degrees(plan: PlanConfig) -> list[Degree]:
-    """The (tp, cp) that a config names: those that this version trains, unless it asks for others."""
-    return [(tp, cp) for tp in plan.tensor_parallel for cp in plan.context_parallel]
 
 
 def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:

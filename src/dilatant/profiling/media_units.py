@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
-from dilatant.data.processors import audio_processor, image_processor
+from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
+from dilatant.data.processors import (
+    HuggingFaceImageProcessor,
+    audio_processor,
+    fixed_size,
+    image_processor,
+    saved_settings,
+)
+from dilatant.data.sample import MediaUnit, Written
+from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.whole import Whole
 
 
 def media_unit(
@@ -44,4 +57,80 @@ def media_unit(
         processor=audio_processor(processor, frames=geometry.frames, mel_bins=geometry.mel_bins),
         marker=marker,
         merge=merge,
+    )
+
+
+_FILE = "preprocessor_config.json"
+
+
+def units_of_whole(
+    whole: Whole,
+    processor: str | Mapping[str, Any] | None,
+    tokenizer: Any,
+    source: str | None = None,
+) -> tuple[MediaUnit, ...]:
+    """The `MediaUnit` of every tower of a whole model. processor: an id, a folder, or settings; settings that name no
+    processor change those of `source`, an id or folder. Raises UserError."""
+    if processor is None:
+        processor = source
+    elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
+        processor = {**saved_settings(source, _FILE), **processor}
+    return tuple(_unit_of_tower(whole, name, processor, tokenizer) for name in whole.family.towers)
+
+
+def _unit_of_tower(
+    whole: Whole, name: str, processor: str | Mapping[str, Any] | None, tokenizer: Any
+) -> MediaUnit:
+    tower = whole.family.towers[name]
+    marker = f"<{tower.kind}>"
+    written = _written(whole, name, tokenizer)
+    placeholder = whole.placeholder_ids[name]
+    settings = saved_settings(processor, _FILE) if isinstance(processor, str) else processor
+    if tower.native:
+        vision = whole.config.vision_config
+        patches = patch_processor(
+            settings or {},
+            patch=vision.patch_size,
+            merge=vision.spatial_merge_size,
+            frames=vision.temporal_patch_size,
+        )
+        return NativeImageUnit(name, placeholder, patches, marker, written)
+    geometry = whole.encoder(name).geometry
+    shape = (geometry.channels, geometry.height, geometry.row_width)
+    if settings is not None and "image_processor_type" in settings:
+        settings = {**settings, **tower.settings}
+        if fixed_size(settings, geometry.channels) is None:
+            tiling = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+            check_tiles(tiling, shape)
+            return TiledImageUnit(
+                name,
+                placeholder,
+                geometry.encoder_tokens,
+                geometry.tokens_per_row,
+                shape,
+                tiling,
+                marker,
+                written,
+            )
+    plain = media_unit(
+        name, geometry, processor=settings, placeholder_id=placeholder, marker=marker, merge="placeholder"
+    )
+    return replace(plain, written=written)
+
+
+def _written(whole: Whole, name: str, tokenizer: Any) -> Written:
+    tower = whole.family.towers[name]
+
+    def text(form: str) -> str:
+        for key in re.findall(r"\{(\w+)\}", form):
+            token = getattr(whole.config, key, None)
+            token = (
+                None if token is None or token >= len(tokenizer) else tokenizer.convert_ids_to_tokens(token)
+            )
+            form = form.replace(f"{{{key}}}", token or "")
+        return form
+
+    marker = f"<{tower.kind}>"
+    return Written(
+        text(tower.written or f"{{{tower.token}}}") or marker, text(tower.opens), text(tower.closes)
     )

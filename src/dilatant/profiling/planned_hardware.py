@@ -92,16 +92,15 @@ def plan_target(
         threads=threads,
         dtype=dtype,
         rules=replace(
-            _state_rules(FP32 if dtype == "float32" else BF16, optimizer),
+            rules_of(FP32 if dtype == "float32" else BF16, optimizer or OptimizerConfig()),
             zero=zero or DEFAULT_ZERO,
             ranks_per_node=per_node,
         ),
     )
 
 
-def _state_rules(rules: ParameterBytes, optimizer: OptimizerConfig | None) -> ParameterBytes:
-    if optimizer is None:
-        return rules
+def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterBytes:
+    """What a parameter takes under this optimizer. rules: under AdamW on the device."""
     if optimizer.offload:
         return replace(rules, optimizer=0.0)
     saved = FP32_MOMENTS - EIGHT_BIT_MOMENTS if optimizer.name == "adamw_8bit" else 0.0

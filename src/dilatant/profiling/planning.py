@@ -28,7 +28,8 @@ from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
-from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs, planned_degrees
+from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
+from dilatant.profiling.planned_degrees import planned_degrees
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
 from dilatant.profiling.step_costs import described_costs
@@ -112,10 +113,10 @@ def planning_problem(
     sampled = planned_samples(config, samples, model, progress)
     kept = None
     if config.plan.costs is None and target.is_local and not measure_again:
-        kept = kept_costs(model, target, planned_degrees(config.plan), config.data.max_length)
+        kept = kept_costs(model, target, planned_degrees(config.plan, model, target), config.data.max_length)
     measured = layer_costs(config, model, target, say) if kept is None else kept
     if problems := [problem for unit in whole.units.values() for problem in context_problems(unit)]:
-        if max(config.plan.context_parallel) > 1:
+        if max(config.plan.context_parallel or (1,)) > 1:
             raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
         measured = _without_context(measured)  # a cost file may know more than this model can do
     if config.plan.costs is None and kept is None:
@@ -132,9 +133,10 @@ def _without_context(costs: CostModel) -> CostModel:
     return replace(costs, layers=layers)
 
 
-def plan_run(problem: PlanningProblem) -> PlannedRun:
-    """Search for the plan of a run. Raises PlanError as `plan.search` does."""
-    result = _search(problem)
+def plan_run(problem: PlanningProblem, all_devices: bool = False) -> PlannedRun:
+    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. Raises PlanError as
+    `plan.search` does."""
+    result = _search(problem, all_devices)
     work = _work(problem)
     return PlannedRun(
         problem=problem,
@@ -145,7 +147,7 @@ def plan_run(problem: PlanningProblem) -> PlannedRun:
     )
 
 
-def _search(problem: PlanningProblem) -> SearchResult:
+def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
     config, target = problem.config, problem.target
     return search(
         problem.model.spec,
@@ -159,6 +161,8 @@ def _search(problem: PlanningProblem) -> SearchResult:
         rules=target.rules,
         finalists=config.plan.finalists,
         num_microbatches=config.parallel.microbatches,
+        chunks=config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,),
+        all_devices=all_devices,
     )
 
 
@@ -275,24 +279,27 @@ def compare_schedules(problem: PlanningProblem, plan: Plan, num_microbatches: in
 
 def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
     """The schedule families that a search of this problem tries."""
-    return tuple(_families(problem))
+    named = _families(problem)
+    if named is not None:
+        return tuple(named)
+    rounds = tuple(plan_scorer.ROUNDS) if max(problem.config.plan.chunks) > 1 else ()
+    return (*plan_scorer.TRIED, *rounds)
 
 
 def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanScore | None:
     """The score of the plan if activations are kept; None where none are recomputed."""
     units = problem.model.spec.units
-    if all(unit.recompute == "none" for unit in units):
+    if all(unit.recompute in ("none", None) for unit in units):
         return None
     spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
     kept = replace(problem, model=replace(problem.model, spec=spec))
     return _scorer(kept, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
 
 
-def _families(problem: PlanningProblem) -> Mapping[str, Family]:
-    """The schedule families that a search tries: the one that the config names, or those that trade speed for memory
-    without splitting backwards."""
+def _families(problem: PlanningProblem) -> Mapping[str, Family] | None:
+    """The schedule family that the config names; None: those that suit a plan."""
     named = problem.config.parallel.schedule
-    return plan_scorer.TRIED if named is None else {named: FAMILIES[named]}
+    return None if named is None else {named: FAMILIES[named]}
 
 
 def _work(problem: PlanningProblem) -> NDArray[np.float64]:

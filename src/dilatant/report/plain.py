@@ -39,6 +39,9 @@ def _decode(kind: Any, data: Any, place: str) -> Any:
     if origin is dict:
         _expect(isinstance(data, dict), "an object", data, place)
         return {key: _decode(arguments[1], item, f"{place}.{key}") for key, item in data.items()}
+    if origin is typing.Literal:
+        _expect(data in arguments, f"one of {', '.join(map(str, arguments))}", data, place)
+        return data
     if isinstance(kind, type) and issubclass(kind, tuple):
         hints = typing.get_type_hints(kind)
         _expect(isinstance(data, list) and len(data) == len(hints), f"a list of {len(hints)}", data, place)

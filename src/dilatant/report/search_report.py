@@ -154,7 +154,7 @@ def memory_use(
     for rank, peak in zip(timeline.ranks, timeline.peak_bytes.tolist(), strict=True):
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
     uses = []
-    shared_by = sharing(timeline.plan, rules)
+    shared_by = sharing(timeline.plan, model, rules)
     for (stages, peak), ranks in groups.items():
         fixed = _parameter_bytes(held[ranks[0]], model, rules, shared_by)
         uses.append(

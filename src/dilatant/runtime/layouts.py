@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
 from dilatant.models.language import LanguageUnit
+from dilatant.models.native_encoder import is_native
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, expert_problems
 from dilatant.models.unit import Unit
 from dilatant.plan.plan import Plan
@@ -50,10 +51,16 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
 
 def context_problems(unit: Unit) -> list[str]:
     """Why ranks cannot share the tokens of a unit; items of encoders and generators they always can."""
+    remedy = "give it cp: 1 and more stages, replicas or tp"
+    if is_native(unit):
+        return [f"{unit.unit}: its images have unlike sizes, and ranks cannot share them yet; {remedy}"]
     if not isinstance(unit, LanguageUnit):
         return []
-    remedy = "give it cp: 1 and more stages, replicas or tp"
     problems = []
+    if unit.taps:
+        problems.append(
+            f"{unit.unit}: its inner blocks take rows of an encoder, which no rank has whole; {remedy}"
+        )
     if unit.row_attention is None:
         reason = why_not(unit.model) or "another attn_implementation was asked for"
         problems.append(

@@ -43,12 +43,18 @@ def peak_bytes(
     members = [
         [index[rank] for rank in placed.stage.ranks if rank in index] for placed in graph.arrays.placed
     ]
+    whole, groups = members, {tuple(held_by) for held_by in members}
+    if sum(map(len, groups)) == len({rank for held_by in groups for rank in held_by}):
+        # A rank is of one group: what its first one holds, they all hold.
+        members = [held_by[:1] for held_by in whole]
     row_rank = np.repeat(np.arange(num_ranks), np.diff(packed.offsets))
     op = graph.row_op
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     arrived = arrival[: graph.num_messages]
     sent, sender = _spread(graph.stage[source], members)
     taken, receiver = _spread(graph.stage[target], members)
+    lead = np.isin(row_rank, [rank for held_by in members for rank in held_by])
+    row_rank, op = row_rank[lead], op[lead]
     ranks = np.concatenate([row_rank, row_rank, sender, sender, receiver, receiver])
     times = np.concatenate(
         [start[op], end[op], end[source[sent]], arrived[sent], arrived[taken], start[target[taken]]]
@@ -68,7 +74,10 @@ def peak_bytes(
     before = np.concatenate([[0.0], held])[np.searchsorted(ranks[order], np.arange(num_ranks))]
     peak = np.zeros(num_ranks)
     np.maximum.at(peak, ranks[order], held - before[ranks[order]])
-    for stage, held_by in enumerate(members):
+    for first, held_by in zip(members, whole):
+        if len(first) < len(held_by):
+            peak[held_by] = peak[first]
+    for stage, held_by in enumerate(whole):
         peak[held_by] += size.static[stage]
     return peak
 

@@ -19,9 +19,10 @@ from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
-from dilatant.schedule.families import eager, half_eager, one_f_one_b
+from dilatant.schedule.families import eager, half_eager, interleaved, one_f_one_b
 from dilatant.schedule.graph import build
 from dilatant.schedule.pipeline_shape import Family
+from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
@@ -30,7 +31,20 @@ from dilatant.schedule.trainability import trainability_of
 TRIED: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
 """The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
 
+ROUNDS: Mapping[str, Family] = {"interleaved": interleaved}
+"""The same for a plan whose replicas go round their ranks several times."""
+
 FRUGAL = "1f1b"
+
+
+def families_for(plan: Plan) -> Mapping[str, Family]:
+    """The families that suit a plan."""
+    goes_round = any(
+        len({stage.ranks for stage in replica.stages}) < len(replica.stages)
+        for unit in plan.units
+        for replica in unit.replicas
+    )
+    return ROUNDS if goes_round else TRIED
 
 
 def plan_scorer(
@@ -43,7 +57,7 @@ def plan_scorer(
     rules: ParameterBytes = BF16,
     seed: int = 0,
     row_tokens: int | None = None,
-    families: Mapping[str, Family] = TRIED,
+    families: Mapping[str, Family] | None = None,
 ) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
@@ -72,7 +86,7 @@ def simulated_steps(
     rules: ParameterBytes = BF16,
     seed: int = 0,
     row_tokens: int | None = None,
-    families: Mapping[str, Family] = TRIED,
+    families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
     """One step for every global batch."""
     return best_steps(
@@ -126,19 +140,29 @@ def best_steps(
     batches: Sequence[Workload],
     bytes_per_device: float,
     how: Microbatching,
-    families: Mapping[str, Family] = TRIED,
+    families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
     """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
     of them; the most frugal if none does. `how` says the rest: its own family is not looked at. Raises ValueError for a
     family that cannot run this plan."""
+    families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
 
+    assigned: dict[tuple[int, str, str], Assignment] = {}
+
+    def assign(number: int, name: str, how: Microbatching) -> Assignment:
+        key = number, how.policy, name if how.policy in DEPENDS_ON_FAMILY else ""
+        if key not in assigned:
+            own = replace(how, family=families[name])
+            assigned[key] = assign_step(plan, costs, batches[number], own, anchor)
+        return assigned[key]
+
     def timed(name: str, how: Microbatching) -> list[TimedStep]:
-        family, found = families[name], []
-        for batch in batches:
-            assignment = assign_step(plan, costs, batch, replace(how, family=family), anchor)
-            graph = build(plan, assignment, family(plan, assignment, trainability))
+        found = []
+        for number, batch in enumerate(batches):
+            assignment = assign(number, name, how)
+            graph = build(plan, assignment, families[name](plan, assignment, trainability))
             found.append(time_step(graph, costs, batch))
         return found
 

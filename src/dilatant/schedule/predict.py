@@ -124,7 +124,8 @@ def step_bytes(
 
 
 def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """Seconds each message of `size` bytes travels: `[messages]`; zero between stages on the same ranks."""
+    """Seconds each message of `size` bytes travels: `[messages]`; between nodes through one port; zero between stages
+    on the same ranks."""
     placed = graph.arrays.placed
     groups: dict[tuple[int, ...], int] = {}
     group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
@@ -132,8 +133,8 @@ def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluste
     source = graph.stage[graph.edge_source[: graph.num_messages]]
     target = graph.stage[graph.edge_target[: graph.num_messages]]
     inside = node[source] == node[target]
-    seconds = np.where(inside, cluster.inside.latency, cluster.between.latency) + size / np.where(
-        inside, cluster.inside.bandwidth, cluster.between.bandwidth
+    seconds = np.where(inside, cluster.inside.latency, cluster.port.latency) + size / np.where(
+        inside, cluster.inside.bandwidth, cluster.port.bandwidth
     )
     return np.where((group[source] == group[target]) | (size == 0), 0.0, seconds)
 

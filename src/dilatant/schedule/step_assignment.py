@@ -92,15 +92,13 @@ def _speeds(plan: Plan, anchor: str, costs: StageCosts, samples: Workload) -> li
     """By replica of the anchor: global batches per second of the ranks that have most to do for it."""
     tokens, squares = _sizes(samples, anchor)
     batch = np.array([squares.sum(), tokens.sum(), 0.0])
-    speeds = []
-    for replica in range(len(plan.unit(anchor).replicas)):
-        busy: dict[tuple[int, ...], float] = {}
-        for placed in plan.stages():
-            if placed.unit == anchor and placed.replica == replica:
-                seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
-                busy[placed.stage.ranks] = busy.get(placed.stage.ranks, 0.0) + seconds
-        speeds.append(1.0 / max(busy.values()) if max(busy.values()) > 0 else 1.0)
-    return speeds
+    busy: list[dict[tuple[int, ...], float]] = [{} for _ in plan.unit(anchor).replicas]
+    for placed in plan.stages():
+        if placed.unit == anchor:
+            seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
+            own = busy[placed.replica]
+            own[placed.stage.ranks] = own.get(placed.stage.ranks, 0.0) + seconds
+    return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
 
 
 def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:

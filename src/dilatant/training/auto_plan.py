@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -118,13 +119,21 @@ def _kept_plan(folder: RunFolder, devices: int) -> tuple[TrainingPlan | None, st
         return None, ""
     except ValueError as error:
         return None, f"{path}: {error}"
-    before = len(plan.plan.ranks)
+    before = _planned_devices(folder, plan)
     if before != devices:
         return (
             None,
             f"the run had {before} {'device' if before == 1 else 'devices'}, and there are {devices} now",
         )
     return plan, ""
+
+
+def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
+    """The devices that the plan was made for, of which it may leave some idle."""
+    with suppress(OSError, UserError):
+        cluster = load_config(folder.path / "plan" / "config.yaml").cluster
+        return cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
+    return len(plan.plan.ranks)
 
 
 def share_plan(

@@ -21,15 +21,22 @@ from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_unit import ImageUnit
-from dilatant.data.processor_settings import processor_settings
+from dilatant.data.native_image_unit import NativeImageUnit
+from dilatant.data.processor_settings import processor_settings, size_limits
+from dilatant.data.tiled_image_unit import TiledImageUnit
+from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import source_dtypes
 from dilatant.models.dtype import hold_in
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
-from dilatant.profiling.media_units import media_unit
+from dilatant.models.sources import load_pretrained_config
+from dilatant.models.whole import Whole
+from dilatant.profiling.media_units import media_unit, units_of_whole
 from dilatant.training.checkpoint import load
 from dilatant.training.export_folder import check_target, replacing
+from dilatant.training.whole_answers import WholeAnswers
+from dilatant.training.whole_export import write_whole
 
 CONVERSATION = "conversation.json"
 _TEMPLATE = "chat_template.jinja"
@@ -39,7 +46,7 @@ _TEMPLATE = "chat_template.jinja"
 class Exported:
     """A model that was exported, ready to answer."""
 
-    model: MultimodalModel
+    model: MultimodalModel | WholeAnswers
     tokenizer: Any
     encoding: Encoding
 
@@ -52,24 +59,40 @@ def export_checkpoint(
     for name, unit in model.units.items():
         hold_in(unit, dtypes[name])
     load(checkpoint, {"model": allocate(model.units)})
-    export_model(model, encoding, folder, run)
+    export_model(model, encoding, folder, run, config.model.id)
 
 
-def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: Path | None = None) -> None:
+def export_model(
+    model: MultimodalModel,
+    encoding: Encoding,
+    folder: Path,
+    run: Path | None = None,
+    source: str | None = None,
+) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
-    run: the run folder, which is never replaced. Raises UserError when `folder` holds anything else (see
-    `check_target`, which can be asked before the work begins) and when the disk does not take it.
+    run: the run folder, which is never replaced. source: the id or folder that a whole model came from, None where it
+    began from scratch. Raises UserError when `folder` holds anything else (see `check_target`, which can be asked
+    before the work begins) and when the disk does not take it.
     """
     check_target(folder, run)
     try:
         with replacing(folder) as writing:
             with _without_progress_bars():
-                model.save_pretrained(writing)
+                if model.whole is None:
+                    model.save_pretrained(writing)
+                else:
+                    write_whole(model, writing, source)
             for unit in encoding.units:
-                assert isinstance(unit, ImageUnit | AudioUnit)
-                settings = processor_settings(unit.processor)
-                _write_json(writing / unit.name / "preprocessor_config.json", settings)
+                file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                if (
+                    isinstance(unit, NativeImageUnit) and file.is_file()
+                ):  # the source's, and what was changed of it
+                    before = json.loads(file.read_text(encoding="utf-8"))
+                    _write_json(file, {**before, **size_limits(unit.processor)})
+                elif not file.is_file():
+                    assert isinstance(unit, ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit)
+                    _write_json(file, processor_settings(unit.processor))
             _write_json(
                 writing / CONVERSATION,
                 {
@@ -78,7 +101,8 @@ def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: 
                     }
                 },
             )
-            (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
+            if model.whole is None or source is None:
+                (writing / _TEMPLATE).write_text(encoding.chat.template.text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(f"the export to {str(folder)!r} could not be written: {error}") from None
 
@@ -86,6 +110,8 @@ def export_model(model: MultimodalModel, encoding: Encoding, folder: Path, run: 
 def load_exported(folder: Path) -> Exported:
     """Read what `export_model` wrote. Raises UserError."""
     markers = _read_markers(folder)
+    if (folder / "config.json").is_file():
+        return _load_whole(folder)
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
     if markers.keys() != model.encoders.keys():
@@ -107,6 +133,16 @@ def load_exported(folder: Path) -> Exported:
         )
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
     return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units)))
+
+
+def _load_whole(folder: Path) -> Exported:
+    where = str(folder)
+    whole = Whole.of(load_pretrained_config(where, where), where)
+    tokenizer = load_tokenizer(where)
+    with _without_progress_bars():
+        model = WholeAnswers.open(folder, whole)
+    encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units_of_whole(whole, where, tokenizer))
+    return Exported(model, tokenizer, encoding)
 
 
 def _read_markers(folder: Path) -> dict[str, str]:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from dilatant.data.encode import EncodedPrompt
 from dilatant.data.pixels import EncoderInput
-from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import on_device
 
 
+class Generates(Protocol):
+    """`MultimodalModel`, or a whole model as transformers loads it."""
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        encoder_inputs: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **generation: Any,
+    ) -> torch.Tensor:
+        """As `MultimodalModel.generate`."""
+        ...
+
+
 def generate_answers(
-    model: MultimodalModel,
+    model: Generates,
     tokenizer: Any,
     prompts: Sequence[EncodedPrompt],
     device: torch.device,

@@ -19,6 +19,7 @@ from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import plan_problems
+from dilatant.profiling.assemble import recompute_by_unit
 from dilatant.runtime.holders import holdings_of, trainable_layers
 from dilatant.runtime.layouts import layout_problems
 from dilatant.schedule import FAMILIES, trainability_of, validate
@@ -142,8 +143,11 @@ def plan_from_config(
         problems = _nothing_to_share(config, planned.plan, model)
     if problems:
         raise list_problems("this plan cannot train:", problems)
+    own = _recomputed(config, planned.plan, model)
     planned = replace(
         planned,
+        plan=own,
+        costs=planned.costs if own == planned.plan else None,
         num_microbatches=parallel.microbatches or planned.num_microbatches,
         schedule=parallel.schedule or planned.schedule,
         assignment=config.plan.assignment or planned.assignment,
@@ -151,6 +155,14 @@ def plan_from_config(
     if len(planned.plan.ranks) == 1:
         return replace(planned, num_microbatches=1, schedule="serial")
     return planned
+
+
+def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
+    """The plan without what it says of recomputation where the config says it."""
+    asked = recompute_by_unit(config, model.units)
+    return Plan(
+        tuple(unit if asked[unit.name] is None else replace(unit, recompute=()) for unit in plan.units)
+    )
 
 
 def zero_text(config: Config, plan: Plan, model: MultimodalModel) -> str:

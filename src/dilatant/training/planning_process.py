@@ -121,7 +121,7 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
         measure_again=False,
     )
     progress("searching")
-    planned = plan_run(problem)
+    planned = plan_run(problem, all_devices=bool(job.launcher))
     _check_all_used(job, planned)
     report = plan_report(planned, job.folder.name)
     folder = write_plan_folder(planned, report)

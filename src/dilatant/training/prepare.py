@@ -52,14 +52,22 @@ def prepare(
             raise UserError("model.freeze leaves nothing to train; leave out at least a projector")
         if planned is None:
             planned = plan_from_config(config, model, made)
-            targets = _target_share(samples)
-            planned = replace(
-                planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets)
-            )
+            planned = with_costs(config, samples, model, planned)
+        for unit in planned.plan.units:
+            if unit.recompute:
+                model.units[unit.name].recompute(unit.recompute)
     said = dict.fromkeys(str(entry.message) for entry in caught if issubclass(entry.category, UserWarning))
     return Prepared(
         samples, model, planned, (*said, *_about_warm_up(config, samples), *_about_routers(model))
     )
+
+
+def with_costs(
+    config: Config, samples: Samples, model: MultimodalModel, planned: TrainingPlan
+) -> TrainingPlan:
+    """The plan with the costs of its steps on this hardware; its own where it has some."""
+    targets = _target_share(samples)
+    return replace(planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets))
 
 
 def _about_routers(model: MultimodalModel) -> tuple[str, ...]:

@@ -79,43 +79,57 @@ def train_rank(
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        first, began_at = worker.rank == 0, trainer.step
-        if first:
-            # Nothing can be wrong with the config any more: a mistake must not cost an old run.
-            if start.discards:
-                shutil.rmtree(folder.checkpoints, ignore_errors=True)
-            folder.write_config(config.to_yaml())
-            folder.write_text("plan.json", plan_json)
-            _show_data(config, prepared.samples, folder, console_for(show))
-        with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
-            training_began = time.monotonic()
-            with StopSignal() as stop:
-                result = _train(config, trainer, observer, stop)
-            summary = _show_last_step(trainer, folder) if result.step else ""
-            evaluation = trainer.evaluate() if result.finished else None
-            if observer is not None:
-                observer.evaluated(trainer.step, evaluation)
-        return RunResult(
-            folder.path,
-            result.step,
-            result.total_steps,
-            result.seconds,
-            # Without a signal here another rank was asked.
-            0 if result.finished else stop.exit_code or 128 + signal.SIGTERM,
-            observer.last_loss if observer is not None else None,
-            summary,
-            evaluation,
-            trainer.published,
-            began_at,
-            first,
-            training_began,
-        )
+        if trainer.rank == 0:
+            begin_folder(config, prepared, planned, folder, start.discards, show)
+        with StopSignal() as stop:
+            return train_to_end(config, trainer, folder, show, stop)
     except BaseException as error:
         trainer.fail(error)
         raise
     finally:
         trainer.close()
         folder.close()
+
+
+def begin_folder(
+    config: Config, prepared: Prepared, planned: TrainingPlan, folder: RunFolder, discards: bool, show: Show
+) -> None:
+    """Write what a run begins with. Nothing can be wrong with the config any more: a mistake must not cost an old
+    run. discards: the checkpoints that are there."""
+    if discards:
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)
+    folder.write_config(config.to_yaml())
+    folder.write_text("plan.json", planned.to_json())
+    _show_data(config, prepared.samples, folder, console_for(show))
+
+
+def train_to_end(
+    config: Config, trainer: Trainer, folder: RunFolder, show: Show, stop: StopSignal
+) -> RunResult:
+    """Train, watched on rank 0, and judge the model; called by all ranks."""
+    first, began_at = trainer.rank == 0, trainer.step
+    with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
+        training_began = time.monotonic()
+        result = _train(config, trainer, observer, stop)
+        summary = _show_last_step(trainer, folder) if result.step else ""
+        evaluation = trainer.evaluate() if result.finished else None
+        if observer is not None:
+            observer.evaluated(trainer.step, evaluation)
+    return RunResult(
+        folder.path,
+        result.step,
+        result.total_steps,
+        result.seconds,
+        # Without a signal here another rank was asked.
+        0 if result.finished else stop.exit_code or 128 + signal.SIGTERM,
+        observer.last_loss if observer is not None else None,
+        summary,
+        evaluation,
+        trainer.published,
+        began_at,
+        first,
+        training_began,
+    )
 
 
 def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:

@@ -42,13 +42,23 @@ class Stopped(Exception):
         self.exit_code = exit_code
 
 
-def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") -> RunResult:
+Resilient = Callable[..., RunResult]
+"""See `resilience.launch.launch_resiliently`, which stands above this room."""
+
+
+def train(
+    config: Config,
+    *,
+    overwrite: bool = False,
+    show: Show = "nothing",
+    resilient: Resilient | None = None,
+) -> RunResult:
     """Train the model of a config, evaluate it on held-out data and export it into the run folder.
 
     overwrite: start anew in an output_dir that holds a run. show: where progress goes. Starts the ranks of the layout,
     or is one of them under torchrun, Slurm or Kubernetes. Raises UserError for what is wrong with config, data or
     folder, WorkerFailed when a rank fails, Stopped when a signal ends a run before it trains; a run that was asked to
-    stop later is saved and returns.
+    stop later is saved and returns. resilient: starts the ranks of a run that goes on when some are lost.
     """
     if config.train.device == "cpu":
         hide_gpus()
@@ -59,6 +69,11 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
         raise UserError(
             f"{place.launcher} started {place.size} processes, but parallel: single asks for one; start one, or let "
             "the run plan for them (parallel: auto)"
+        )
+    if resilient is not None and place is not None:
+        raise UserError(
+            f"resilience.enabled: {place.launcher} started this run, and so far only one that is started with "
+            "`dilatant train` on one machine goes on when ranks are lost; leave it out"
         )
     if place is None and (plans or config.parallel.is_laid_out):
         fork_server.warm_up()  # before our own imports, which take as long as the server's
@@ -83,6 +98,11 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             prepared = _prepare(config, made, place, console)
             planned = prepared.planned
             ranks = len(planned.plan.ranks)
+            if resilient is not None:
+                result = _launch_resilient(resilient, config, ranks, planned, start, show)
+                if result.finished:
+                    _export(config, prepared, result, folder)
+                return result
             # In one process that is this one, which has prepared.
             here = (prepared,) if ranks == 1 else ()
             result = _launch(train_rank, ranks, config, planned.to_json(), start, show, *here)
@@ -158,6 +178,17 @@ def _launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     if stop.signal.exit_code:
         return replace(result, exit_code=stop.signal.exit_code)
     return result
+
+
+def _launch_resilient(
+    resilient: Resilient, config: Config, ranks: int, planned: TrainingPlan, start: Start, show: Show
+) -> RunResult:
+    with _stopping(starts_workers=True) as stop:
+        try:
+            result = resilient(config, ranks, planned.to_json(), start, show, stop.workers_run)
+        except KeyboardInterrupt:
+            raise Stopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
+    return replace(result, exit_code=stop.signal.exit_code) if stop.signal.exit_code else result
 
 
 class _Stop:

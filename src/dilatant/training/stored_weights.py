@@ -15,19 +15,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 from transformers.utils.hub import cached_file
 
 from dilatant.config import ModelConfig
-from dilatant.config.errors import UserError
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.lora import PREFIX, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.models.unit import Unit
+from dilatant.models.whole_files import stored_keys
 from dilatant.plan.boxes import Box
 from dilatant.runtime.holders import part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def read_pretrained(
@@ -38,9 +42,14 @@ def read_pretrained(
 
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
+    if config.is_whole:
+        whole = {} if config.id is None else _read_whole(model, config.id, held)
+        if config.lora is not None and config.lora.adapter is not None:
+            whole |= read_adapter(model, Path(config.lora.adapter), held)
+        return whole
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
-    sources[language] = (config.language_model.id, config.language_model.trust_remote_code)
+    sources[language] = (config.text.id, config.text.trust_remote_code)
     weights: dict[str, Tensor] = {}
     for name, (source, own_code) in sources.items():
         unit = model.units[name]
@@ -64,6 +73,83 @@ def read_pretrained(
             }
         weights |= found
     return weights
+
+
+def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    whole = model.whole
+    assert whole is not None
+    wanted = {
+        weight.name: whole.key_of(unit, weight)
+        for unit in model.units.values()
+        for weight in unit.weights
+        if weight.name in held and not is_adapter(weight.name)
+    }
+    files = pretrained_files(source) or {}
+    stored = stored_keys(whole, files) if files else {}
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name, key in wanted.items():
+        if key in stored:
+            by_file[files[stored[key]]].append(name)
+    weights = {}
+    for file, names in by_file.items():
+        with open_tensors(file) as tensors:
+            for name in names:
+                weights[name] = _read(tensors, stored[wanted[name]], held[name])
+    if len(weights) < len(wanted):
+        everything = load_whole(source)
+        weights |= {n: part(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
+    return weights
+
+
+def read_adapter(model: MultimodalModel, folder: Path, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of the weights in a folder of peft's. Raises UserError for another adapter than the model's."""
+    whole = model.whole
+    assert whole is not None
+    assert whole.lora is not None
+    name, settings = whole.lora.adapter, adapter_settings(folder)
+    wrong = [
+        f"{key} is {settings.get(key)!r} there and {own!r} here"
+        for key, own in (
+            ("r", whole.lora.r),
+            ("lora_alpha", whole.lora.lora_alpha),
+            ("use_rslora", whole.lora.use_rslora),
+            ("peft_type", "LORA"),
+        )
+        if settings.get(key) != own
+    ]
+    file = folder / ADAPTER_FILE
+    files = _keys(file)
+    keys = {
+        PREFIX + whole.key_of(unit, weight): weight.name
+        for unit in model.units.values()
+        for weight in unit.weights
+    }
+    wrong += [f"it has {key!r}, which this model has not" for key in files if key not in keys]
+    wrong += [f"it lacks {key!r}" for key, weight in keys.items() if is_adapter(weight) and key not in files]
+    if wrong:
+        more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
+        raise list_problems(f"model.lora.adapter: {name!r} does not fit:", [*wrong[:8], *more])
+    with open_tensors(file) as tensors:
+        return {keys[key]: _read(tensors, key, held[keys[key]]) for key in files if keys[key] in held}
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """What `adapter_config.json` says. Raises UserError."""
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.lora.adapter: {str(folder)!r} is no adapter of peft: {error}") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def load_whole(source: str) -> dict[str, Tensor]:
+    """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(source, dtype="auto")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
+    return model.state_dict()
 
 
 def pretrained_files(source: str) -> Mapping[str, Path] | None:
@@ -113,7 +199,7 @@ def read_unit(
             found[files[stored]].append((weight.name, stored))
     weights = {}
     for file, entries in found.items():
-        with _open(file) as tensors:
+        with open_tensors(file) as tensors:
             for name, stored in entries:
                 weights[name] = _read(tensors, stored, held[name])
     return weights
@@ -129,7 +215,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _keys(file: Path) -> dict[str, Path]:
-    with _open(file) as tensors:
+    with open_tensors(file) as tensors:
         return dict.fromkeys(tensors.keys(), file)
 
 
@@ -146,7 +232,8 @@ def _read(tensors: Any, stored: str, box: Box) -> Tensor:
     return own
 
 
-def _open(file: Path) -> safe_open:
+def open_tensors(file: Path) -> safe_open:
+    """A safetensors file. Raises UserError."""
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

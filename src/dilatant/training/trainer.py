@@ -7,10 +7,11 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from dilatant.runtime.holders import boxes_held_on, holdings_of, written_cells
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
 from dilatant.training.checkpoint import load, stored_shapes
+from dilatant.training.checkpoint_boxes import Tensors
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
+from dilatant.training.commit import ALONE, Membership, gradient_hashes
 from dilatant.training.evaluation import Evaluation, evaluate
 from dilatant.training.feed import agree_on_bad, merge_found
 from dilatant.training.inputs import Inputs, Steps
@@ -64,6 +67,8 @@ class Trainer:
     """The run on one rank of a plan, from its parts to its last checkpoint. `close` ends its background work.
 
     model: the whole model, of which this rank gives memory to its own layers only; the rest stays on the meta device.
+    membership: of a run that goes on when ranks are lost; its gate then decides which steps count, and an error is for
+    whoever made this trainer to handle: nothing is saved, and nobody told.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Trainer:
         planned: TrainingPlan,
         worker: Worker,
         checkpoints: Path,
+        membership: Membership = ALONE,
     ) -> None:
         plan = planned.plan
         self.rank = worker.rank
@@ -86,11 +92,17 @@ class Trainer:
             worker.store,
             worker.rank,
             worker.size,
+            membership.generation,
             device=worker.device,
             timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
         )
+        membership.opened(self.comm)
         held = boxes_held_on(holdings_of(plan, model.units), worker.rank)
-        weights = read_pretrained(model, config.model, held, config.seed)
+        self._gate = membership.gate
+        if membership.weights_follow:
+            weights = {name: torch.zeros(box.shape) for name, box in held.items()}
+        else:
+            weights = read_pretrained(model, config.model, held, config.seed)
         self.runtime = Runtime(
             model,
             plan,
@@ -102,6 +114,7 @@ class Trainer:
             weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
             zero=config.train.zero or DEFAULT_ZERO,
+            node_of=membership.node_of,
             keeps_masters=not config.train.optimizer.offload,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
@@ -139,32 +152,82 @@ class Trainer:
         self._skipped_updates = 0
         self._unpublished = False
         self._half_updated = False
+        self._voted: tuple[StepResult, GlobalBatch] | None = None
+        self._layer_of = {
+            weight.name: weight.layer for unit in model.units.values() for weight in unit.weights
+        }
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from `checkpoint`, of any layout: weights, moments and data position. Raises UserError."""
-        owned = self.runtime.owned
         moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
-        allocate_moments(self._optimizer, {key for key, box in owned.boxes.items() if box.name in moments})
-        state = held_state(self.runtime, self._optimizer.masters, self._optimizer)
+        state = self.empty_state(moments)
         values = load(checkpoint, state, known=self._known, shapes=self._shapes)
-        self._optimizer.loaded()
-        owned.gather()
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
                 f"checkpoint {str(checkpoint)!r} does not say at which step and sample it was written"
             )
-        self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
-        self.step = self._saved_step = values["step"]
-        self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
-        self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
-        if "costs" in values:
-            try:
-                self.runtime.costs.from_json(values["costs"])
-            except ValueError as error:
-                raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
+        try:
+            self.go_on_from(values)
+        except ValueError as error:
+            raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
+        self._saved_step = self.step
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
             self._writer.continue_from(checkpoint)
+
+    def state(self) -> Tensors:
+        """Weights and moments held here, by key; not copies."""
+        return held_state(self.runtime, self._optimizer.masters, self._optimizer)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of every weight and buffer held here."""
+        return self._shapes
+
+    def values(self) -> dict[str, Any]:
+        """The same on all ranks: where the run is, as JSON."""
+        return {
+            "step": self.step,
+            "position": self._position.to_json(),
+            "left_out": dict(self._left_out),
+            "costs": self.runtime.costs.to_json(),
+        }
+
+    def empty_state(self, moments: Set[str]) -> Tensors:
+        """As `state`, to be filled, with room for the moments of the weights of these names; `go_on_from` follows."""
+        boxes = self.runtime.owned.boxes
+        allocate_moments(self._optimizer, {key for key, box in boxes.items() if box.name in moments})
+        return self.state()
+
+    def go_on_from(self, values: Mapping[str, Any]) -> None:
+        """Go on with the state that was filled in, from where `values` say; called by all ranks. Raises ValueError for
+        costs that are none, UserError where replicas differ."""
+        self._optimizer.loaded()
+        self.runtime.owned.gather()
+        self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
+        self.step = values["step"]
+        self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
+        self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
+        if "costs" in values:
+            self.runtime.costs.from_json(values["costs"])
+
+    def continue_branch(self, saved_step: int, newest: Path | None) -> None:
+        """Go on with the checkpoints of this run that are there, the newest of which is of `saved_step`; called by all
+        ranks. newest: its folder, on rank 0."""
+        self._saved_step = saved_step
+        if newest is not None:
+            self._writer.continue_from(newest)
+
+    @property
+    def voted_step(self) -> int | None:
+        """The step whose gradients are here and which is not applied; see `apply_voted`."""
+        return None if self._voted is None else self.step
+
+    def apply_voted(self) -> None:
+        """Apply it after all, when communication is over: to what this rank owns. The weights that others own stay
+        behind, but `state` does not look at them."""
+        assert self._voted is not None
+        self._update(*self._voted)
 
     def run(
         self,
@@ -195,6 +258,8 @@ class Trainer:
                         self._publish()
                     after_step(self.step)
         except BaseException as error:
+            if self._gate is not None:
+                raise
             self.fail(error)
             with contextlib.suppress(Exception):  # the first error counts
                 self._save_alone()
@@ -256,22 +321,30 @@ class Trainer:
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
         these, unless they are to be skipped."""
-        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-        if not finite and self._config.train.on_nonfinite == "stop":
+        if not _is_finite(result) and self._config.train.on_nonfinite == "stop":
             raise UserError(_explain_nonfinite(self.step + 1, result, batch))
+        if self._gate is not None:
+            self._voted = result, batch
+            self._gate.vote(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
         self._half_updated = True
-        if finite:
+        self._update(result, batch)
+        if _is_finite(result):
+            self.runtime.owned.gather()
+        self._half_updated = False
+
+    def _update(self, result: StepResult, batch: GlobalBatch) -> None:
+        """The update of what this rank owns; nothing is sent."""
+        self._voted = None
+        if _is_finite(result):
             limit = self._config.train.max_grad_norm
             if limit is not None:
                 self.runtime.clip_grad_norm_(limit, result.grad_norm)
             self._optimizer.step()
-            self.runtime.owned.gather()
         else:
             self._skipped_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._position = batch.position
-        self._half_updated = False
 
     def _metrics(
         self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
@@ -327,13 +400,7 @@ class Trainer:
             if not p.requires_grad
             for cell in self._written[name]
         ]
-        values = {
-            "step": self.step,
-            "position": self._position.to_json(),
-            "left_out": dict(self._left_out),
-            "costs": self.runtime.costs.to_json(),
-        }
-        self._writer.save(self.step, tensors, values, frozen, self._shapes)
+        self._writer.save(self.step, tensors, self.values(), frozen, self._shapes)
         self._unpublished = True
         self._saved_step = self.step
 
@@ -359,6 +426,10 @@ class Trainer:
             self._write()
             self._publish(LAST_PATIENCE_SECONDS)
         self._writer.wait()
+
+
+def _is_finite(result: StepResult) -> bool:
+    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
 
 
 def _explain_nonfinite(step: int, result: StepResult, batch: GlobalBatch) -> str:

@@ -1,0 +1,47 @@
+"""`dilatant status`: who is in a run that goes on, and what has happened to it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from dilatant.cli.options import AsJson, RunPath
+
+
+def status(folder: RunPath, as_json: AsJson = False) -> None:
+    """Show members, generation and history of a run with `resilience.enabled`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dilatant.resilience.status import read_status
+
+    found = read_status(folder)
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    console = Console()
+    step = "no step yet" if found.step is None else f"step {found.step}"
+    console.print(
+        f"generation {found.generation}, {found.stopped or found.task}, {step}", highlight=False, markup=False
+    )
+    nodes = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("node", "", "agent", "workers"):
+        nodes.add_column(title)
+    for node in found.nodes:
+        state = ("member" if node.is_member else "left") + ("" if node.is_alive else ", gone")
+        nodes.add_row(node.name, state, str(node.agent), " ".join(map(str, node.workers)))
+    console.print(nodes)
+    history = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("time", "generation", "", "step", "members", "why"):
+        history.add_column(title)
+    for event in found.events:
+        history.add_row(
+            time.strftime("%H:%M:%S", time.localtime(event["time"])),
+            str(event["generation"]),
+            event["task"],
+            str(event["step"]),
+            str(len(event["members"])),
+            event["reason"],
+        )
+    console.print(history)

@@ -1,0 +1,48 @@
+"""The YAML that a one-line start stands for: a model, data, and what the field begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FULL_RATE, LORA_RATE, PROJECTOR_RATE = 1e-5, 1e-4, 1e-5
+"""Learning rates of AdamW for fine-tuning: of all weights, of adapters, of projectors beside adapters."""
+BATCH, TOKENS = 16, 4096
+
+
+def starting_config(
+    model: str,
+    data: list[str],
+    held_out: list[str],
+    encoders: tuple[str, ...] | None,
+    lora: bool,
+    output_dir: str | None = None,
+) -> dict[str, Any]:
+    """The tree of a config. data, held_out: files, folders or ids on the hub. encoders: the units of a whole model
+    before its language model; None for a language model alone. Without LoRA, encoders are frozen and all else trains.
+    """
+    projectors = [f"{unit}.projector" for unit in encoders or ()]
+    optimizer: dict[str, Any] = {"learning_rate": LORA_RATE if lora else FULL_RATE, "weight_decay": 0.0}
+    if encoders is None:
+        tree: dict[str, Any] = {"language_model": {"id": model}}
+    elif lora:
+        tree = {"id": model, "lora": {"train": projectors}}
+        optimizer["groups"] = {name: {"learning_rate": PROJECTOR_RATE} for name in projectors}
+    else:
+        tree = {"id": model, "freeze": [f"{unit}.encoder" for unit in encoders]}
+    name = Path(model).name or "model"
+    sources: dict[str, Any] = {"train": [_source(each) for each in data]}
+    if held_out:
+        sources["eval"] = [_source(each) for each in held_out]
+    return {
+        "output_dir": output_dir or f"runs/{name}{'-lora' if lora else ''}",
+        "model": tree,
+        "data": {**sources, "max_length": TOKENS},
+        "train": {"global_batch_size": BATCH, "epochs": 1, "optimizer": optimizer},
+    }
+
+
+def _source(text: str) -> dict[str, str]:
+    return (
+        {"path": text} if Path(text).expanduser().exists() or any(c in text for c in "*?[") else {"id": text}
+    )

@@ -1,0 +1,110 @@
+"""Families of whole vision-language models: where their units are, and what their forwards do besides.
+
+Everything else is read off the model. transformers' own code projects the rows of a tower (`Projection`) and computes
+the logits; nothing of a family's forward is repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dilatant.config.errors import UserError, list_problems
+
+MediaAttention = Literal["causal", "bidirectional", "embedded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """An encoder inside a whole model; paths are those of the ...ForConditionalGeneration class.
+
+    path: of the encoder. projector: of the modules and parameters that make its rows fit the text. token: the config's
+    key of the id that stands for one row. features: the method that projects. batched: whether it takes pixels of
+    samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
+    them is the text of the token whose id the config has under this key; written is that of `token` unless said
+    otherwise.
+    settings: of the image processor, that are changed. native: whether images of unlike sizes are packed in one row
+    (see `NativeEncoderUnit`); such a tower projects by itself.
+    """
+
+    path: str
+    projector: tuple[str, ...]
+    token: str = "image_token_id"
+    kind: Literal["image", "audio"] = "image"
+    features: str = "get_image_features"
+    batched: bool = False
+    written: str = ""
+    opens: str = ""
+    closes: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    native: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type` of transformers.
+
+    towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
+    (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
+    it.
+    """
+
+    towers: Mapping[str, Tower]
+    decoder: str = "model.language_model"
+    spatial: bool = False
+    media_attention: MediaAttention = "causal"
+
+
+_PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
+_CONNECTED = Tower(
+    "model.vision_model",
+    ("model.connector",),
+    batched=True,
+    opens="<fake_token_around_image><global-img>",
+    closes="<fake_token_around_image>",
+    settings={"do_image_splitting": False},  # its tiles have texts between them
+)
+
+_QWEN = Family({"vision": Tower("model.visual", (), native=True)}, spatial=True)
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "llava": Family({"vision": _PLAIN}),
+    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
+    "gemma3": Family(
+        {
+            "vision": replace(
+                _PLAIN,
+                written="{boi_token_index}",
+                opens="\n\n{boi_token_index}",
+                closes="{eoi_token_index}\n\n",
+                settings={"do_pan_and_scan": False},  # its crops have texts between them
+            )
+        },
+        media_attention="bidirectional",
+    ),
+    "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
+    "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model"),
+}
+
+
+def family_of(config: Any, where: str) -> Family:
+    """The family of a config. Raises UserError that says what is missing for one that is not known, or that has
+    settings which are not."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UserError(
+            f"{where}: {config.model_type!r} is not a family that opens whole; known are {', '.join(FAMILIES)}. Name "
+            "its encoder and its language model under model.encoders and model.language_model, or add a Family to "
+            "dilatant.models.families: where its towers, projectors and text model are"
+        )
+    problems = []
+    layer = getattr(config, "vision_feature_layer", None)
+    if isinstance(layer, list | tuple):
+        problems.append(f"vision_feature_layer {list(layer)}: rows of one layer can be used, not of several")
+    if problems:
+        raise list_problems(f"{where}: {config.model_type} has settings that are not supported:", problems)
+    return family

@@ -1,0 +1,155 @@
+"""LoRA (Hu et al. 2021) by peft: its layers are put into a model before it is cut, and its files are read and written.
+
+Only peft's own modules compute; names of weights are those of the plain model, so checkpoints and freezing know
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.config.errors import UserError
+from dilatant.config.model import LoraConfig
+
+ADAPTER = "default"
+"""What peft calls the only adapter there is."""
+PREFIX = "base_model.model."
+"""Before every key of an adapter's file."""
+
+
+def plain_key(key: str) -> str:
+    """A key of a model with adapters as it would be without; an adapter's own weight as its file has it."""
+    return (
+        key.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".") if ".base_layer." in key else _own(key)
+    )
+
+
+def is_adapter(key: str) -> bool:
+    """Whether this is the key, or logical name, of an adapter's own weight."""
+    return ".lora_A." in key or ".lora_B." in key
+
+
+def beside(key: str) -> str:
+    """The plain weight that a weight belongs to: itself, or the one that an adapter lies beside."""
+    return re.sub(r"\.lora_[AB]\.", ".", plain_key(key))
+
+
+def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> None:
+    """Put adapters beside the linear layers that `config` means; from then on these alone train.
+
+    parts: what `config.units` may name → paths in `model` that it stands for. Raises UserError where nothing is meant.
+    """
+    peft = _peft()
+    names = targets(model, config, parts)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(
+            r=config.r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            use_rslora=config.use_rslora,
+            target_modules=names,
+        ),
+        model,
+        adapter_name=ADAPTER,
+        low_cpu_mem_usage=True,
+    )
+
+
+def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
+    """Paths of the linear layers that get an adapter. Raises UserError where there are none."""
+    unknown = [unit for unit in config.units if unit not in parts]
+    if unknown:
+        raise UserError(
+            f"model.lora.units: {unknown[0]!r} is no part of this model; there are {', '.join(parts)}"
+        )
+    roots = [path for unit in config.units for path in parts[unit]]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and any(_is_below(name, root) for root in roots)
+    ]
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    linear = [name for name in linear if model.get_submodule(name) is not head]
+    wanted = config.target_modules
+    if wanted == "all-linear":
+        found = linear
+    elif isinstance(wanted, str):
+        found = [name for name in linear if re.fullmatch(wanted, name)]
+    else:
+        found = [name for name in linear if any(_is_below_end(name, end) for end in wanted)]
+        idle = [end for end in wanted if not any(_is_below_end(name, end) for name in linear)]
+        if idle and found:
+            raise UserError(f"model.lora.target_modules: {idle[0]!r} names no linear layer; {_known(linear)}")
+    if not found:
+        raise UserError(
+            f"model.lora.target_modules {wanted!r} names no linear layer of {', '.join(config.units)}; {_known(linear)}"
+        )
+    return found
+
+
+def layers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, layer) of peft's layers in a module."""
+    for name, inner in module.named_modules():
+        if hasattr(inner, "lora_A") and hasattr(inner, "base_layer"):
+            yield name, inner
+
+
+@torch.no_grad()
+def reset_adapters(module: nn.Module) -> None:
+    """Let adapters begin as peft does: A by chance, B at 0, so that nothing is changed yet."""
+    for _, layer in layers_of(module):
+        layer.reset_lora_parameters(ADAPTER, True)
+
+
+@torch.no_grad()
+def merged_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module as if it had been trained without adapters: what they add is in the weights."""
+    state = {plain_key(key): tensor for key, tensor in module.state_dict().items() if not is_adapter(key)}
+    for name, layer in layers_of(module):
+        key = f"{name}.weight" if name else "weight"
+        state[key] = state[key] + layer.get_delta_weight(ADAPTER).to(state[key].dtype)
+    return state
+
+
+def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str], base: str | None) -> Any:
+    """What peft's `adapter_config.json` holds. names: paths with an adapter; saved: of modules that trained whole."""
+    return _peft().LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        target_modules=sorted(names),
+        modules_to_save=sorted(saved) or None,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+
+
+def _own(key: str) -> str:
+    return key.replace(f".{ADAPTER}.", ".") if is_adapter(key) else key
+
+
+def _is_below(name: str, root: str) -> bool:
+    return not root or name == root or name.startswith(root + ".")
+
+
+def _is_below_end(name: str, end: str) -> bool:
+    return name == end or name.endswith("." + end)
+
+
+def _known(linear: list[str]) -> str:
+    return f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:12])}"
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UserError("model.lora needs peft; install it with `pip install 'dilatant[lora]'`") from None
+    return peft

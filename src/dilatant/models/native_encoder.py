@@ -1,0 +1,246 @@
+"""Encoders of native resolution: images of unlike sizes packed in one row of patches, each seen by itself alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dilatant.data.encode import grid_part
+from dilatant.data.native_image_unit import GRID
+from dilatant.data.sample import EncodedSample
+from dilatant.models.encoder import Callbacks, EncoderStage, EncoderUnit
+from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.random_draws import Spread
+from dilatant.models.slicing import StandIn
+from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
+from dilatant.models.structure import find_structure
+from dilatant.models.unit import Unit
+from dilatant.models.weights import name_weights
+
+MERGERS = ("merger", "deepstack_merger_list")
+"""Modules of a tower that make rows of the text."""
+TYPICAL_GRID = 32
+"""Patches on each side of an image that layers are measured with."""
+
+
+class Merger(nn.Module):
+    """What a tower does to its patches at the end: [patches, width * (1 + taps)] to
+    [patches / merged, width of the text * (1 + taps)].
+
+    tower: the merger is taken out of it, and stand-ins are left. taps: hidden states of inner blocks that have
+    mergers of their own (DeepStack), behind those of the last block.
+    """
+
+    drawn_by: PreTrainedModel
+    """Knows how its weights begin."""
+
+    def __init__(self, tower: PreTrainedModel) -> None:
+        super().__init__()
+        model = cast(Any, tower)
+        # Not registered: the tower is another part of the unit.
+        self.__dict__["drawn_by"] = tower
+        self.merger = model.merger
+        tower._modules["merger"] = StandIn(model.merger)
+        taps = getattr(model, "deepstack_merger_list", None)
+        if taps is not None:
+            self.deepstack_merger_list = taps
+            tower._modules["deepstack_merger_list"] = nn.ModuleList([_Same() for _ in taps])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mergers = [self.merger, *getattr(self, "deepstack_merger_list", ())]
+        parts = hidden.chunk(len(mergers), dim=-1)
+        return torch.cat(
+            [merge(part.contiguous()) for merge, part in zip(mergers, parts, strict=True)], dim=-1
+        )
+
+
+class _Same(nn.Module):
+    """Gives a block's hidden states on as they are."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class NativeStage(EncoderStage):
+    """Layers of a tower and its merger, run on all patches of the samples in one row."""
+
+    taps: tuple[int, ...] = ()
+    """Blocks of the whole tower whose hidden states go on beside those of the last one."""
+    first_block = 0
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
+            return StageOutput()
+        if self.is_first:
+            return StageOutput(self(media_of(data, samples, self)))
+        return StageOutput(self(media_of(data, samples, self, names=(GRID,)), inbound[self.unit]))
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return Spread(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))
+
+    def one_layer(self, value: Tensor, **given: Any) -> Tensor:
+        return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        """inputs: `image_grid_thw` int64 [images, 3], and for the first stage pixels [patches, ...]. hidden: [patches,
+        width], and taps behind them.
+
+        Returns such hidden states; after the merger, rows of the text.
+        """
+        inputs = inputs or {}
+        if self.model is not None:
+            fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
+            with self.recording(self.model, [fed]):
+                hidden = self._through_blocks(self.model, fed, inputs[GRID], hidden is not None)
+        assert hidden is not None
+        return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
+
+    def _through_blocks(self, model: nn.Module, fed: Tensor, grid: Tensor, has_taps: bool) -> Tensor:
+        width = self.geometry.width
+        fed, taps = (fed[:, :width], [fed[:, width:]]) if has_taps else (fed, [])
+        tower = cast(Any, copy.copy(model))
+        if self.taps:
+            tower.deepstack_visual_indexes = [block - self.first_block for block in self.taps]
+        full = getattr(tower, "fullatt_block_indexes", None)
+        if full is not None:
+            tower.fullatt_block_indexes = [block - self.first_block for block in full]
+        output = tower(in_dtype_of(model, fed), grid_thw=grid)
+        hidden = output.last_hidden_state
+        if full is not None:
+            hidden = _in_order(tower, hidden, grid)
+        return torch.cat([hidden, *taps, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
+
+
+class NativeEncoderUnit(EncoderUnit):
+    """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger."""
+
+    def __init__(self, name: str, tower: PreTrainedModel, blocks: str | None = None) -> None:
+        config = cast(Any, tower).config
+        merger = Merger(tower)
+        structure = find_structure(tower)
+        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "projector")
+        width = _width_of_patches(tower, structure.before[0])
+        merged = config.spatial_merge_size**2
+        self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
+        out = getattr(config, "out_hidden_size", None) or config.hidden_size
+        patches = TYPICAL_GRID**2
+        pixels = getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2
+        geometry = EncoderGeometry(
+            kind="image",
+            input_name="pixel_values",
+            tokens_per_row=patches // merged,
+            encoder_tokens=patches,
+            leading_tokens=0,
+            width=width,
+            height=TYPICAL_GRID * config.patch_size,
+            row_width=TYPICAL_GRID * config.patch_size,
+            patch_size=config.patch_size,
+            channels=getattr(config, "in_channels", 3),
+        )
+        EncoderStage.__init__(
+            self,
+            unit=name,
+            layers=tuple(f"{name}.{layer}" for layer in layers),
+            weights=name_weights(name, tower, structure, "norm", merger),
+            model=tower,
+            projector=merger,
+            geometry=geometry,
+            callbacks=Callbacks(),
+        )
+        self.structure = structure
+        self.width = width
+        self.width_out = out * (1 + len(self._taps))
+        self.merged = merged
+        self.numbers_of_patch = pixels
+        self._freeze_at_start()
+
+    def _whole(self) -> NativeStage:
+        return self.stage(0, len(self.layers))
+
+    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
+        return self._whole().run(data, samples, inbound)
+
+    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
+        return self._whole().spread(data, samples)
+
+    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
+        return self._whole()(inputs, hidden)
+
+    def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Images of the typical size; what is left makes one smaller."""
+        side = int(np.sqrt(self.merged))
+        grids = [(1, TYPICAL_GRID, TYPICAL_GRID)] * (tokens // TYPICAL_GRID**2)
+        rest = tokens % TYPICAL_GRID**2 // (self.merged * TYPICAL_GRID // side) * side
+        grids += [(1, rest, TYPICAL_GRID)] if rest or not grids else []
+        grids = [(1, max(side, height), width) for _, height, width in grids]
+        grid = torch.tensor(grids, device=device)
+        taps = sum(1 for block in self._taps if block < layer - 1)
+        width = self.numbers_of_patch if layer == 0 else self.geometry.width * (1 + taps)
+        return torch.randn(int(grid.prod(1).sum()), width, device=device), {GRID: grid}
+
+    def reads(self, first: int, end: int) -> frozenset[str]:
+        return frozenset({self.unit if first == 0 else grid_part(self.unit)})
+
+    def boundary(self, end: int, consumer: str) -> Boundary:
+        is_output = end == len(self.layers)
+        taps = sum(1 for block in self._taps if block < end - 1)
+        return Boundary(
+            width=self.width_out if is_output else self.geometry.width * (1 + taps),
+            dtype=self.row_dtype,
+            rows_of=partial(_rows, self.unit, self.merged if is_output else 1),
+        )
+
+    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+        raise NotImplementedError(f"{self.unit}: ranks cannot share the images of a native encoder")
+
+    def stage(self, first: int, end: int) -> NativeStage:
+        self._check_stage(first, end)
+        last = len(self.layers) - 1
+        first_block, end_block = self._blocks(first, end)
+        stage = NativeStage(
+            unit=self.unit,
+            layers=self.layers[first:end],
+            weights=self._weights_between(first, end),
+            model=self._slice(self.model, first, end) if first < last else None,
+            projector=self.projector if end > last else None,
+            geometry=self.geometry,
+            callbacks=self.callbacks,
+            is_first=first == 0,
+        )
+        stage.taps = tuple(block for block in self._taps if first_block <= block < end_block)
+        stage.first_block = first_block
+        stage.training = self.training
+        return stage
+
+
+def is_native(unit: Unit) -> bool:
+    """Whether the items of a unit have unlike sizes."""
+    return isinstance(unit, NativeEncoderUnit)
+
+
+def _rows(unit: str, merged: int, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0) // merged
+
+
+def _width_of_patches(tower: PreTrainedModel, embedding: str) -> int:
+    """Numbers of a hidden state, which families call by several names."""
+    weight = next(tower.get_submodule(embedding).parameters())
+    return weight.shape[0]
+
+
+def _in_order(tower: Any, hidden: Tensor, grid: Tensor) -> Tensor:
+    """Patches in the order of the images again: the tower moves groups of them into windows."""
+    from transformers.vision_utils import get_vision_window_index
+
+    index, _ = get_vision_window_index(
+        grid, tower.spatial_merge_size, tower.config.window_size, tower.config.patch_size
+    )
+    return hidden.unflatten(0, (-1, tower.spatial_merge_size**2))[index.argsort()].flatten(0, 1)

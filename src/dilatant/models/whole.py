@@ -1,0 +1,236 @@
+"""A whole vision-language model of transformers as units: the parts of one composite model, each with its own shell.
+
+The weights of all units have the composite's keys, so that reading and exporting them is no more than a rename.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE, LoraConfig
+from dilatant.data.native_image_unit import GRID
+from dilatant.data.sample import EncodedSample
+from dilatant.models.encoder import EncoderUnit
+from dilatant.models.encoder_spec import Encoder
+from dilatant.models.families import Family, Tower, family_of
+from dilatant.models.geometry import encoder_geometry, height_and_width
+from dilatant.models.lora import inject, plain_key
+from dilatant.models.native_encoder import MERGERS, NativeEncoderUnit
+from dilatant.models.packed_row import Positions
+from dilatant.models.positions import spatial_positions
+from dilatant.models.slicing import slice_model
+from dilatant.models.structure import find_structure
+from dilatant.models.unit import Unit
+from dilatant.models.weights import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A config of a whole model, and its family. attn_implementation: of its text model. lora: what
+    adapters its units have; they train, and the rest does not."""
+
+    config: Any
+    family: Family
+    attn_implementation: str | None = None
+    dtype: torch.dtype = torch.float32
+    lora: LoraConfig | None = None
+
+    @classmethod
+    def of(cls, config: Any, where: str, **options: Any) -> Whole:
+        """Raises UserError for a family that is not known."""
+        return cls(config, family_of(config, where), **options)
+
+    @property
+    def placeholder_ids(self) -> dict[str, int]:
+        """Unit → the id that stands for one of its rows in the text."""
+        return {name: int(getattr(self.config, tower.token)) for name, tower in self.family.towers.items()}
+
+    def encoders(self) -> dict[str, Encoder]:
+        """What a user would have said about its towers."""
+        return {
+            name: Encoder(self.config, placeholder_id=self.placeholder_ids[name])
+            for name, tower in self.family.towers.items()
+        }
+
+    def composite(self, **options: Any) -> PreTrainedModel:
+        """The model on the meta device, with a config of its own. options: as of `from_config`. Raises UserError."""
+        try:
+            with torch.device("meta"):
+                return AutoModelForImageTextToText.from_config(
+                    copy.deepcopy(self.config), dtype=self.dtype, **options
+                )
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"model: {self.config.model_type} cannot be built: {reason}") from None
+
+    def language_model(self) -> PreTrainedModel:
+        """The composite without its towers and projectors."""
+        model = self._adapted(attn_implementation=self.attn_implementation)
+        for tower in self.family.towers.values():
+            for path in (tower.path, *tower.projector):
+                _remove(model, path)
+        return model
+
+    def encoder(self, name: str) -> EncoderUnit:
+        """The unit of a tower and its projector, on the meta device. Raises UserError."""
+        tower = self.family.towers[name]
+        model = self._adapted()
+        if tower.native:
+            return NativeEncoderUnit(name, cast(PreTrainedModel, model.get_submodule(tower.path)))
+        encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
+        geometry = encoder_geometry(encoder.config)
+        projection = Projection(model, tower, self.family)
+        rows = torch.empty(1, geometry.encoder_tokens, geometry.width, device="meta")
+        _, merged, width = projection(rows).shape
+        geometry = replace(geometry, tokens_per_row=merged)
+        return EncoderUnit(name, encoder, projection, geometry, width)
+
+    def key_of(self, unit: Unit, weight: Weight) -> str:
+        """What the composite's state dict calls a weight of a unit."""
+        tower = self.family.towers.get(unit.unit)
+        key = plain_key(weight.key)
+        return (
+            f"{tower.path}.{key}" if tower is not None and (tower.native or weight.part == "model") else key
+        )
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """What a user calls parts → their paths in the composite."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, tower in self.family.towers.items():
+            inside = MERGERS if tower.native else ()
+            projector = (*tower.projector, *(f"{tower.path}.{path}" for path in inside))
+            if tower.native:
+                blocks = [f"{tower.path}.{path}" for path in ("patch_embed", "blocks")]
+            else:
+                blocks = [tower.path]
+            found |= {f"{name}.encoder": tuple(blocks), f"{name}.projector": projector}
+            found[name] = (*blocks, *projector)
+        return {**found, LANGUAGE: (self.family.decoder,)}
+
+    def _adapted(self, **options: Any) -> PreTrainedModel:
+        model = self.composite(**options)
+        if self.lora is not None:
+            inject(model, self.lora, self.parts)
+        return model
+
+    @property
+    def positions(self) -> Positions | None:
+        """Where the tokens of a sample are, if not one after another."""
+        if not self.family.spatial:
+            return None
+        merge = self.config.vision_config.spatial_merge_size
+        return partial(_spatial, tuple(self.placeholder_ids.items()), merge)
+
+    @property
+    def taps(self) -> int:
+        """Blocks of the text model, from the first on, that are given rows of the encoder besides."""
+        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
+
+
+_NORMED_LAST = ("internvl",)
+"""Families whose last feature layer (-1) is the normed output, not what the last block made."""
+
+
+class Projection(nn.Module):
+    """What a family does to the rows of its tower before they enter the text: [items, tokens, width] to
+    [items, rows, width of the text].
+
+    The family's own method runs, around a stand-in for the tower which returns the rows that there are; so class
+    tokens, poolings and shuffles are the family's. Keys of its state are the composite's.
+    """
+
+    def __init__(self, model: PreTrainedModel, tower: Tower, family: Family) -> None:
+        super().__init__()
+        self.model = cast(PreTrainedModel, model.base_model)
+        own = f"{model.base_model_prefix}."
+        keeps = {path.removeprefix(own) for path in tower.projector}
+        for name in [name for name, _ in self.model.named_children() if name not in keeps]:
+            self.model._modules[name] = None
+        for name in [name for name, _ in self.model.named_parameters(recurse=False) if name not in keeps]:
+            self.model._parameters[name] = None
+        self._tower = tower
+        self._place = tower.path.removeprefix(own)
+
+    @property
+    def drawn_by(self) -> PreTrainedModel:
+        """Knows how its weights begin."""
+        return self.model
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        model = copy.copy(self.model)
+        model.__dict__["_modules"] = {**self.model._modules, self._place: _Rows(hidden)}
+        found = getattr(model, self._tower.features)(self._pixels(len(hidden))).pooler_output
+        rows = found if isinstance(found, Tensor) else torch.cat(list(found))
+        return rows.reshape(len(hidden), -1, rows.shape[-1])
+
+    def _pixels(self, items: int) -> Tensor:
+        """What stands for the pixels of `items` images, which the stand-in does not read: on the host, where asking
+        about them costs nothing. Not black, for families leave black images out."""
+        shape = (1, items) if self._tower.batched else (items,)
+        patch = self.model.config.vision_config.patch_size
+        return torch.ones(*shape, 1, *height_and_width(patch))
+
+
+class _Rows(nn.Module):
+    """Stands for a tower that has run: any layer's hidden states are those that there are."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
+        return BaseModelOutputWithPooling(last_hidden_state=self._hidden, hidden_states=_Same(self._hidden))
+
+
+class _Same(tuple):
+    """One tensor as every item."""
+
+    def __new__(cls, hidden: Tensor) -> _Same:
+        return super().__new__(cls, (hidden,))
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+
+def _spatial(
+    placeholders: tuple[tuple[str, int], ...], merge: int, sample: EncodedSample
+) -> NDArray[np.int64]:
+    grids = [
+        np.asarray(sample.media[name][GRID])
+        for name, _ in placeholders
+        if sample.sizes.get(name, 0) and name in sample.media
+    ]
+    together = np.concatenate(grids) if grids else np.empty((0, 3), np.int64)
+    try:
+        return spatial_positions(sample.input_ids, [id_ for _, id_ in placeholders], together, merge)
+    except ValueError as error:
+        raise UserError(f"sample {sample.id!r}: {error}") from None
+
+
+def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
+    """The tower without the blocks and norms behind the layer whose hidden states the family takes: they have no say,
+    never train, and are exported as they were read."""
+    layer = getattr(config, "vision_feature_layer", None)
+    structure = find_structure(encoder)
+    if layer is None or (layer == -1 and config.model_type in _NORMED_LAST):
+        return encoder
+    blocks = layer if layer >= 0 else structure.num_blocks + 1 + layer
+    return slice_model(encoder, structure, 0, blocks, keep_before=True, keep_after=False)
+
+
+def _remove(model: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    holder = model.get_submodule(parent)
+    (holder._modules if name in holder._modules else holder._parameters)[name] = None

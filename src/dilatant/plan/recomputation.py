@@ -1,0 +1,42 @@
+"""A plan that recomputes more, for one that overflows memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from dilatant.config.recompute import Recompute
+from dilatant.plan.options import LEVELS, OptionTable
+from dilatant.plan.plan import Plan
+from dilatant.plan.score import PlanScore
+
+
+def recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Plan:
+    """The plan with what `by_unit` says of the layers of these units."""
+    return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
+
+
+def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_bytes: float) -> Plan | None:
+    """The plan with the stages of ranks that overflow recomputing what costs least next; None where they recompute all
+    that they can, or the model leaves nothing to the plan."""
+    overflowing = {rank for rank, peak in zip(plan.ranks, score.peak_bytes) if peak > capacity_bytes}
+    changed: dict[str, tuple[Recompute, ...]] = {}
+    for unit in plan.units:
+        if not table.is_free(unit.name):
+            continue
+        can = table.recomputable(unit.name)
+        none: Recompute = "none"
+        nothing = (none,) * len(can)
+        layers: list[Recompute] = list(unit.recompute or nothing)
+        held = np.zeros(len(can), dtype=bool)
+        for replica in unit.replicas:
+            for stage in replica.stages:
+                if overflowing & {*stage.ranks}:
+                    held[stage.first : stage.end] = True
+        for layer in np.flatnonzero(held & can).tolist():
+            layers[layer] = LEVELS[min(LEVELS.index(layers[layer]) + 1, len(LEVELS) - 1)]
+        if tuple(layers) != (unit.recompute or nothing):
+            changed[unit.name] = tuple(layers)
+    return recomputing(plan, changed) if changed else None

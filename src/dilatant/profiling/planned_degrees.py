@@ -1,0 +1,32 @@
+"""The degrees of tensor and context parallelism that plans are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dilatant.config import PlanConfig, UserError
+from dilatant.cost.model import Degree
+from dilatant.profiling.describe_model import ModelDescription
+from dilatant.profiling.layer_shards import check_tensor_degrees
+from dilatant.profiling.planned_hardware import Target, is_same_hardware
+from dilatant.runtime.layouts import context_problems
+
+
+def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degree]:
+    """The (tp, cp) that a config names, else on GPUs the powers of two that fit a node and that training can do for
+    every unit of the model. Processes of a CPU share its memory: there it is 1."""
+    node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
+    powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
+    tensor: Iterable[int] = plan.tensor_parallel or [tp for tp in powers if _divides(model, tp)]
+    splits = not any(context_problems(unit) for unit in {entry.unit: None for entry in model.types})
+    context: Iterable[int] = plan.context_parallel or (powers if splits else [1])
+    asked = plan.tensor_parallel is not None and plan.context_parallel is not None
+    return [(tp, cp) for tp in tensor for cp in context if asked or tp * cp <= node or cp == 1 or tp == 1]
+
+
+def _divides(model: ModelDescription, tp: int) -> bool:
+    try:
+        check_tensor_degrees(model, [tp])
+    except UserError:
+        return False
+    return True

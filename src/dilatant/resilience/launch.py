@@ -1,0 +1,144 @@
+"""A run that goes on, on one machine: its workers, an agent for each node of them, and the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dilatant.comm.launch import WorkerFailed, launch_local
+from dilatant.comm.token import fresh_token
+from dilatant.config import Config
+from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.coordinator_process import read_record
+from dilatant.resilience.process import Child, Start
+from dilatant.resilience.protocol.values import TOO_FEW, Settings
+from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.training.rank import RunResult, Show
+from dilatant.training.starting_point import Start as StartingPoint
+
+COORDINATOR = "dilatant.resilience.coordinator_process"
+AGENT = "dilatant.resilience.agent_process"
+WATCH_SECONDS = 0.05
+LAST_SECONDS = 2.0
+TOO_FEW_EXIT_CODE = 75
+"""EX_TEMPFAIL: try again later, with more nodes."""
+
+
+def launch_resiliently(
+    config: Config,
+    ranks: int,
+    plan_json: str,
+    start: StartingPoint,
+    show: Show,
+    started: Callable[[], None] = lambda: None,
+) -> RunResult:
+    """Train in `ranks` processes of this machine; the result of the one that was the first rank at the end.
+
+    Raises UserError or WorkerFailed, as `launch_local`.
+    """
+    folder = RunFolder(config.output_dir).path / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)  # of a run before
+    folder.mkdir(parents=True)
+    per_node = config.resilience.ranks_per_node
+    counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
+    with _agents(config, counts, folder) as seats:
+        try:
+            results = launch_local(
+                train_rank_resiliently,
+                ranks,
+                config,
+                plan_json,
+                start,
+                show,
+                seats,
+                started=started,
+                survives=True,
+            )
+        except WorkerFailed as failure:
+            record = read_record(folder)
+            if record is None or not record.stopped:
+                raise
+            code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
+            raise WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code) from failure
+    finished = [result for result in results if result is not None]
+    return next((result for result in finished if result.is_first), finished[0])
+
+
+@contextlib.contextmanager
+def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[list[Seat]]:
+    """The agents of nodes with so many workers each, and what supervises them; the seat of every worker."""
+    given = config.resilience
+    settings = Settings(
+        lease_seconds=given.lease_seconds,
+        fence_seconds=given.fence_seconds,
+        initial=len(counts),
+        fewest=given.fewest_nodes,
+    )
+    token = fresh_token()
+    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, str(folder)))
+    agents: list[Child] = []
+    supervisor: _Supervisor | None = None
+    try:
+        port = coordinator.port
+        for node, count in enumerate(counts):
+            begin = Start("127.0.0.1", port, token.hex(), settings, str(folder), f"node{node}", count)
+            agents.append(Child(AGENT, begin))
+        seats = [
+            Seat(f"node{node}", index, agent.port, token)
+            for node, (agent, count) in enumerate(zip(agents, counts))
+            for index in range(count)
+        ]
+        restart = Start("127.0.0.1", port, token.hex(), settings, str(folder))
+        supervisor = _Supervisor(coordinator, restart, agents, seats)
+        yield seats
+    finally:
+        if supervisor is not None:
+            coordinator = supervisor.close()
+        deadline = time.monotonic() + LAST_SECONDS
+        for child in (*agents, coordinator):
+            child.close(max(0.0, deadline - time.monotonic()))
+
+
+class _Supervisor:
+    """Brings the coordinator back when it dies, and ends the workers of an agent that does."""
+
+    def __init__(self, coordinator: Child, restart: Start, agents: list[Child], seats: list[Seat]) -> None:
+        self._coordinator = coordinator
+        self._restart = restart
+        self._agents = agents
+        self._seats = seats
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> Child:
+        """The coordinator that runs now."""
+        self._closed.set()
+        self._thread.join()
+        return self._coordinator
+
+    def _run(self) -> None:
+        ended: set[int] = set()
+        while not self._closed.wait(WATCH_SECONDS):
+            if not self._coordinator.is_alive and self._coordinator.process.returncode:
+                self._coordinator.close()
+                self._coordinator = Child(COORDINATOR, self._restart)
+            for node, agent in enumerate(self._agents):
+                if node not in ended and not agent.is_alive:
+                    ended.add(node)
+                    if agent.process.returncode:
+                        _kill([rank for rank, seat in enumerate(self._seats) if seat.node == f"node{node}"])
+
+
+def _kill(ranks: list[int]) -> None:
+    workers: dict[str, Any] = {process.name: process for process in multiprocessing.active_children()}
+    for rank in ranks:
+        worker = workers.get(f"dilatant-{rank}")
+        if worker is not None:
+            worker.kill()

@@ -1,0 +1,261 @@
+"""The agent of a node: it stands between the coordinator and the node's workers, and says of them only what all do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from dilatant.resilience.protocol.values import NO_STATE, Order, Phase, Settings, Status, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Stop what you compute, and answer with `Stopped`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Become part of this generation, and answer with `Made`. See `Order`; first_rank: of this node's workers."""
+
+    generation: int
+    members: tuple[str, ...]
+    workers: tuple[int, ...]
+    base: int
+    committed: int
+    first_rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """All are ready: train."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The step is committed."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over, or goes on without this node. kill: at once."""
+
+    reason: str
+    is_out: bool = False
+
+
+Command = Fence | Rebuild | Activate | Apply | End
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A worker stands still, with these steps applied to the state of generation `base`. prepared: a step that it could
+    still apply."""
+
+    generation: int
+    base: int
+    applied: int
+    prepared: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A worker holds what it needs for a generation, with these steps applied."""
+
+    generation: int
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A worker has all gradients of a step. hashes: layer → hash of them."""
+
+    generation: int
+    step: int
+    hashes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A worker cannot go on in this generation. accuses: the node that it waited for. fatal: nobody could."""
+
+    generation: int
+    reason: str
+    accuses: str | None = None
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker has nothing left to do."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A worker is gone."""
+
+    reason: str
+
+
+Event = Stopped | Made | Prepared | Broken | Done | Died
+
+
+class Agent:
+    """Takes orders, its workers' events and the time; gives commands for all of its workers. `status` is what the
+    coordinator should hear, again and again; `changed` whether it should now.
+
+    workers: how many it has; they are there already, and hold nothing.
+    """
+
+    def __init__(self, node: str, settings: Settings, workers: int = 1) -> None:
+        self.settings = settings
+        self.changed = True
+        self.ended = ""
+        self._status = Status(node, 0, workers=workers)
+        self._latest = (0, 0)
+        self._answers: dict[int, Event] = {}
+        self._prepared: dict[int, Prepared] = {}
+        self._done: set[int] = set()
+        self._fencing_since = 0.0
+
+    @property
+    def node(self) -> str:
+        return self._status.node
+
+    @property
+    def generation(self) -> int:
+        return self._status.generation
+
+    @property
+    def phase(self) -> Phase:
+        return self._status.phase
+
+    def status(self) -> Status:
+        """For the coordinator."""
+        self.changed = False
+        return self._status
+
+    def leave(self) -> None:
+        """This node wants to go; it does when it is told `End`."""
+        self._set(leaving=True)
+
+    def obey(self, order: Order, now: float) -> list[Command]:
+        """What the workers are to do for an order."""
+        if order.node != self.node or (order.term, order.serial) <= self._latest or self.ended:
+            return []
+        self._latest = order.term, order.serial
+        if order.task in (Task.OUT, Task.STOP):
+            self.ended = order.reason or order.task.value
+            return [End(self.ended, is_out=order.task is Task.OUT)]
+        own = self._status
+        if order.generation > own.generation:
+            self._answers.clear()
+            self._prepared.clear()
+            self._done.clear()
+            self._fencing_since = now
+            self._set(
+                generation=order.generation,
+                phase=Phase.FENCING,
+                ready_at=None,
+                broken="",
+                accuses=None,
+                done=False,
+            )
+            return [Fence(order.generation)]
+        if order.generation < own.generation or own.failed:
+            return []
+        if order.task is Task.REBUILD and own.phase is Phase.FENCED:
+            self._answers.clear()
+            self._set(phase=Phase.REBUILDING, prepared=None, hashes={})
+            place = order.members.index(own.node)
+            return [
+                Rebuild(
+                    order.generation,
+                    order.members,
+                    order.workers,
+                    order.base,
+                    order.committed,
+                    sum(order.workers[:place]),
+                    order.reason,
+                )
+            ]
+        if order.task is Task.RUN:
+            return self._run(order)
+        return []
+
+    def on_event(self, worker: int, event: Event) -> list[Command]:
+        """What a worker says, and what all of them are to do for it."""
+        own = self._status
+        if isinstance(event, Died):
+            if not own.done and not self.ended:
+                self._set(failed=event.reason)
+        elif event.generation != own.generation:
+            pass  # it has not seen the fence yet
+        elif isinstance(event, Broken):
+            if event.fatal:
+                self._set(fatal=event.reason)
+            elif own.phase in (Phase.RUNNING, Phase.REBUILDING, Phase.READY) and not own.broken:
+                self._set(broken=event.reason, accuses=event.accuses)
+        elif isinstance(event, Stopped | Made):
+            if own.phase is (Phase.FENCING if isinstance(event, Stopped) else Phase.REBUILDING):
+                self._answer(worker, event)
+        elif isinstance(event, Prepared) and own.phase is Phase.RUNNING and event.step == own.applied:
+            self._prepared[worker] = event
+            if len(self._prepared) == own.workers:
+                hashes = {
+                    key: value for each in self._prepared.values() for key, value in each.hashes.items()
+                }
+                self._set(prepared=event.step, hashes=hashes)
+        elif isinstance(event, Done) and own.phase is Phase.RUNNING:
+            self._done.add(worker)
+            if len(self._done) == own.workers:
+                self._set(done=True)
+        return []
+
+    def tick(self, now: float) -> None:
+        """Workers that do not stand still in time are lost, and the node with them."""
+        if self.phase is Phase.FENCING and now - self._fencing_since > self.settings.fence_seconds:
+            self._set(failed="its workers do not stop")
+
+    def _run(self, order: Order) -> list[Command]:
+        own = self._status
+        if own.phase is Phase.READY:
+            self._set(phase=Phase.RUNNING, base=own.generation, applied=order.committed, ready_at=None)
+            return [Activate(own.generation)]
+        if own.phase is Phase.RUNNING and order.committed == own.applied + 1 and own.prepared == own.applied:
+            self._prepared.clear()
+            self._set(applied=order.committed, prepared=None, hashes={})
+            return [Apply(own.generation, order.committed - 1)]
+        return []
+
+    def _answer(self, worker: int, event: Stopped | Made) -> None:
+        self._answers[worker] = event
+        if len(self._answers) < self._status.workers:
+            return
+        answers = list(self._answers.values())
+        if isinstance(event, Made):
+            if len({each.applied for each in answers if isinstance(each, Made)}) > 1:
+                self._set(broken="its workers became ready at unlike steps")
+            else:
+                self._set(phase=Phase.READY, ready_at=event.applied)
+            return
+        stopped = [each for each in answers if isinstance(each, Stopped)]
+        base = max(each.base for each in stopped)
+        # All prepared before any was told to apply: whoever has not applied yet still can.
+        applied = max(each.applied for each in stopped if each.base == base) if base != NO_STATE else 0
+        prepared = applied if all(each.prepared == each.applied == applied for each in stopped) else None
+        hashes = self._status.hashes if prepared == self._status.prepared else {}
+        self._set(phase=Phase.FENCED, base=base, applied=applied, prepared=prepared, hashes=hashes)
+
+    def _set(self, **values: object) -> None:
+        self._status = replace(self._status, serial=self._status.serial + 1, **values)  # type: ignore[arg-type]
+        self.changed = True

@@ -1,0 +1,330 @@
+"""The coordinator: the one party that decides who is a member and which step is committed."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from dilatant.resilience.protocol.values import (
+    NO_STATE,
+    TOO_FEW,
+    Effect,
+    Order,
+    Persist,
+    Phase,
+    Record,
+    Settings,
+    Status,
+    Task,
+)
+
+STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
+FINISHED = "finished"
+"""Why a run stops whose nodes are all done."""
+
+
+class Coordinator:
+    """Takes statuses, lost connections and the time; gives effects, to be carried out in their order.
+
+    saved: what its predecessor wrote down, if there was one. `start` must come first. It raises nothing: a status that
+    makes no sense is one that was overtaken.
+    """
+
+    def __init__(self, settings: Settings, saved: Record | None, now: float) -> None:
+        before = saved or Record()
+        self.settings = settings
+        self.term = before.term + 1
+        self.generation = before.generation
+        self.members = before.members
+        self.task = Task.WAIT
+        self.base = NO_STATE
+        self.committed = 0
+        self.stopped = before.stopped
+        self.reason = ""
+        self.statuses: dict[str, Status] = {}
+        self._returned = bool(before.members)
+        self._since = now
+        self._heard: dict[str, float] = {}
+        self._gone: set[str] = set()
+        self._serial = 0
+        self._newcomer_since: float | None = None
+        self._sent = now
+        self._fruitless = 0
+        self._voted: set[str] = set()
+        if self.stopped:
+            self.task = Task.STOP
+
+    def start(self) -> list[Effect]:
+        """Take over."""
+        return [Persist(self._record())]
+
+    def hear(self, status: Status, now: float) -> list[Effect]:
+        """A node says how it is."""
+        is_new = status.phase is Phase.FRESH and status.generation == 0
+        if status.node in self._gone or (status.node not in self.members and not is_new):
+            return [self._order(status.node, Task.OUT)]
+        if self.stopped:
+            return [self._order(status.node, Task.STOP)]
+        known = self.statuses.get(status.node)
+        if known is not None and known.serial > status.serial:
+            return []
+        self._heard[status.node] = now
+        if known is not None and known.serial == status.serial:
+            return []
+        self.statuses[status.node] = status
+        if self._is_quiet(status):  # the step's cost must not grow with the square of its voters
+            if status.prepared == self.committed == status.applied:
+                self._voted.add(status.node)
+            if len(self._voted) < len(self.members):
+                return []
+        return self._decide(now)
+
+    def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
+        """A node is known to be gone: its connection is closed."""
+        if self.stopped or node in self._gone or node not in {*self.members, *self.statuses}:
+            return []
+        return self._without({node}, f"{node}: {reason}", now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passes: call it a few times a lease."""
+        if self.stopped:
+            return self._repeat(now)
+        silent = {node for node, heard in self._heard.items() if now - heard > self.settings.lease_seconds}
+        effects = self._without(silent, f"{', '.join(sorted(silent))}: silent", now) if silent else []
+        return effects + self._decide(now) + self._repeat(now)
+
+    def stop(self, reason: str, now: float) -> list[Effect]:
+        """End the run."""
+        if self.stopped:
+            return []
+        self.stopped, self.task = reason, Task.STOP
+        return [Persist(self._record()), *self._orders()]
+
+    @property
+    def newcomers(self) -> list[str]:
+        """Nodes that could become members, in the order in which they came."""
+        return [
+            node
+            for node, status in self.statuses.items()
+            if node not in self.members
+            and status.phase is Phase.FRESH
+            and not status.leaving
+            and not status.failed
+        ]
+
+    def _decide(self, now: float) -> list[Effect]:
+        """All that follows from what is known now."""
+        if self.stopped:
+            return []
+        if fatal := next((s.fatal for s in self.statuses.values() if s.fatal), ""):
+            return self.stop(fatal, now)
+        failed = {s.node: s.failed for s in self.statuses.values() if s.failed}
+        if failed:
+            return self._without(failed, "; ".join(f"{node}: {why}" for node, why in failed.items()), now)
+        if self.task is Task.WAIT:
+            return self._begin(now)
+        own = self._of_members()
+        if len(own) < len(self.members):
+            return []
+        broken = [s for s in own if s.generation == self.generation and (s.broken or s.accuses)]
+        if broken and (blamed := self._blame(broken)) is not None:
+            return self._without(blamed, self._why(broken), now)
+        if self.task is Task.FENCE and all(
+            s.generation == self.generation and s.phase in STANDING for s in own
+        ):
+            return self._rebuild(own)
+        if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
+            return self._run(own, now)
+        if self.task is Task.RUN:
+            return self._while_running(own, now)
+        return []
+
+    def _begin(self, now: float) -> list[Effect]:
+        """Go on after a coordinator's return where all are as they were; else with those who are there."""
+        if not self._returned:
+            enough = len(self.newcomers) >= self.settings.initial
+            return self._new_generation([], "the run begins", now) if enough else []
+        own = self._of_members()
+        complete = len(own) == len(self.members)
+        if complete and all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
+            self.task, self._returned = Task.RUN, False
+            self.base, self.committed = self.generation, max(s.applied for s in own)
+            return [*self._orders(), *self._while_running(own, now)]
+        missing = [node for node in self.members if node not in self.statuses and node not in self._gone]
+        if missing and now - self._since < self.settings.return_seconds:
+            return []
+        self._gone.update(missing)
+        return self._new_generation([s.node for s in own], "the coordinator is back", now)
+
+    def _while_running(self, own: list[Status], now: float) -> list[Effect]:
+        """Commit what all have prepared; at that moment nobody computes, so others may come and go."""
+        if not all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
+            return []
+        if all(s.done for s in own):
+            return self.stop(FINISHED, now)
+        if not all(s.prepared == self.committed == s.applied for s in own):
+            return []
+        if odd := self._disagreeing(own):
+            self._fruitless += 1
+            blamed = odd if self._fruitless > self.settings.attempts else ()
+            return self._without(blamed, f"gradients differ on {', '.join(sorted(odd))}", now)
+        self.committed += 1
+        self._fruitless = 0
+        self._voted.clear()
+        leaving = {s.node for s in own if s.leaving}
+        joining = self._admitted(now)
+        if not leaving and not joining:
+            return self._orders()
+        why = [*(f"{node} leaves" for node in sorted(leaving)), *(f"{node} joins" for node in joining)]
+        return self._without(leaving, "; ".join(why), now)
+
+    def _admitted(self, now: float) -> list[str]:
+        newcomers = self.newcomers
+        if not newcomers:
+            self._newcomer_since = None
+            return []
+        if self._newcomer_since is None:
+            self._newcomer_since = now
+        return newcomers if now - self._newcomer_since >= self.settings.join_seconds else []
+
+    def _without(self, gone: Iterable[str], reason: str, now: float) -> list[Effect]:
+        """Go on without some nodes, if they were members in a new generation; of the same where nobody is to blame."""
+        gone = set(gone)
+        self._gone |= gone
+        for node in gone:
+            self.statuses.pop(node, None)
+            self._heard.pop(node, None)
+        out: list[Effect] = [self._order(node, Task.OUT) for node in sorted(gone)]
+        if self.task is Task.WAIT:
+            # Before the first step a loss is rather a mistake than a fault.
+            return out if self._returned else out + self.stop(reason, now)
+        if gone and not gone & set(self.members):
+            return out
+        if self._fruitless > 2 * self.settings.attempts:
+            return out + self.stop(
+                f"{self._fruitless} generations in a row came to nothing; the last: {reason}", now
+            )
+        return out + self._new_generation([n for n in self.members if n not in gone], reason, now)
+
+    def _new_generation(self, survivors: list[str], reason: str, now: float) -> list[Effect]:
+        """Of the survivors, and of all newcomers, since everybody has to stop anyway."""
+        members = [*survivors, *self.newcomers]
+        if len(members) < self.settings.fewest:
+            return self.stop(
+                f"{len(members)} {TOO_FEW} {self.settings.fewest} that are needed ({reason})", now
+            )
+        self.generation += 1
+        self._voted.clear()
+        self.members = tuple(members)
+        self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
+        return [Persist(self._record()), *self._orders()]
+
+    def _rebuild(self, own: list[Status]) -> list[Effect]:
+        """Everybody stands still and has said what it holds: what to go on from is decided by that alone.
+
+        The newest generation that anybody ran counts: its members all were ready for it, so they hold its state,
+        even those who never heard that it ran. A step is committed if anybody applied it, or if all who are left have
+        all its gradients, which is so of every step that was committed here.
+        """
+        base = max(s.base for s in own)
+        holders = [s for s in own if s.base == base != NO_STATE]
+        committed = max((s.applied for s in holders), default=0)
+        ready = [s for s in holders if s.prepared == committed == s.applied]
+        if len(ready) == len(holders) > 0 and not self._disagreeing(ready):
+            committed += 1
+        self.base, self.committed, self.task = base, committed, Task.REBUILD
+        return self._orders()
+
+    def _is_quiet(self, status: Status) -> bool:
+        """Whether a status can decide nothing but the step, and that only with all others."""
+        return (
+            self.task is Task.RUN
+            and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
+            and not (status.failed or status.fatal or status.broken or status.accuses or status.done)
+        )
+
+    def _is_ready(self, status: Status) -> bool:
+        return status.generation == self.generation and status.phase in (Phase.READY, Phase.RUNNING)
+
+    def _run(self, own: list[Status], now: float) -> list[Effect]:
+        steps = {s.ready_at for s in own}
+        step = next(iter(steps))
+        if len(steps) > 1 or step is None:
+            self._fruitless += 1
+            return self._without((), f"nodes became ready at unlike steps: {sorted(map(str, steps))}", now)
+        self.task, self.base, self.committed = Task.RUN, self.generation, step
+        return self._orders()
+
+    def _blame(self, broken: list[Status]) -> set[str] | None:
+        """Whom to go on without; nobody at first, for a network may have failed for a moment. None: wait.
+
+        Who is accused by most of the others is cut off from them, or hangs.
+        """
+        votes = Counter(s.accuses for s in broken if s.accuses in self.members and s.accuses != s.node)
+        others = len(self.members) - 1
+        for node, count in votes.most_common(1):
+            if node is not None and 2 * count > others and others > 1:
+                return {node}
+        if not any(s.broken for s in broken):
+            return None
+        self._fruitless += 1
+        if self._fruitless > self.settings.attempts and votes:
+            most = max(votes.values())
+            return {max(node for node, count in votes.items() if count == most and node is not None)}
+        return set()
+
+    def _why(self, broken: list[Status]) -> str:
+        told = [f"{s.node}: {s.broken or f'waits in vain for {s.accuses}'}" for s in broken]
+        return "; ".join(told[:4])
+
+    def _disagreeing(self, own: list[Status]) -> set[str]:
+        """Nodes whose gradients of a layer are not those of most of its holders."""
+        holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        if all(s.hashes == own[0].hashes for s in own):
+            return set()
+        for s in own:
+            for layer, value in s.hashes.items():
+                holders[layer][value].append(s.node)
+        odd: set[str] = set()
+        for by_value in holders.values():
+            if len(by_value) > 1:
+                most = max(map(len, by_value.values()))
+                groups = list(by_value.values())
+                sure = sum(len(group) == most for group in groups) == 1
+                odd.update(n for group in groups if not sure or len(group) < most for n in group)
+        return odd
+
+    def _of_members(self) -> list[Status]:
+        return [self.statuses[node] for node in self.members if node in self.statuses]
+
+    def _record(self) -> Record:
+        return Record(self.term, self.generation, self.members, self.stopped)
+
+    def _orders(self) -> list[Effect]:
+        nodes = dict.fromkeys([*self.members, *self.statuses] if self.task is Task.STOP else self.members)
+        return [self._order(node, self.task) for node in nodes]
+
+    def _order(self, node: str, task: Task) -> Order:
+        self._serial += 1
+        workers: tuple[int, ...] = ()
+        if task is Task.REBUILD:
+            workers = tuple(self.statuses[member].workers for member in self.members)
+        return Order(
+            node,
+            self.term,
+            self._serial,
+            task,
+            self.generation,
+            self.members,
+            workers,
+            self.base,
+            self.committed,
+            self.stopped or self.reason,
+        )
+
+    def _repeat(self, now: float) -> list[Effect]:
+        """Orders may have been lost."""
+        if self.task is Task.WAIT or now - self._sent < self.settings.resend_seconds:
+            return []
+        self._sent = now
+        return self._orders()

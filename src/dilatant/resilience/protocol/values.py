@@ -1,0 +1,127 @@
+"""What agents and the coordinator say to each other, and what the coordinator writes down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+NO_STATE = -1
+"""The base of a node that holds nothing of the run yet."""
+
+
+TOO_FEW = "nodes are left of the"
+"""In the reason of a run that stops since there are too few."""
+
+
+class Phase(StrEnum):
+    """Where a node is in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they stand
+    still. rebuilding: they make groups and copy state. ready: they hold all that they need. running: they train."""
+
+    FRESH = "fresh"
+    FENCING = "fencing"
+    FENCED = "fenced"
+    REBUILDING = "rebuilding"
+    READY = "ready"
+    RUNNING = "running"
+
+
+class Task(StrEnum):
+    """What the coordinator wants of the members of a generation. out: this node is none of them, and has to start
+    anew. stop: the run is over."""
+
+    WAIT = "wait"
+    FENCE = "fence"
+    REBUILD = "rebuild"
+    RUN = "run"
+    OUT = "out"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All that a coordinator knows of a node.
+
+    node: a name that no other process, nor this one after a restart, ever has. serial: grows with every change.
+    generation: the newest one that it obeys. base: the generation whose state its workers hold, and applied: the steps
+    in that. ready_at: the steps in the state that it has made ready for `generation`; it holds both until it runs.
+    prepared: the number of the step whose gradients all its workers have; hashes: layer → hash of these gradients.
+    accuses: the node that its workers wait for in vain. broken: why they cannot go on in this generation.
+    failed: why this node cannot go on at all. fatal: why nobody can (a mistake of the user).
+    """
+
+    node: str
+    serial: int
+    generation: int = 0
+    phase: Phase = Phase.FRESH
+    base: int = NO_STATE
+    applied: int = 0
+    ready_at: int | None = None
+    prepared: int | None = None
+    hashes: Mapping[str, int] = field(default_factory=dict)
+    accuses: str | None = None
+    broken: str = ""
+    failed: str = ""
+    fatal: str = ""
+    leaving: bool = False
+    done: bool = False
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """All that a node is to know. term, serial: a later order has a greater pair.
+
+    members: of the generation, those that ran before first, in the order of ranks; workers: of each. base, committed:
+    the state to go on from: the generation that ran it, and its steps. In a running generation `committed` grows as
+    steps are committed, and whoever has prepared the last one applies it.
+    """
+
+    node: str
+    term: int
+    serial: int
+    task: Task
+    generation: int = 0
+    members: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+    base: int = NO_STATE
+    committed: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a coordinator has on disk before anybody hears of it. term: grows with every coordinator that takes over."""
+
+    term: int = 0
+    generation: int = 0
+    members: tuple[str, ...] = ()
+    stopped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write this down before any order after it is sent."""
+
+    record: Record
+
+
+Effect = Persist | Order
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """lease_seconds: a node that is silent for longer is lost. fence_seconds: what workers have to stand still.
+    join_seconds: newcomers are awaited after the first of them. return_seconds: what the members have to come back to
+    a coordinator that did. initial: nodes to begin with. fewest: with fewer the run stops. attempts: generations in a
+    row that end without a step before somebody is blamed, and twice that before the run stops.
+    """
+
+    lease_seconds: float = 3.0
+    fence_seconds: float = 5.0
+    join_seconds: float = 5.0
+    return_seconds: float = 10.0
+    resend_seconds: float = 1.0
+    initial: int = 1
+    fewest: int = 1
+    attempts: int = 3

@@ -1,0 +1,324 @@
+"""A rank of a run that goes on: generation after generation a trainer of its own, with the state of the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.gather import all_gather_object
+from dilatant.comm.launch import Worker
+from dilatant.comm.rendezvous import end_generation
+from dilatant.config import Config, UserError
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.boxes import parse_key
+from dilatant.plan.plan import Plan
+from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.protocol.agent import Rebuild
+from dilatant.resilience.protocol.values import NO_STATE
+from dilatant.resilience.replan import replan
+from dilatant.resilience.transfer import Lost, transfer
+from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
+from dilatant.training.checkpoint import list_checkpoints, newest_valid
+from dilatant.training.checkpoint_boxes import pieces_of
+from dilatant.training.commit import Membership
+from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
+from dilatant.training.prepare import Prepared, prepare, with_costs
+from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
+from dilatant.training.starting_point import Start, agreed_checkpoint
+from dilatant.training.stop_signal import StopSignal
+from dilatant.training.trainer import Trainer
+
+FOLDER, REBUILDS = "resilience", "rebuilds.jsonl"
+"""In the run folder: how long its first rank took for each generation."""
+_BEGUN = "resilience/begun"
+"""In the run's store once the run has a folder of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a worker finds its agent. index: among the workers of its node."""
+
+    node: str
+    index: int
+    port: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """The state of one generation: a trainer that may communicate no more, and who its ranks were."""
+
+    generation: int
+    trainer: Trainer
+    planned: TrainingPlan
+    members: tuple[str, ...]
+    workers: tuple[int, ...]
+
+
+def train_rank_resiliently(
+    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seats: Sequence[Seat]
+) -> RunResult | None:
+    """One worker's part of a run, whichever rank it is at the time. None where the run goes on without it.
+
+    Raises what stops the run for everybody, and RunEnded where there are too few nodes.
+    """
+    return _Rank(worker, config, plan_json, start, show, seats[worker.rank]).run()
+
+
+class Stopwatch:
+    """Seconds from one `lap` to the next, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._since
+        self._since = now
+
+
+class _Rank:
+    def __init__(
+        self, worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+    ) -> None:
+        assert worker.store is not None
+        self._worker = worker
+        self._config = config
+        self._start = start
+        self._show = show
+        self._seat = seat
+        self._initial = TrainingPlan.from_json(plan_json)
+        self._prepared: Prepared = prepare(config, self._initial)
+        self._folder = RunFolder(config.output_dir)
+        self._store = worker.store
+        self._rank = worker.rank
+        self._held: Held | None = None
+        self._pending: Held | None = None
+        self._trainers: list[Trainer] = []
+        self._opened: list[Comm] = []
+        self._spare: MultimodalModel | None = None
+        self._mistake: UserError | None = None
+        self._warm_up()
+        self._link = WorkerLink(
+            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
+        )
+
+    def run(self) -> RunResult | None:
+        result: RunResult | None = None
+        with StopSignal() as stop:
+            while True:
+                try:
+                    order = self._await_rebuild()
+                    try:
+                        result = self._generation(order, stop)
+                        self._link.await_end()
+                        return result
+                    except RunEnded:
+                        raise
+                    except Fenced:
+                        pass
+                    except Exception as error:
+                        self._explain(error)
+                except RunEnded:
+                    ended = self._link.ended
+                    if ended is not None and ended.is_out:
+                        return None
+                    if self._mistake is not None:
+                        raise self._mistake from None
+                    raise
+                finally:
+                    self._still()
+
+    def _warm_up(self) -> None:
+        """Bring what plans into memory: the first loss should not wait for it."""
+        plan = self._initial.plan
+        survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
+        if survivors:
+            replan(plan, self._prepared.model.graph.anchor, survivors, (), 0, len(plan.ranks))
+
+    def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
+        """Become part of a generation, and train in it to the end."""
+        made = self._pending = self._made(order)
+        self._spare = copy.deepcopy(self._prepared.model)  # while others get ready
+        self._link.await_activation(made.trainer.step)
+        old, self._held, self._pending = self._held, made, None
+        del old  # only now is nobody to go back to it
+        return train_to_end(self._config, made.trainer, self._folder, self._show, stop)
+
+    def _await_rebuild(self) -> Rebuild:
+        """Stand still with what is held; apply what turned out to be committed."""
+        held = self._held
+        if held is None:
+            order = self._link.await_rebuild(NO_STATE, 0, None)
+        else:
+            order = self._link.await_rebuild(held.generation, held.trainer.step, held.trainer.voted_step)
+        if self._pending is not None and self._pending.generation == order.base:
+            self._held = self._pending  # it was activated elsewhere
+        self._pending = None
+        held = self._held
+        if held is not None and held.generation == order.base and held.trainer.step == order.committed - 1:
+            held.trainer.apply_voted()
+        return order
+
+    def _made(self, order: Rebuild) -> Held:
+        """This rank's trainer in the generation, with the state of those who hold it."""
+        self._rank = order.first_rank + self._seat.index
+        held = self._held if self._held is not None and self._held.generation == order.base else None
+        watch = Stopwatch()
+        planned = self._planned(order)
+        watch.lap("plan")
+        trainer = self._trainer(order, planned, weights_follow=order.base != NO_STATE)
+        watch.lap("build")
+        copied = 0
+        if order.base == NO_STATE:
+            self._begin(trainer, planned)
+        else:
+            try:
+                copied = self._take_over(trainer, None if held is None else held.trainer)
+            except Lost:
+                trainer.comm.world.barrier("the news that state is lost")
+                self._still()
+                trainer = self._trainer(order, planned, weights_follow=False)
+                self._begin(trainer, planned)
+        watch.lap("copy")
+        if trainer.rank == 0:
+            self._folder.write_text("plan.json", planned.to_json())
+            record = {
+                "generation": order.generation,
+                "step": trainer.step,
+                "seconds": watch.laps,
+                "bytes_to_first_rank": copied,
+            }
+            with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
+            self._store.set(_plan_key(order.generation), json.dumps(document))
+        return Held(order.generation, trainer, planned, order.members, order.workers)
+
+    def _planned(self, order: Rebuild) -> TrainingPlan:
+        """The plan of the generation: the same on all ranks, those included that have just come."""
+        initial, size = self._initial, sum(order.workers)
+        if order.base == NO_STATE:
+            known = min(size, len(initial.plan.ranks))
+            before, old = initial.plan, {rank: rank for rank in range(known)}
+            if size == len(before.ranks):
+                return initial
+        else:
+            document = json.loads(self._store.get(_plan_key(order.base)))
+            before = TrainingPlan.from_json(document["plan"]).plan
+            was, now = (
+                _ranks_of(members, workers)
+                for members, workers in (
+                    (document["members"], document["workers"]),
+                    (order.members, order.workers),
+                )
+            )
+            old = {rank: now[seat] for seat, rank in was.items() if seat in now}
+        anchor = self._prepared.model.graph.anchor
+        joined = sorted({*range(size)} - {*old.values()})
+        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
+        plan = replan(before, anchor, old, joined, self._config.resilience.fault_tolerance, total)
+        schedule, count = initial.schedule, initial.num_microbatches
+        if size == 1:
+            schedule, count = "serial", 1
+        elif schedule == INTERLEAVED and not _goes_round(plan):
+            schedule = SCHEDULE
+        planned = replace(initial, plan=plan, schedule=schedule, num_microbatches=count, costs=None)
+        planned = replace(planned, predicted_seconds=None)
+        return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
+
+    def _trainer(self, order: Rebuild, planned: TrainingPlan, weights_follow: bool) -> Trainer:
+        """Built in a model of its own: the one before keeps its memory until all are ready."""
+        if self._link.is_fenced:
+            raise Fenced
+        nodes = itertools.chain.from_iterable([node] * count for node, count in enumerate(order.workers))
+        membership = Membership(
+            order.generation, tuple(nodes), weights_follow, self._link, self._opened.append
+        )
+        worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
+        samples = self._prepared.samples
+        model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
+        trainer = Trainer(self._config, samples, model, planned, worker, self._folder.checkpoints, membership)
+        self._trainers.append(trainer)
+        return trainer
+
+    def _begin(self, trainer: Trainer, planned: TrainingPlan) -> None:
+        """With nobody's state: as the run was asked to, or once it has begun at its newest checkpoint."""
+        begun = self._store.check([_BEGUN])
+        checkpoint = self._start.checkpoint
+        if begun and trainer.rank == 0:
+            newest, _ = newest_valid(self._folder.checkpoints)
+            checkpoint = checkpoint if newest is None else newest.path
+        agreed = agreed_checkpoint(trainer.comm, checkpoint)
+        if agreed is not None:
+            trainer.restore(agreed)
+        if trainer.rank == 0 and not begun:
+            begin_folder(
+                self._config, self._prepared, planned, self._folder, self._start.discards, self._show
+            )
+            self._store.set(_BEGUN, b"")
+
+    def _take_over(self, trainer: Trainer, old: Trainer | None) -> int:
+        """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
+        Raises Lost on all ranks."""
+        state = {} if old is None else old.state()
+        moments = {parse_key(key)[0] for key in state.get("optimizer", {})}
+        told = all_gather_object(trainer.comm, None if old is None else [old.values(), sorted(moments)])
+        values, _ = next(each for each in told if each is not None)
+        everybody = {name for each in told if each is not None for name in each[1]}
+        held = [] if old is None else list(pieces_of(state, old.shapes))
+        wanted = trainer.empty_state(everybody)
+        copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
+        trainer.go_on_from(values)
+        newest = list_checkpoints(self._folder.checkpoints)[:1] if trainer.rank == 0 else []
+        saved = all_gather_object(trainer.comm, newest[0].step if newest else 0)[0]
+        trainer.continue_branch(saved, newest[0].path if newest else None)
+        return copied
+
+    def _still(self) -> None:
+        """End all communication and what works in the background; what is held stays."""
+        for trainer in self._trainers:
+            with contextlib.suppress(Exception):
+                trainer.close()
+        for comm in self._opened:
+            comm.close()
+        self._trainers.clear()
+        self._opened.clear()
+
+    def _unblock(self, generation: int) -> None:
+        """From the link's thread: whoever waits for others in this generation waits no more."""
+        with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:
+            end_generation(store, generation, self._rank, "this generation is over")
+
+    def _explain(self, error: Exception) -> None:
+        """Say why this rank cannot go on, unless that is known already."""
+        if self._link.is_fenced:
+            return
+        if isinstance(error, UserError):
+            self._mistake = error
+        self._link.broken(f"{type(error).__name__}: {error}", fatal=isinstance(error, UserError))
+
+
+def _plan_key(generation: int) -> str:
+    return f"resilience/plan/{generation}"
+
+
+def _ranks_of(members: Sequence[str], workers: Sequence[int]) -> dict[tuple[str, int], int]:
+    """(node, index of the worker) → rank."""
+    seats = [(node, index) for node, count in zip(members, workers) for index in range(count)]
+    return {seat: rank for rank, seat in enumerate(seats)}
+
+
+def _goes_round(plan: Plan) -> bool:
+    return any(
+        len({stage.ranks for stage in replica.stages}) < len(replica.stages)
+        for unit in plan.units
+        for replica in unit.replicas
+    )

@@ -1,0 +1,77 @@
+"""What a run that goes on is doing: read from its folder, by whoever can see that."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dilatant.config.errors import UserError
+from dilatant.resilience.coordinator_process import EVENTS, read_record
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of this machine. is_member: of the generation; is_alive: whether its agent runs."""
+
+    name: str
+    agent: int
+    workers: tuple[int, ...]
+    is_member: bool
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """step: the last one in metrics.jsonl, None before the first. stopped: why the run ended, if it did. events: the
+    history of its generations, as the coordinator wrote it."""
+
+    generation: int
+    task: str
+    step: int | None
+    stopped: str
+    nodes: tuple[Node, ...]
+    events: tuple[dict[str, Any], ...]
+
+
+def read_status(run: Path) -> RunStatus:
+    """Of a run folder. Raises UserError where the run is none that goes on."""
+    folder = run / "resilience"
+    try:
+        record = read_record(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(run)!r} cannot be read: {error}") from None
+    if record is None:
+        raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
+    events = tuple(_lines(folder / EVENTS))
+    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    nodes = []
+    for file in sorted(folder.glob("node*.json")):
+        for document in _lines(file):
+            alive = (
+                Path(f"/proc/{document['pid']}").exists() if os.path.isdir("/proc") else not record.stopped
+            )
+            workers = tuple(document["workers"].values())
+            name = document["node"]
+            nodes.append(Node(name, document["pid"], workers, name in record.members, alive))
+    task = events[-1]["task"] if events else "wait"
+    last = steps[-1] if steps else None
+    return RunStatus(record.generation, task, last, record.stopped, tuple(nodes), events)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON lines of a file that others may be writing to."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            document = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(document, dict):
+            yield document

@@ -1,0 +1,152 @@
+"""A worker's connection to its node's agent: what it is to do, and what is unblocked at once when that changes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from dilatant.resilience.protocol.agent import (
+    Activate,
+    Apply,
+    Broken,
+    Command,
+    Done,
+    End,
+    Fence,
+    Made,
+    Prepared,
+    Rebuild,
+    Stopped,
+)
+from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, connect
+
+
+class Fenced(Exception):
+    """This generation is over: stand still, and wait to be rebuilt."""
+
+
+class RunEnded(Exception):
+    """The run is over; the message says why."""
+
+
+class WorkerLink:
+    """Used by one thread; another one reads, and calls `on_fence` with the generation that is over.
+
+    A worker whose agent is gone ends at once: it could be told nothing any more, and others go on without it.
+    """
+
+    def __init__(
+        self, port: int, token: bytes, index: int, on_fence: Callable[[int], None], beat_seconds: float = 1.0
+    ) -> None:
+        self._link: Link = connect("127.0.0.1", port, token)
+        self._on_fence = on_fence
+        self._commands: queue.Queue[Command] = queue.Queue()
+        self._newest = 0
+        self._generation = 0
+        self.ended: End | None = None
+        self._closed = False
+        self._link.send(Hello(index, os.getpid()))
+        threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
+        threading.Thread(target=self._beat, args=(beat_seconds,), name="dilatant-beat", daemon=True).start()
+
+    @property
+    def generation(self) -> int:
+        """That this worker belongs to, or was last rebuilt for."""
+        return self._generation
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the generation is over that this worker belongs to."""
+        return self._newest > self._generation or self.ended is not None
+
+    def await_rebuild(self, base: int, applied: int, prepared: int | None) -> Rebuild:
+        """Stand still, and return when this worker is to be part of a generation. Raises RunEnded.
+
+        base, applied, prepared: see `Stopped`.
+        """
+        while True:
+            command = self._next()
+            if isinstance(command, Fence):
+                self._send(Stopped(command.generation, base, applied, prepared))
+            elif isinstance(command, Rebuild) and command.generation == self._newest:
+                self._generation = command.generation
+                return command
+
+    def await_activation(self, applied: int) -> None:
+        """Say that this worker is ready, and return when all are. Raises Fenced or RunEnded."""
+        self._send(Made(self._generation, applied))
+        self._await(Activate)
+
+    def vote(self, step: int, hashes: Mapping[str, int]) -> None:
+        """Say that this worker has all gradients of a step, and return when it is committed. Raises Fenced when it is
+        not known whether it is, or RunEnded."""
+        self._send(Prepared(self._generation, step, dict(hashes)))
+        self._await(Apply)
+
+    def await_end(self) -> None:
+        """Say that nothing is left to do, and return when that is so for all. Raises Fenced."""
+        self._send(Done(self._generation))
+        try:
+            self._await(End)
+        except RunEnded:
+            return
+
+    def broken(self, reason: str, fatal: bool = False) -> None:
+        """Say that this worker cannot go on in its generation; fatal: nor could anybody."""
+        self._send(Broken(self._generation, reason[:2000], None, fatal))
+
+    def close(self) -> None:
+        self._closed = True
+        self._link.close()
+
+    def _await(self, wanted: type) -> None:
+        while True:
+            if self._newest > self._generation:
+                raise Fenced
+            command = self._next()
+            if isinstance(command, Fence):
+                self._commands.put(command)  # `await_rebuild` answers it
+                raise Fenced
+            of_now = not isinstance(command, End) and command.generation == self._generation
+            if of_now and isinstance(command, wanted):
+                return
+
+    def _next(self) -> Command:
+        command = self._commands.get()
+        if isinstance(command, End):
+            self._commands.put(command)
+            raise RunEnded(command.reason)
+        return command
+
+    def _send(self, message: Stopped | Made | Prepared | Broken | Done | Beat) -> None:
+        try:
+            self._link.send(message)
+        except LinkClosed:
+            if self.ended is None and not self._closed:
+                os._exit(1)
+
+    def _beat(self, seconds: float) -> None:
+        """A process that is stopped, or whose interpreter is held, does not."""
+        while True:
+            time.sleep(seconds)
+            if self._closed or self.ended is not None:
+                return
+            self._send(Beat())
+
+    def _read(self) -> None:
+        try:
+            while True:
+                command = self._link.receive()
+                if isinstance(command, Fence):
+                    self._newest = command.generation
+                if isinstance(command, End):
+                    self.ended = command
+                self._commands.put(command)
+                if isinstance(command, Fence | End):
+                    self._on_fence(self._generation)
+        except LinkClosed:
+            if self.ended is None and not self._closed:
+                os._exit(1)

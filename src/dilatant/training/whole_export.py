@@ -1,0 +1,201 @@
+"""A whole vision-language model as it came: the same class of transformers, weights under the names of the hub.
+
+What a run never reads (a block behind the layer that the family looks at) comes from the source's files, and all that
+was written is read again and compared.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.models.lora import PREFIX, adapter_config, beside, is_adapter, merged_state, plain_key
+from dilatant.models.materialize import seeded
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.stage import stage_tensors
+from dilatant.models.unit import Unit
+from dilatant.models.whole import Whole
+from dilatant.models.whole_files import stored_keys
+from dilatant.training.stored_weights import (
+    ADAPTER_FILE,
+    load_whole,
+    open_tensors,
+    pretrained_files,
+    tensor_files,
+)
+
+_BESIDE = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja", "generation_config.json"),
+)
+"""Files of a source that go along unchanged."""
+
+
+def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> None:
+    """Write `config.json`, the weights and the tokenizer. source: the id or folder that the model came from. Raises
+    UserError, also where what was read again is not what was written."""
+    whole = model.whole
+    assert whole is not None
+    if whole.lora is not None:
+        write_adapter(model, folder / "adapter" if whole.lora.merge else folder, source)
+    if whole.lora is None or whole.lora.merge:
+        _write_model(model, whole, folder, source)
+    for name in _BESIDE if source is not None else ():
+        file = _file(str(source), name)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(str(folder))
+
+
+def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
+    trained, frozen = weights_of(model)
+    composite = whole.composite()
+    expected = composite.state_dict()
+    tied = _tied(composite)
+    lacking = [key for key in expected if key not in trained and key not in tied]
+    state = {key: tensor for key, tensor in trained.items() if key not in tied or tied[key] not in trained}
+    unread = _of_source(whole, source, lacking) if source is not None else _drawn(whole, lacking)
+    dtype = next((tensor.dtype for tensor in trained.values() if tensor.is_floating_point()), torch.float32)
+    for key in lacking:
+        tensor = unread[key]
+        state[key] = tensor.to(dtype) if source is None and tensor.is_floating_point() else tensor
+    composite.config.dtype = dtype
+    composite.save_pretrained(folder, state_dict=state)
+    _check(whole, folder, state, source, {*frozen, *lacking})
+
+
+def write_adapter(model: MultimodalModel, folder: Path, source: str | None) -> None:
+    """What peft loads on the plain model: `adapter_config.json` and `adapter_model.safetensors`, with what trained
+    whole besides."""
+    whole = model.whole
+    assert whole is not None
+    assert whole.lora is not None
+    state: dict[str, Tensor] = {}
+    adapted, saved = set(), set()
+    for unit in model.units.values():
+        tensors, trains = stage_tensors(unit), _training(unit)
+        for weight in unit.weights:
+            key = whole.key_of(unit, weight)
+            if is_adapter(weight.name):
+                adapted.add(re.sub(r"\.lora_[AB]\.weight$", "", key))
+            elif weight.name in trains:
+                saved.add(key.rpartition(".")[0])
+            else:
+                continue
+            state[PREFIX + key] = tensors[weight.canonical].detach().contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    adapter_config(whole.lora, adapted, saved, source).save_pretrained(str(folder))
+    save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
+
+
+def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Every weight of the units by the composite's key, what adapters add to it included, and the keys of those that
+    are what they were."""
+    assert model.whole is not None
+    state: dict[str, Tensor] = {}
+    frozen = set()
+    for unit in model.units.values():
+        merged = {part: merged_state(getattr(unit, part)) for part in unit.parts}
+        adapted = {beside(weight.key) for weight in unit.weights if is_adapter(weight.key)}
+        trains = _training(unit)
+        for weight in unit.weights:
+            if is_adapter(weight.key):
+                continue
+            key = model.whole.key_of(unit, weight)
+            state[key] = merged[weight.part][plain_key(weight.key)]
+            if weight.canonical not in trains and plain_key(weight.key) not in adapted:
+                frozen.add(key)
+    return state, frozenset(frozen)
+
+
+def _training(unit: Unit) -> set[str]:
+    """Logical names of the parameters that train; buffers do not."""
+    return {name for name, _ in unit.named_logical_parameters()} - unit.frozen
+
+
+def _tied(composite: Any) -> dict[str, str]:
+    """Key of a weight that is held a second time → the key that it is stored under."""
+    first: dict[int, str] = {}
+    held = dict(composite.named_parameters(remove_duplicate=False))
+    return {
+        key: first[id(weight)] for key, weight in held.items() if first.setdefault(id(weight), key) != key
+    }
+
+
+def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
+    files = pretrained_files(source) or {}
+    stored = stored_keys(whole, files) if files else {}
+    found = {}
+    for key in keys:
+        if key in stored:
+            with open_tensors(files[stored[key]]) as tensors:
+                found[key] = tensors.get_tensor(stored[key])
+    if len(found) < len(keys):
+        everything = load_whole(source)
+        found |= {key: everything[key] for key in keys if key not in found}
+    return found
+
+
+@torch.no_grad()
+def _drawn(whole: Whole, keys: list[str]) -> dict[str, Tensor]:
+    """What the family begins with."""
+    if not keys:
+        return {}
+    composite: Any = whole.composite()
+    parents = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+    for path in parents:
+        composite.get_submodule(path).to_empty(device="cpu", recurse=False)
+    with seeded(0, "unread"):
+        for path in parents:
+            composite._init_weights(composite.get_submodule(path))
+    state = composite.state_dict()
+    return {key: state[key] for key in keys}
+
+
+def _check(
+    whole: Whole, folder: Path, state: Mapping[str, Tensor], source: str | None, unchanged: set[str]
+) -> None:
+    """Raises UserError unless the files hold `state` to the bit, and what is `unchanged` is as in the source."""
+    problems = _differences(whole, tensor_files(folder), state, "was not written as it is")
+    if source is not None:
+        files = pretrained_files(source) or {}
+        kept = {key: tensor for key, tensor in state.items() if key in unchanged}
+        problems += _differences(whole, files, kept, "is frozen, but no longer what it was", partly=True)
+    if problems:
+        shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
+        raise list_problems("the export was checked and is not right:", shown)
+
+
+def _differences(
+    whole: Whole, files: Mapping[str, Path], state: Mapping[str, Tensor], what: str, partly: bool = False
+) -> list[str]:
+    stored = stored_keys(whole, files)
+    problems = []
+    for key, tensor in state.items():
+        if key not in stored:  # merged or split as it is written, or tied
+            continue
+        with open_tensors(files[stored[key]]) as tensors:
+            read = tensors.get_tensor(stored[key])
+        if partly and read.dtype != tensor.dtype:
+            read = read.to(tensor.dtype)
+        if read.dtype != tensor.dtype or not torch.equal(read, tensor.cpu()):
+            problems.append(f"{key} {what}")
+    return problems
+
+
+def _file(source: str, name: str) -> Path | None:
+    try:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise UserError(f"{source!r}: {name} cannot be read: {error}") from None
+    return None if found is None else Path(str(found))

@@ -1,0 +1,161 @@
+"""A whole model by one id: trained in stages, exported as the class of transformers that it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from PIL import Image
+from tiny_project import Dilatant
+from transformers import AutoModelForImageTextToText
+
+from dilatant.config import load_config
+from dilatant.data.encode import encode_sample
+from dilatant.profiling.assemble import assemble_samples
+from tiny_wholes import WHOLES, save_as_the_hub_does, transformers_loss
+
+STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
+DEFAULT = ("qwen2_5_vl",)
+families = pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("llava", "qwen2_5_vl") else pytest.param(name, marks=pytest.mark.slow)
+        for name in WHOLES
+    ],
+)
+
+
+def config_of(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": "run",
+        "model": {"id": "whole", "freeze": ["vision.encoder"]},
+        "data": {"train": [{"path": "train.jsonl"}], "max_length": 96, "workers": 0},
+        "train": {
+            "steps": 2,
+            "global_batch_size": 12,  # all samples
+            "optimizer": {"learning_rate": 0.01},
+            "schedule": {"kind": "constant"},
+            "report_to": [],
+            "device": "cpu",
+        },
+        **more,
+    }
+
+
+def write(folder: Path, tree: dict[str, Any]) -> Path:
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+@torch.no_grad()
+def loss_in_transformers(config: Path, model: Any, family: str) -> float:
+    samples = assemble_samples(load_config(config))
+    total = targets = 0.0
+    for index in range(len(samples.train)):
+        encoded = encode_sample(samples.train[index], samples.encoding)
+        total += float(transformers_loss(model, family, encoded, image=299))
+        targets += encoded.target_tokens
+    return total / targets
+
+
+@families
+def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
+    family: str, project: Path, dilatant: Dilatant
+) -> None:
+    source = save_as_the_hub_does(family, project / "whole")
+    before = source.state_dict()
+    for number in range(12):  # of unlike sizes
+        image = Image.open(project / "images" / f"{number}.png").resize((8 + 3 * number, 8 + number % 5))
+        image.save(project / "images" / f"{number}.png")
+    config = write(project, config_of(project, parallel=STAGES))
+    code, _, err = dilatant("train", config)
+    assert code == 0, err
+    exported = AutoModelForImageTextToText.from_pretrained(project / "run" / "export")
+    assert type(exported) is type(source)
+    after = exported.state_dict()
+    assert after.keys() == before.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    towers = (".vision_tower.", ".vision_model.", ".visual.")
+    mergers = (".merger.", ".deepstack_merger_list.")
+    frozen = {k for k in before if any(t in k for t in towers) and not any(m in k for m in mergers)}
+    assert not changed & frozen
+    trained = {key for key, weight in source.named_parameters() if key not in frozen}
+    assert trained - changed == set(), "every trained weight is in the export"
+
+    code, _, err = dilatant(
+        "train", write(project, config_of(project)), "--set", "train.steps=3", "--overwrite"
+    )
+    assert code == 0, err
+    lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
+    third = json.loads(lines[2])["loss"]  # of one process, of what two steps have made
+    assert loss_in_transformers(config, exported.eval(), family) == pytest.approx(third, rel=1e-4)
+
+    code, out, err = dilatant(
+        *("generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 3, "--json"),
+        *("--image", project / "images" / "0.png"),
+    )
+    assert code == 0, err
+    assert "answer" in json.loads(out)
+
+
+def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dilatant: Dilatant) -> None:
+    save_as_the_hub_does("llava", project / "whole")
+    parts = {"language_model": {"id": "whole"}}
+    for model, text in (
+        ({"id": "whole", **parts}, "give one of 'id'"),
+        ({}, "give one of 'id'"),
+        ({"tokenizer": "bytes", **parts}, "'tokenizer' here is for a whole model"),
+        (
+            {"config": {"model_type": "qwen2"}, "tokenizer": "bytes"},
+            "'qwen2' is not a family that opens whole",
+        ),
+        ({"id": "nowhere"}, "nowhere"),
+        ({"id": "whole", "freeze": ["vison"]}, "did you mean 'vision'"),
+    ):
+        code, _, err = dilatant("train", write(project, {**config_of(project), "model": model}))
+        assert code == 2
+        assert text in err.replace("\n", " ")
+    wrong = {"units": {"vison": {}, "language": {}}}
+    code, _, err = dilatant("train", write(project, config_of(project, parallel=wrong)))
+    assert code == 2
+    assert "'vison' is no unit of this model; did you mean 'vision'?" in err
+
+
+def test_an_adapter_trained_in_stages_is_one_of_peft_and_the_reverse(
+    project: Path, dilatant: Dilatant
+) -> None:
+    save_as_the_hub_does("qwen2_5_vl", project / "whole")
+    lora = {"r": 4, "units": ["vision", "language"], "train": ["language.head"]}
+    tree = config_of(project, parallel=STAGES)
+    tree["model"] = {"id": "whole", "lora": lora}
+    code, _, err = dilatant("train", write(project, tree))
+    assert code == 0, err
+    export = project / "run" / "export"
+    merged = AutoModelForImageTextToText.from_pretrained(export).eval()
+    plain = AutoModelForImageTextToText.from_pretrained(project / "whole")
+    adapted = peft.PeftModel.from_pretrained(plain, export / "adapter").eval()
+    config = project / "config.yaml"
+    loss = loss_in_transformers(config, adapted, "qwen2_5_vl")
+    # Merged weights are rounded once more.
+    assert loss_in_transformers(config, merged, "qwen2_5_vl") == pytest.approx(loss, rel=1e-5)
+
+    saved = project / "saved"
+    adapted.save_pretrained(saved)
+    tree["model"]["lora"] = {**lora, "adapter": "saved", "merge": False}
+    tree |= {"parallel": "single", "output_dir": "again"}
+    code, _, err = dilatant("train", write(project, tree))
+    assert code == 0, err
+    lines = (project / "again" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (project / "again" / "export" / "adapter_model.safetensors").is_file()
+    assert not (project / "again" / "export" / "model.safetensors").exists()
+
+    tree["model"]["lora"]["r"] = 8
+    code, _, err = dilatant("train", write(project, tree), "--overwrite")
+    assert code == 2
+    assert "r is 4 there and 8 here" in err

@@ -1,0 +1,99 @@
+"""Whole vision-language models as units compute what transformers computes for each sample alone: packed in one row,
+cut between all layers, logits' loss and every gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cut_wholes import losses_of, opened
+from dilatant.config.errors import UserError
+from dilatant.models.families import FAMILIES
+from dilatant.models.whole import Whole
+from tiny_wholes import WHOLES, reference, sample_of, samples_of, transformers_loss, whole_config
+
+DEFAULT = ("llava", "gemma3", "qwen2_5_vl")
+TOLERANCE = 2e-5
+"""Relative to the largest number of a gradient, in fp32: other kernels and another order of sums. A wrong position,
+mask or row changes gradients by parts of their size."""
+
+families = pytest.mark.parametrize(
+    "family",
+    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],
+)
+
+
+@families
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_packed_samples_of_unlike_layouts_train_as_each_alone_does_in_transformers(family, cut):
+    theirs = reference(family)
+    ours = opened(family, theirs.state_dict())
+    samples = samples_of(ours)
+    targets = sum(sample.target_tokens for sample in samples)
+    expected = sum(transformers_loss(theirs, family, sample) for sample in samples) / targets
+    loss = losses_of(ours, samples, cut)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    expected.backward()
+    loss.backward()
+    wanted = {name: weight.grad for name, weight in theirs.named_parameters()}
+    seen = set()
+    for unit in ours.units.values():
+        parameters = dict(unit.named_logical_parameters())
+        for weight in unit.weights:
+            key = ours.whole.key_of(unit, weight)
+            seen.add(key)
+            if weight.name not in parameters or weight.name.endswith(
+                "k_proj.bias"
+            ):  # whose true gradient is 0
+                continue
+            own, true = parameters[weight.name].grad, wanted[key]
+            if true is None or own is None:
+                assert own is None or not own.any(), weight.name
+                assert true is None or not true.any(), weight.name
+            else:
+                assert (own - true).abs().max() <= TOLERANCE * true.abs().max(), weight.name
+    left = {name for name, gradient in wanted.items() if gradient is not None and gradient.any()} - seen
+    assert not left, "no unit has what trains in transformers"
+
+
+def test_another_sample_changes_nothing_of_one_beside_it():
+    """Images of neighbours that touch are not one image."""
+    ours = opened("gemma3")
+    first, second = (sample_of(ours, number, [("image", 2, 2), ("text", 5)]) for number in (0, 1))
+    alone = losses_of(ours, [first], cut=False) * first.target_tokens
+    other = losses_of(ours, [second], cut=False) * second.target_tokens
+    both = losses_of(ours, [first, second], cut=False) * (first.target_tokens + second.target_tokens)
+    torch.testing.assert_close(both, alone + other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_family_that_is_not_known_says_what_is_missing():
+    config = whole_config("llava")
+    config.model_type = "vipllava"
+    with pytest.raises(UserError, match=r"'vipllava' is not a family that opens whole.*towers, projectors"):
+        Whole.of(config, "model.id")
+
+
+def test_every_family_has_a_tiny_model_that_is_tested():
+    assert set(FAMILIES) == set(WHOLES)
+
+
+def test_layers_are_named_as_those_of_other_models():
+    model = opened("llava")
+    assert model["vision"].layers == (
+        "vision.embedding",
+        "vision.layers.0",
+        "vision.layers.1",
+        "vision.layers.2",
+        "vision.projector",
+    )  # the fourth block is behind the layer that LLaVA looks at
+    model.freeze(["vision.encoder", "language.layers.0"])
+    trains = {
+        name
+        for unit in model.units.values()
+        for name, p in unit.named_logical_parameters()
+        if p.requires_grad
+    }
+    assert not any(name.startswith(("vision.layers", "language.layers.0")) for name in trains)
+    assert any(name.startswith("vision.projector") for name in trains)
+    assert np.all([name.count("language_model") == 0 for name in trains])

@@ -1,0 +1,175 @@
+"""What a search may not get wrong: more devices, more memory or a wider search never give a slower plan, and no plan
+beats its bound."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.quadratic import Quadratic
+from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
+from dilatant.plan.model_spec import ModelSpec
+from dilatant.schedule.plan_scorer import plan_scorer
+from model_cases import cluster, cost_model
+from search_cases import RULES, find, random_vlm
+
+ROUNDING = 1 + 1e-9
+
+
+def often(test):
+    """As a few cases by default, and as 500 among the slow ones."""
+    return pytest.mark.parametrize(
+        "cases", [30, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
+    )(test)
+
+
+def check(cases, one):
+    """Run `one` on seeds until so many cases said something."""
+    given(st.integers(0, 2**32 - 1))(settings(max_examples=cases, deadline=None)(one))()
+
+
+def drawn(draw, parameters=0, free=False):
+    """A small vision-language model that may leave recomputation to the plan, its costs and its tokens."""
+    spec, _ = random_vlm(draw)
+    units = tuple(
+        replace(
+            one,
+            layers=tuple(replace(layer, parameters=draw.randint(0, parameters)) for layer in one.layers),
+            recompute=None if free else "none",
+        )
+        for one in spec.units
+    )
+    costs = cost_model(
+        {"vision": draw.random() + 0.1, "language": draw.random() + 0.1},
+        activation=2.0,
+        output=0.0,
+        call=draw.choice([0.0, 2.0]),
+    )
+    layers = {
+        kind: {
+            degree: replace(
+                cost,
+                recompute=cost.forward,
+                attention=Quadratic(b=0.4 * cost.forward.b),
+                attention_bytes=Quadratic(b=0.3 * cost.activation_bytes.b),
+                checkpoint_bytes=Quadratic(b=0.2 * cost.activation_bytes.b),
+            )
+            for degree, cost in degrees.items()
+        }
+        for kind, degrees in costs.layers.items()
+    }
+    tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}
+    return ModelSpec(units), replace(costs, layers=layers), tokens
+
+
+@often
+def test_more_devices_never_give_a_slower_plan(cases):
+    def one(seed):
+        draw = random.Random(seed)
+        spec, costs, tokens = drawn(draw)
+        devices, batch = draw.randint(2, 9), draw.choice([4, 12])
+        fewer, more = (find(spec, costs, tokens, count, batch) for count in (devices, devices + 1))
+        assert more.seconds <= fewer.seconds * ROUNDING
+
+    check(cases, one)
+
+
+@often
+def test_the_widest_search_is_no_slower_than_that_of_any_mode(cases):
+    def one(seed):
+        draw = random.Random(seed)
+        spec, costs, tokens = drawn(draw)
+        devices, batch = draw.randint(3, 9), draw.choice([4, 12])
+        mode = draw.choice([mode for mode in Mode if mode is not Mode.BEST])
+        try:
+            theirs = find(spec, costs, tokens, devices, batch, mode)
+        except PlanError:
+            return
+        for finalists in (1, 10_000):
+            ours = find(spec, costs, tokens, devices, batch, finalists=finalists)
+            limited = find(spec, costs, tokens, devices, batch, mode, finalists=finalists)
+            assert ours.seconds <= limited.seconds * ROUNDING
+        assert ours.seconds <= theirs.seconds * ROUNDING
+
+    check(cases, one)
+
+
+@often
+def test_larger_memory_never_hurts(cases):
+    def one(seed):
+        draw = random.Random(seed)
+        spec, costs, tokens = drawn(draw, parameters=40, free=draw.random() < 0.7)
+        devices, batch = draw.choice([2, 3, 4]), draw.choice([4, 12])
+        small = draw.uniform(60, 500)
+        try:
+            tight = find(spec, costs, tokens, devices, batch, machine=cluster(1, devices, small))
+        except DoesNotFitError:
+            return
+        assert max(tight.winner.score.peak_bytes) <= small
+        large = cluster(1, devices, small * draw.uniform(1.0, 2.0))
+        assert find(spec, costs, tokens, devices, batch, machine=large).seconds <= tight.seconds * ROUNDING
+
+    check(cases, one)
+
+
+@often
+def test_recomputation_left_to_the_plan_is_no_slower_than_any_that_is_prescribed(cases):
+    def one(seed):
+        draw = random.Random(seed)
+        free, costs, tokens = drawn(draw, parameters=40, free=True)
+        how = draw.choice(["none", "block", "block_keep_attention"])
+        fixed = ModelSpec(tuple(replace(unit, recompute=how) for unit in free.units))
+        devices, batch = draw.choice([2, 3, 4]), draw.choice([4, 12])
+        machine = cluster(1, devices, draw.uniform(60, 500))
+        try:
+            prescribed = find(fixed, costs, tokens, devices, batch, machine=machine)
+        except DoesNotFitError:
+            return
+        assert (
+            find(free, costs, tokens, devices, batch, machine=machine).seconds
+            <= prescribed.seconds * ROUNDING
+        )
+
+    check(cases, one)
+
+
+@often
+def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
+    """Dense rows, which cost less the more even they are, and unlike samples."""
+
+    def one(seed):
+        draw = random.Random(seed)
+        spec, costs, _ = drawn(draw)
+        costs = replace(
+            costs,
+            layers={kind: {d: _squared(c, draw) for d, c in by.items()} for kind, by in costs.layers.items()},
+        )
+        devices, batch = draw.choice([2, 3, 4]), draw.choice([4, 8])
+        tokens = {
+            name: np.array([float(draw.randint(1, 9)) for _ in range(batch)])
+            for name in ("vision", "language")
+        }
+        workload = Workload(tokens, {}, {"language": draw.choice([1.0, 2.0])} if draw.random() < 0.7 else {})
+        machine = cluster(draw.choice([1, 2]), devices)
+        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES)
+
+        def found(finalists):
+            return search(spec, costs, machine, workload, batch, scorer, Mode.BEST, (1, 2), RULES, finalists)
+
+        early, every = found(1), found(10_000)
+        assert early.lower_bound <= every.seconds * ROUNDING
+        if early.proven:
+            assert early.seconds <= every.seconds * ROUNDING
+
+    check(cases, one)
+
+
+def _squared(cost: LayerCost, draw) -> LayerCost:
+    curve = replace(cost.forward, a=0.1 * draw.random())
+    return replace(cost, forward=curve, input_gradient=curve, weight_gradient=curve, first_trainable=curve)

@@ -1,0 +1,95 @@
+"""Gradients are summed at the speed of links and ports: closed forms, and rings played message by message."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.cost.memory import ParameterBytes
+from dilatant.plan import Cluster, Link
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.sync_time import sync_seconds
+from model_cases import model, unit
+from oracles.ring import all_reduce
+
+RULES = ParameterBytes(1.0, 1.0, 2.0)
+INSIDE, PORT = 450e9, 50e9
+
+
+def machine(nodes, per_node=8, ports=8):
+    return Cluster(nodes, per_node, 1e12, Link(INSIDE), Link(PORT * ports), ports)
+
+
+def replicas(groups, tp=1):
+    """A unit of one layer, each replica one stage on these ranks."""
+    return Plan((UnitPlan("language", tuple(Replica((Stage(0, 1, tuple(ranks), tp),)) for ranks in groups)),))
+
+
+def seconds(plan, cluster, parameters):
+    return sync_seconds(plan, model(unit("language", 1, parameters=parameters)), cluster, RULES)
+
+
+def test_replicas_of_one_node_pass_rings_over_its_links():
+    found = seconds(replicas([[rank] for rank in range(8)]), machine(1), 8_000_000)
+    assert found[3] == pytest.approx(2 * 7 / 8 * 8e6 / INSIDE)
+
+
+def test_a_group_with_eight_members_on_each_node_has_eight_ports():
+    found = seconds(replicas([[rank] for rank in range(16)]), machine(2), 8_000_000)
+    assert found[0] == pytest.approx(2 * 15 / 16 * 8e6 / (8 * PORT))
+
+
+def test_a_group_with_one_member_on_each_node_has_one_port():
+    found = seconds(replicas([[0], [8]]), machine(2), 8_000_000)
+    assert found[0] == pytest.approx(8e6 / PORT)
+
+
+def test_groups_that_share_the_only_port_of_a_node_take_turns():
+    one_port = machine(2, 4, 1)
+    alone = seconds(replicas([[0], [4]]), one_port, 8_000_000)
+    # Two tensor-parallel ranks with half of the layer each, and through the same port.
+    halves = seconds(replicas([[0, 1], [4, 5]], tp=2), one_port, 8_000_000)
+    assert halves[0] == pytest.approx(alone[0])
+    spread = seconds(replicas([[0, 1], [4, 5]], tp=2), machine(2, 4, 4), 8_000_000)
+    assert spread[0] == pytest.approx(4e6 / PORT)
+
+
+def test_unlike_tensor_parallelism_sums_by_the_finest_parts():
+    plan = replicas([[0, 1], [2]])
+    stages = [Stage(0, 1, (0, 1), 2), Stage(0, 1, (2,))]
+    plan = Plan((UnitPlan("language", tuple(Replica((stage,)) for stage in stages)),))
+    found = seconds(plan, machine(1), 8_000_000)
+    assert found[0] == pytest.approx(4e6 / INSIDE)
+    assert found[2] == pytest.approx(8e6 / INSIDE)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1))
+def test_rings_played_message_by_message_take_as_long(seed):
+    """Groups of equal size spread alike over nodes: stages of a unit of unlike sizes, side by side or not."""
+    draw = random.Random(seed)
+    nodes, per_node = draw.choice([1, 2, 3, 4]), draw.choice([2, 4, 8])
+    ports = draw.choice([n for n in (1, 2, 4, 8) if n <= per_node])
+    cluster = machine(nodes, per_node, ports)
+    near = draw.choice([n for n in (1, 2, 4, 8) if n <= per_node])  # members of a group on each node
+    groups = [
+        [node * per_node + first + k for node in range(nodes) for k in range(near)]
+        for first in range(0, per_node, near)
+    ]
+    if nodes * near == 1:
+        return
+    sizes = [draw.randint(1, 9) * 1_000_000 for _ in groups]
+    units = tuple(
+        UnitPlan(f"u{n}", tuple(Replica((Stage(0, 1, (rank,)),)) for rank in ranks))
+        for n, ranks in enumerate(groups)
+    )
+    spec = model(*(unit(f"u{n}", 1, parameters=size) for n, size in enumerate(sizes)))
+    found = max(sync_seconds(Plan(units), spec, cluster, RULES).values())
+    played = all_reduce(list(zip(map(float, sizes), groups)), cluster.node_of, cluster.port_of, INSIDE, PORT)
+    # Rings that share a port leave gaps in each other's rounds; and a ring is as fast as its slowest hop, while bytes
+    # through ports and links are counted apart.
+    assert found <= played * (1 + 1e-9)
+    assert found >= 0.75 * played

@@ -1,0 +1,91 @@
+"""A run of the command with faults at chosen steps, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A signal after a step. victim: "worker:1", "agent:1" (of node 1) or "coordinator"."""
+
+    after_step: int
+    victim: str
+    signal: int = signal.SIGKILL
+    later: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    exit_code: int
+    losses: list[float]
+    events: list[dict[str, Any]]
+    output: str
+    injected: int
+
+
+def run_with_faults(
+    project: Path, *faults: Fault, arguments: tuple[str, ...] = (), limit: float = 240.0
+) -> Ended:
+    """Train `project/config.yaml` and inject the faults, in their order."""
+    run = project / "run"
+    log = project / "output.txt"
+    injected = 0
+    with log.open("w") as output:
+        command = subprocess.Popen(
+            [*COMMAND, "train", "config.yaml", "--overwrite", *arguments],
+            cwd=project,
+            stdout=output,
+            stderr=output,
+        )
+    deadline = time.monotonic() + limit
+    try:
+        for fault in faults:
+            while len(losses(run)) < fault.after_step and command.poll() is None:
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.005)
+            time.sleep(fault.later)
+            pid = _pid(run / "resilience", fault.victim)
+            if pid is not None and command.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, fault.signal)
+                    injected += 1
+        code = command.wait(max(1.0, deadline - time.monotonic()))
+    finally:
+        if command.poll() is None:
+            command.kill()
+            command.wait()
+    events = run / "resilience" / "events.jsonl"
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
+    return Ended(code, losses(run), told, log.read_text(), injected)
+
+
+def losses(run: Path) -> list[float]:
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+
+
+def _pid(folder: Path, victim: str) -> int | None:
+    kind, _, node = victim.partition(":")
+    name = "coordinator.pid" if kind == "coordinator" else f"node{node}.json"
+    try:
+        document = json.loads((folder / name).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if kind == "coordinator":
+        return int(document)
+    return int(document["pid"] if kind == "agent" else document["workers"]["0"])

@@ -1,0 +1,427 @@
+"""The protocol under a virtual clock and network: a seed decides what is lost, late or doubled, and who crashes when.
+
+`python tests/resilience/simulator.py SEED` replays one seed and prints what happened.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dilatant.resilience.protocol.agent import (
+    Activate,
+    Agent,
+    Apply,
+    Broken,
+    Command,
+    Done,
+    End,
+    Event,
+    Fence,
+    Made,
+    Prepared,
+    Rebuild,
+    Stopped,
+)
+from dilatant.resilience.protocol.coordinator import FINISHED, Coordinator
+from dilatant.resilience.protocol.values import NO_STATE, Effect, Persist, Record, Settings, Status, Task
+
+LAYERS = 2
+SAVED_EVERY = 3
+
+
+class Violated(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a node holds: of each of its layers all updates so far, as (step, samples, generation that computed)."""
+
+    base: int
+    layers: dict[int, tuple[tuple[int, int, int], ...]]
+
+    @property
+    def applied(self) -> int:
+        return len(next(iter(self.layers.values()))) if self.layers else 0
+
+
+def layers_of(place: int, size: int) -> range | tuple[int, ...]:
+    return range(LAYERS) if size == 1 else (place % LAYERS,)
+
+
+class Worker:
+    """A node's only worker: it computes, holds weights, and does as its agent says."""
+
+    def __init__(self, world: World, node: str) -> None:
+        self.world = world
+        self.node = node
+        self.generation = 0
+        self.held = Weights(NO_STATE, {})
+        self.pending: Weights | None = None
+        self.gradient: tuple[int, int, int] | None = None
+        self.members: tuple[str, ...] = ()
+        self.said = 0.0
+
+    def do(self, command: Command) -> None:
+        world = self.world
+        if isinstance(command, Fence):
+            self.generation = command.generation
+            prepared = None if self.gradient is None else self.gradient[0]
+            self.say(0.05, Stopped(command.generation, self.held.base, self.held.applied, prepared))
+        elif isinstance(command, Rebuild):
+            self.rebuild(command)
+        elif isinstance(command, Activate):
+            assert self.pending is not None
+            self.held, self.pending = self.pending, None
+            world.check_held(self.held, "activated")
+            self.compute()
+        elif isinstance(command, Apply):
+            self.apply(command.step)
+            self.compute()
+
+    def say(self, seconds: float, event: Event) -> None:
+        """To the agent, unless the node is gone by then; what it says is about a generation."""
+        world = self.world
+        self.said = max(self.said, world.now + seconds + world.slow * world.random.random())  # in order
+        world.after(self.said - world.now, lambda: world.event(self.node, event))
+
+    def rebuild(self, order: Rebuild) -> None:
+        if self.pending is not None and self.pending.base == order.base:
+            self.held = self.pending
+        self.pending = None
+        if self.held.base == order.base and order.base != NO_STATE:
+            if self.held.applied == order.committed - 1:
+                self.apply(order.committed - 1)
+            if self.held.applied != order.committed:
+                raise Violated(f"{self.node} has {self.held.applied} steps and must have {order.committed}")
+        self.gradient = None
+        self.members = order.members
+        mine = self.held if self.held.base == order.base != NO_STATE else None
+        everybody = self.world.meet(("copy", order.generation), self.node, mine, order.members)
+        if everybody is not None:
+            self.world.check_copied(order)
+            for node in order.members:
+                other = self.world.workers.get(node)
+                if other is not None and other.generation == order.generation:
+                    self.world.after(
+                        self.world.random.uniform(0.1, 0.6),
+                        lambda other=other: other.copied(order, everybody),  # type: ignore[misc]
+                    )
+
+    def copied(self, order: Rebuild, everybody: dict[str, Any]) -> None:
+        if self.generation != order.generation or self.world.workers.get(self.node) is not self:
+            return
+        wanted = layers_of(order.members.index(self.node), len(order.members))
+        found: dict[int, Any] = {}
+        for weights in everybody.values():
+            found |= weights.layers if weights is not None else {}
+        if len(found) < LAYERS:  # nobody who is left has it: all go back to what was saved
+            saved = self.world.saved
+            self.world.rollbacks += order.base != NO_STATE
+            found = dict.fromkeys(range(LAYERS), saved)
+        self.pending = Weights(order.generation, {layer: found[layer] for layer in wanted})
+        self.say(0.05, Made(order.generation, self.pending.applied))
+
+    def compute(self) -> None:
+        generation, step = self.generation, self.held.applied
+        if step == self.world.steps:
+            self.say(0.1, Done(generation))
+            return
+
+        def computed() -> None:
+            if self.generation != generation or self.world.workers.get(self.node) is not self:
+                return
+            if self.world.random.random() < self.world.flaky:
+                self.say(0.0, Broken(generation, "a link failed"))
+                return
+            everybody = self.world.meet(("step", generation, step), self.node, True, self.members)
+            if everybody is not None:
+                for node in self.members:
+                    other = self.world.workers.get(node)
+                    if other is not None and other.generation == generation:
+                        self.world.after(
+                            self.world.random.uniform(0.0, 0.6),
+                            lambda other=other: other.reduced(generation, step),
+                        )  # type: ignore[misc]
+
+        self.world.after(self.world.random.uniform(0.3, 1.0), computed)
+
+    def reduced(self, generation: int, step: int) -> None:
+        if self.generation == generation and self.world.workers.get(self.node) is self:
+            self.gradient = (step, self.world.samples_of(step), generation)
+            corrupted = self.world.random.random() < self.world.flaky
+            self.say(0.0, Prepared(generation, step, {"layer": -1 if corrupted else hash(self.gradient)}))
+
+    def apply(self, step: int) -> None:
+        if self.gradient is None or self.gradient[0] != step:
+            raise Violated(f"{self.node} is to apply step {step} and has {self.gradient}")
+        layers = {layer: (*updates, self.gradient) for layer, updates in self.held.layers.items()}
+        self.held = Weights(self.held.base, layers)
+        self.gradient = None
+        self.world.check_held(self.held, "applied")
+
+
+class World:
+    """Nodes, a coordinator, a network, and what must hold."""
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        draw = self.random = random.Random(seed)
+        self.trace = trace
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.events = 0
+        self.steps = draw.randint(2, 5)
+        self.size = draw.choice((1, 2, 2, 3, 3, 4, 5))
+        self.settings = Settings(
+            lease_seconds=3.5,
+            fence_seconds=5.0,
+            join_seconds=draw.choice((0.0, 1.0)),
+            return_seconds=4.0,
+            resend_seconds=1.0,
+            initial=self.size,
+        )
+        self.drop = draw.choice((0.0, 0.02, 0.15))
+        self.double = draw.choice((0.0, 0.1))
+        self.slow = draw.choice((0.05, 0.5, 1.5))
+        self.crashes = sorted(draw.randint(1, 60 * self.size) for _ in range(draw.choice((0, 1, 1, 2, 3))))
+        self.coordinator_crashes = sorted(
+            draw.randint(3, 60 * self.size) for _ in range(draw.choice((0, 0, 1, 2)))
+        )
+        self.leaves = draw.random() < 0.2
+        self.flaky = draw.choice((0.0, 0.0, 0.0, 0.05))
+        self.messages = self.coordinator_messages = 0
+        self.record: Record | None = None
+        self.coordinator: Coordinator | None = None
+        self.agents: dict[str, Agent] = {}
+        self.workers: dict[str, Worker] = {}
+        self.born = 0
+        self.meetings: dict[Any, dict[str, Any]] = {}
+        self.memberships: dict[int, tuple[str, ...]] = {}
+        self.histories: dict[tuple[int, int], Any] = {}
+        self.saved: tuple[tuple[int, int, int], ...] = ()
+        self.rollbacks = self.generations = self.crashed = 0
+        self.newest_applied_in = 0
+        self.ended = ""
+
+    def samples_of(self, step: int) -> int:
+        return 1000 + step
+
+    def log(self, *what: object) -> None:
+        if self.trace is not None:
+            self.trace(f"{self.now:8.3f}  {' '.join(map(str, what))}")
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self.events += 1
+        heapq.heappush(self.queue, (self.now + seconds, self.events, call))
+
+    def run(self) -> None:
+        self.start_coordinator()
+        for _ in range(self.size):
+            self.start_node()
+        while self.queue and not self.over():
+            self.now, _, call = heapq.heappop(self.queue)
+            if self.now > 400:
+                raise Violated("the run does not end")
+            call()
+        self.check_end()
+
+    def over(self) -> bool:
+        return bool(self.ended) and not self.agents
+
+    def start_node(self) -> None:
+        self.born += 1
+        node = f"n{self.born}"
+        self.workers[node] = Worker(self, node)
+        self.agents[node] = Agent(node, self.settings)
+        self.log(node, "starts")
+        self.tick_agent(node)
+
+    def start_coordinator(self) -> None:
+        coordinator = self.coordinator = Coordinator(self.settings, self.record, self.now)
+        self.log("coordinator of term", coordinator.term, "starts with", self.record)
+        self.carry_out(coordinator.start())
+        self.tick_coordinator(coordinator)
+
+    def tick_agent(self, node: str) -> None:
+        agent = self.agents.get(node)
+        if agent is not None:
+            agent.tick(self.now)
+            self.report(agent)
+            self.after(1.0, lambda: self.tick_agent(node))
+
+    def tick_coordinator(self, coordinator: Coordinator) -> None:
+        if coordinator is self.coordinator:
+            self.carry_out(coordinator.tick(self.now))
+            self.after(0.9, lambda: self.tick_coordinator(coordinator))
+
+    def report(self, agent: Agent) -> None:
+        status = agent.status()
+        self.send(lambda: self.hear(status), status)
+        self.count_message(agent.node)
+
+    def count_message(self, node: str) -> None:
+        self.messages += 1
+        if self.crashes and self.messages >= self.crashes[0] and self.agents:
+            self.crashes.pop(0)
+            if self.memberships:  # a loss before the beginning ends the run
+                self.crash(node, self.random.random() < 0.7)
+
+    def crash(self, node: str, heard: bool) -> None:
+        self.log(node, "crashes")
+        self.crashed += 1
+        self.workers.pop(node)
+        self.agents.pop(node)
+        if heard:  # its connection closes
+            self.after(self.random.uniform(0, 0.3), lambda: self.lose(node))
+        if self.random.random() < 0.5:
+            self.after(self.random.uniform(0.5, 5), self.start_node)
+
+    def lose(self, node: str) -> None:
+        if self.coordinator is not None:
+            self.carry_out(self.coordinator.lost(node, self.now))
+
+    def send(self, deliver: Callable[[], None], what: object) -> None:
+        draw = self.random.random
+        if draw() < self.drop:
+            self.log("lost:", what)
+            return
+        self.after(self.slow * draw(), deliver)
+        if self.double and draw() < self.double:
+            self.after(2 * self.slow * draw(), deliver)
+
+    def hear(self, status: Status) -> None:
+        if self.coordinator is not None:
+            self.log("hears", status)
+            self.carry_out(self.coordinator.hear(status, self.now))
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self.coordinator_messages += 1
+            if self.coordinator_crashes and self.coordinator_messages >= self.coordinator_crashes[0]:
+                self.coordinator_crashes.pop(0)
+                self.log("coordinator crashes")
+                self.coordinator = None
+                self.after(self.random.uniform(0.1, 6), self.start_coordinator)
+                return
+            if isinstance(effect, Persist):
+                self.record = effect.record
+                self.check_record(effect.record)
+            else:
+                order = effect
+                self.send(lambda order=order: self.obey(order), order)  # type: ignore[misc]
+
+    def obey(self, order: Any) -> None:
+        agent = self.agents.get(order.node)
+        if agent is None:
+            return
+        if order.task in (Task.FENCE, Task.REBUILD, Task.RUN):
+            known = self.memberships.setdefault(order.generation, order.members)
+            if known != order.members:
+                raise Violated(f"generation {order.generation} has members {known} and {order.members}")
+        commands = agent.obey(order, self.now)
+        if self.leaves and order.task is Task.RUN and order.committed == 2 and len(self.agents) > 1:
+            self.leaves = False
+            agent.leave()
+        self.give(agent, commands)
+
+    def event(self, node: str, event: Event) -> None:
+        agent = self.agents.get(node)
+        if agent is not None:
+            self.give(agent, agent.on_event(0, event))
+
+    def give(self, agent: Agent, commands: list[Command]) -> None:
+        node = agent.node
+        for command in commands:
+            self.log(node, "does", command)
+            if isinstance(command, End):
+                self.agents.pop(node)
+                worker = self.workers.pop(node)
+                if not command.is_out:
+                    self.check_stop(command, worker)
+                elif self.random.random() < 0.5:
+                    self.after(self.random.uniform(0.5, 5), self.start_node)
+                return
+            self.workers[node].do(command)
+        if agent.changed:
+            self.report(agent)
+
+    def meet(self, key: Any, node: str, value: Any, members: tuple[str, ...]) -> dict[str, Any] | None:
+        """What all members brought, when the last one comes."""
+        here = self.meetings.setdefault(key, {})
+        here[node] = value
+        return here if len(here) == len(members) else None
+
+    def check_record(self, record: Record) -> None:
+        self.generations = max(self.generations, record.generation)
+        if record.members and not record.stopped:
+            known = self.memberships.setdefault(record.generation, record.members)
+            if known != record.members:
+                raise Violated(f"generation {record.generation} has members {known} and {record.members}")
+        if record.stopped:
+            self.ended = record.stopped
+
+    def check_held(self, weights: Weights, what: str) -> None:
+        """No step twice or left out, its own samples, and the same for all who run a generation."""
+        for updates in weights.layers.values():
+            if [step for step, _, _ in updates] != list(range(len(updates))):
+                raise Violated(f"{what} {updates}")
+            if any(samples != self.samples_of(step) for step, samples, _ in updates):
+                raise Violated(f"{what} wrong samples {updates}")
+            known = self.histories.setdefault((weights.base, len(updates)), updates)
+            if known != updates:
+                raise Violated(f"{what} {updates} in generation {weights.base} where others have {known}")
+            if what == "applied":
+                # Of all generations at most one can commit. The state of an older one may still be brought up to date.
+                if updates[-1][2] < self.newest_applied_in and len(updates) > len(self.saved):
+                    later = [held for (base, _), held in self.histories.items() if base > weights.base]
+                    if any(len(h) >= len(updates) and h[: len(updates)] != updates for h in later):
+                        raise Violated(f"generation {weights.base} commits after a later one")
+                self.newest_applied_in = max(self.newest_applied_in, updates[-1][2])
+                if len(updates) % SAVED_EVERY == 0 and len(updates) > len(self.saved):
+                    self.saved = updates
+
+    def check_copied(self, order: Rebuild) -> None:
+        """Nothing that a member holds is forgotten."""
+        for node in order.members:
+            worker = self.workers.get(node)
+            for weights in () if worker is None else (worker.held, worker.pending):
+                if weights is None:
+                    continue
+                newer = weights is worker.held and weights.base > order.base  # type: ignore[union-attr]
+                if newer or (weights.base == order.base and weights.applied > order.committed):
+                    raise Violated(f"{node} holds {weights}, and {order} does not go on from it")
+
+    def check_stop(self, command: End, worker: Worker) -> None:
+        if command.reason == FINISHED and worker.held.layers and worker.held.applied != self.steps:
+            raise Violated(f"{worker.node} finished after {worker.held.applied} of {self.steps} steps")
+
+    def check_end(self) -> None:
+        if not self.ended and self.agents:
+            raise Violated("nothing happens any more")
+        if self.ended and self.ended != FINISHED and self.ended.startswith("0 nodes"):
+            return  # all were lost at once
+        if self.flaky and "came to nothing" in self.ended:
+            return
+        if self.ended and self.ended != FINISHED:
+            raise Violated(f"the run stopped: {self.ended}")
+        if not self.ended and self.crashed == 0:
+            raise Violated("all nodes are gone")
+
+
+def simulate(seed: int, trace: Callable[[str], None] | None = None) -> World:
+    """Run one seed to its end. Raises Violated, naming the seed."""
+    world = World(seed, trace)
+    try:
+        world.run()
+    except Violated as error:
+        raise Violated(f"seed {seed}: {error}") from None
+    return world
+
+
+if __name__ == "__main__":
+    simulate(int(sys.argv[1]), print)

@@ -1,0 +1,228 @@
+"""What the coordinator decides in single situations, and what an agent does for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dilatant.resilience.protocol.agent import (
+    Activate,
+    Agent,
+    Apply,
+    Broken,
+    Died,
+    End,
+    Fence,
+    Made,
+    Prepared,
+    Rebuild,
+    Stopped,
+)
+from dilatant.resilience.protocol.coordinator import Coordinator
+from dilatant.resilience.protocol.values import Effect, Order, Persist, Phase, Settings, Status, Task
+
+SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0)
+
+
+def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, dict[str, Status]]:
+    """A coordinator whose first generation runs, with no step done."""
+    coordinator = Coordinator(replace(settings, initial=members), None, 0.0)
+    coordinator.start()
+    nodes = {f"n{index}": Status(f"n{index}", 1) for index in range(members)}
+    for status in nodes.values():
+        coordinator.hear(status, 0.0)
+    for phase in (Phase.FENCED, Phase.READY, Phase.RUNNING):
+        say(
+            coordinator,
+            nodes,
+            *nodes,
+            generation=1,
+            phase=phase,
+            ready_at=0 if phase is Phase.READY else None,
+        )
+        if phase is Phase.RUNNING:
+            say(coordinator, nodes, *nodes, base=1)
+    assert coordinator.task is Task.RUN
+    return coordinator, nodes
+
+
+def say(coordinator: Coordinator, nodes: dict[str, Status], *who: str, **values: object) -> list[Effect]:
+    effects: list[Effect] = []
+    for node in who:
+        nodes[node] = replace(nodes[node], serial=nodes[node].serial + 1, **values)  # type: ignore[arg-type]
+        effects += coordinator.hear(nodes[node], 0.0)
+    return effects
+
+
+def test_a_step_is_committed_when_the_last_member_has_prepared_it() -> None:
+    coordinator, nodes = running(3)
+    assert not say(coordinator, nodes, "n0", "n1", prepared=0)
+    orders = say(coordinator, nodes, "n2", prepared=0)
+    assert [(o.node, o.task, o.committed) for o in orders if isinstance(o, Order)] == [
+        ("n0", Task.RUN, 1),
+        ("n1", Task.RUN, 1),
+        ("n2", Task.RUN, 1),
+    ]
+
+
+def test_a_membership_is_written_down_before_anybody_hears_of_it() -> None:
+    coordinator, _ = running(3)
+    effects = coordinator.lost("n1", 1.0)
+    first_persist = next(i for i, effect in enumerate(effects) if isinstance(effect, Persist))
+    first_fence = next(i for i, e in enumerate(effects) if isinstance(e, Order) and e.task is Task.FENCE)
+    assert first_persist < first_fence
+    record = effects[first_persist]
+    assert isinstance(record, Persist)
+    assert record.record.members == ("n0", "n2")
+
+
+def test_replicas_with_unlike_gradients_do_not_apply_them_and_the_odd_one_goes_if_it_happens_again() -> None:
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, "n0", "n1", prepared=0, hashes={"layer": 1})
+    say(coordinator, nodes, "n2", prepared=0, hashes={"layer": 2})
+    assert coordinator.committed == 0
+    assert coordinator.members == ("n0", "n1", "n2")
+    assert coordinator.generation == 2
+    say(coordinator, nodes, *nodes, generation=2, phase=Phase.FENCED, prepared=None)
+    say(coordinator, nodes, *nodes, phase=Phase.READY, ready_at=0)
+    say(coordinator, nodes, *nodes, phase=Phase.RUNNING, base=2)
+    say(coordinator, nodes, "n0", "n1", prepared=0)
+    say(coordinator, nodes, "n2", prepared=0)
+    assert coordinator.members == ("n0", "n1")
+
+
+def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, "n0", prepared=0, hashes={"layer": 1})
+    say(coordinator, nodes, "n1", prepared=0, hashes={"layer": 2})
+    coordinator.lost("n2", 0.0)
+    say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
+    assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
+
+
+def test_what_all_survivors_have_prepared_is_kept_when_the_others_are_lost() -> None:
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, "n0", "n1", prepared=0)
+    coordinator.lost("n2", 0.0)
+    say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
+    assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 1)
+
+
+def test_a_node_that_most_of_the_others_wait_for_in_vain_is_left_out() -> None:
+    coordinator, nodes = running(4)
+    say(coordinator, nodes, "n0", accuses="n3")
+    assert coordinator.generation == 1
+    say(coordinator, nodes, "n1", accuses="n3")
+    assert coordinator.members == ("n0", "n1", "n2")
+
+
+def test_two_that_accuse_each_other_begin_again_together_and_then_one_goes() -> None:
+    coordinator, nodes = running(2)
+    say(coordinator, nodes, "n0", accuses="n1", broken="timeout")
+    assert coordinator.members == ("n0", "n1")
+    say(coordinator, nodes, *nodes, generation=2, phase=Phase.FENCED, accuses=None, broken="")
+    say(coordinator, nodes, "n0", accuses="n1", broken="timeout")
+    assert coordinator.members == ("n0",)
+
+
+def test_generations_without_a_step_end_the_run_in_the_end() -> None:
+    coordinator, nodes = running(2)
+    for generation in range(2, 6):
+        say(coordinator, nodes, "n0", broken="no link")
+        say(coordinator, nodes, *nodes, generation=generation, phase=Phase.FENCED, broken="")
+    assert "came to nothing" in coordinator.stopped
+
+
+def test_too_few_nodes_stop_the_run_and_say_so() -> None:
+    coordinator, _ = running(3, replace(SETTINGS, fewest=3))
+    effects = coordinator.lost("n0", 1.0)
+    assert {o.task for o in effects if isinstance(o, Order) and o.node != "n0"} == {Task.STOP}
+    assert "2 nodes are left of the 3" in coordinator.stopped
+
+
+def test_a_newcomer_waits_for_the_end_of_the_step() -> None:
+    coordinator, nodes = running(2, replace(SETTINGS, fewest=1))
+    nodes["new"] = Status("new", 1)
+    say(coordinator, nodes, "new")
+    say(coordinator, nodes, "n0", prepared=0)
+    assert coordinator.generation == 1
+    say(coordinator, nodes, "n1", prepared=0)
+    assert (coordinator.committed, coordinator.members) == (1, ("n0", "n1", "new"))
+
+
+def test_who_leaves_goes_at_the_end_of_the_step_which_counts() -> None:
+    coordinator, nodes = running(2)
+    say(coordinator, nodes, "n0", leaving=True)
+    assert coordinator.generation == 1
+    effects = say(coordinator, nodes, "n0", "n1", prepared=0)
+    assert (coordinator.committed, coordinator.members) == (1, ("n1",))
+    assert Task.OUT in {o.task for o in effects if isinstance(o, Order) and o.node == "n0"}
+
+
+def test_a_coordinator_that_returns_goes_on_where_all_are_as_they_were() -> None:
+    coordinator, nodes = running(2)
+    say(coordinator, nodes, *nodes, prepared=0)
+    record = coordinator._record()
+    back = Coordinator(coordinator.settings, record, 10.0)
+    back.start()
+    say(back, nodes, "n0", applied=1, prepared=None)
+    orders = say(back, nodes, "n1")
+    assert (back.generation, back.committed) == (1, 1)
+    assert {o.term for o in orders if isinstance(o, Order)} == {2}
+
+
+def test_a_mistake_of_the_user_ends_the_run_for_all() -> None:
+    coordinator, nodes = running(2)
+    say(coordinator, nodes, "n0", fatal="the loss became nan")
+    assert coordinator.stopped == "the loss became nan"
+
+
+def agent_in_generation(workers: int) -> Agent:
+    agent = Agent("n0", SETTINGS, workers)
+    agent.obey(Order("n0", 1, 1, Task.FENCE, 1, ("n0",)), 0.0)
+    return agent
+
+
+def test_an_agent_speaks_only_when_all_its_workers_did() -> None:
+    agent = agent_in_generation(2)
+    agent.on_event(0, Stopped(1, -1, 0))
+    assert agent.phase is Phase.FENCING
+    agent.on_event(1, Stopped(1, -1, 0))
+    assert agent.phase is Phase.FENCED
+    (rebuild,) = agent.obey(Order("n0", 1, 2, Task.REBUILD, 1, ("n0", "n1"), (2, 2)), 0.0)
+    assert isinstance(rebuild, Rebuild)
+    agent.on_event(0, Made(1, 0))
+    agent.on_event(1, Made(1, 0))
+    assert agent.phase is Phase.READY
+    run = Order("n0", 1, 3, Task.RUN, 1, ("n0", "n1"), (), 1, 0)
+    assert agent.obey(run, 0.0) == [Activate(1)]
+    agent.on_event(0, Prepared(1, 0, {"a": 1}))
+    assert agent.status().prepared is None
+    agent.on_event(1, Prepared(1, 0, {"b": 2}))
+    assert (agent.status().prepared, agent.status().hashes) == (0, {"a": 1, "b": 2})
+    assert agent.obey(replace(run, serial=4, committed=1), 0.0) == [Apply(1, 0)]
+    assert agent.obey(replace(run, serial=5, committed=1), 0.0) == []
+
+
+def test_an_order_of_an_older_coordinator_is_not_obeyed() -> None:
+    agent = agent_in_generation(1)
+    assert agent.obey(Order("n0", 2, 1, Task.FENCE, 2, ("n0",)), 0.0) == [Fence(2)]
+    assert agent.obey(Order("n0", 1, 9, Task.FENCE, 3, ("n0",)), 0.0) == []
+
+
+def test_workers_that_do_not_stop_are_given_up() -> None:
+    agent = agent_in_generation(1)
+    agent.tick(SETTINGS.fence_seconds + 1)
+    assert agent.status().failed
+
+
+def test_a_dead_worker_is_the_loss_of_the_node_and_a_broken_one_is_not() -> None:
+    agent = agent_in_generation(1)
+    agent.on_event(0, Stopped(1, -1, 0))
+    agent.obey(Order("n0", 1, 2, Task.REBUILD, 1, ("n0",), (1,)), 0.0)
+    agent.on_event(0, Broken(1, "lost its peer", "n1"))
+    assert (agent.status().broken, agent.status().accuses) == ("lost its peer", "n1")
+    agent.on_event(0, Died("killed"))
+    assert agent.status().failed == "killed"
+    (end,) = agent.obey(Order("n0", 1, 3, Task.OUT), 0.0)
+    assert isinstance(end, End)
+    assert end.is_out

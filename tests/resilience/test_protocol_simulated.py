@@ -1,0 +1,23 @@
+"""Nothing that clocks, networks and crashes do makes a step count twice, be forgotten, or differ between nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from resilience.simulator import simulate
+
+
+@pytest.mark.parametrize("first", range(0, 10_000, 1_000))
+def test_steps_count_once_on_all_survivors_whatever_is_lost(first: int) -> None:
+    worlds = [simulate(seed) for seed in range(first, first + 1_000)]
+    # The seeds must be hard enough to mean anything.
+    assert sum(world.crashed for world in worlds) > 300
+    assert sum(world.generations for world in worlds) > 1_500
+    assert sum(world.ended == "finished" for world in worlds) > 700
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_steps_count_once_on_all_survivors_in_many_more_seeds() -> None:
+    for seed in range(10_000, 110_000):
+        simulate(seed)

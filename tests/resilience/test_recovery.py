@@ -1,0 +1,129 @@
+"""Whoever is killed or stopped, the run goes on, and its losses are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli.tiny_project import tiny_config, write_images
+from dilatant.resilience.status import read_status
+from resilience.chaos import Ended, Fault, losses, run_with_faults
+
+STEPS = 24
+TOLERANCE = 1e-5
+"""Relative, in fp32: other ranks add the same numbers in another order."""
+
+
+def make_project(folder: Path, parallel: dict[str, Any] | None, **train: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_images(folder, 24)
+    tree = tiny_config(steps=STEPS, global_batch_size=8, save_steps=None, **train)
+    tree["model"]["language_model"]["config"]["num_hidden_layers"] = 2
+    if parallel is not None:
+        tree["parallel"] = {**parallel, "microbatches": 2}
+        tree["resilience"] = {"enabled": True, "lease_seconds": 2.0}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return folder
+
+
+COPIES = {"units": {"language": {"replicas": 4}}, "colocated": {"vision": "language"}}
+PIPELINES = {"units": {"vision": {"replicas": 2}, "language": {"replicas": 2, "pp": 2}}}
+CHAIN = {"units": {"language": {"pp": 2}}, "colocated": {"vision": "language"}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process that nothing happens to."""
+    project = make_project(tmp_path_factory.mktemp("undisturbed"), None)
+    ended = run_with_faults(project)
+    assert ended.exit_code == 0, ended.output
+    return ended.losses
+
+
+def require_equal(ended: Ended, undisturbed: list[float]) -> None:
+    assert ended.exit_code == 0, ended.output
+    assert ended.losses == pytest.approx(undisturbed, rel=TOLERANCE), ended.events
+    assert ended.events[-1]["reason"] == "finished"
+    generations = [event["generation"] for event in ended.events]
+    assert generations == sorted(generations)
+    steps = [event["step"] for event in ended.events if event["task"] == "run"]
+    assert steps == sorted(steps)  # no finished step is lost
+
+
+def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    ended = run_with_faults(
+        make_project(tmp_path, COPIES),
+        Fault(4, "worker:1"),
+        Fault(8, "coordinator"),
+        Fault(12, "agent:0"),
+        Fault(16, "worker:3", signal.SIGSTOP),
+    )
+    assert ended.injected == 4
+    require_equal(ended, undisturbed)
+    assert ended.events[-1]["members"] == ["node2"]
+    found = read_status(tmp_path / "run")
+    assert (found.step, found.stopped, found.generation) == (
+        STEPS,
+        "finished",
+        ended.events[-1]["generation"],
+    )
+    assert {node.name: node.is_member for node in found.nodes} == {f"node{n}": n == 2 for n in range(4)}
+
+
+def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    ended = run_with_faults(
+        make_project(tmp_path, PIPELINES),
+        Fault(4, "worker:0"),
+        Fault(9, "worker:3"),
+        Fault(9, "coordinator"),
+        Fault(9, "worker:1", later=0.1),
+    )
+    assert ended.injected == 4
+    require_equal(ended, undisturbed)
+    assert len(ended.events[-1]["members"]) == 3
+
+
+def test_layers_that_nobody_holds_any_more_come_from_the_newest_checkpoint(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    ended = run_with_faults(
+        make_project(tmp_path, CHAIN), Fault(9, "worker:1"), arguments=("--set", "train.save_steps=4")
+    )
+    assert ended.exit_code == 0, ended.output
+    assert ended.losses == pytest.approx(undisturbed, rel=TOLERANCE)
+    went_back = [event["step"] for event in ended.events if event["task"] == "run"]
+    assert went_back[-1] in (4, 8)
+
+
+def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) -> None:
+    project = make_project(tmp_path, COPIES)
+    ended = run_with_faults(project, Fault(3, "worker:2"), arguments=("--set", "resilience.fewest_nodes=4"))
+    assert ended.exit_code == 75, ended.output
+    assert "3 nodes are left of the 4 that are needed" in ended.output
+
+
+def test_a_mistake_of_the_user_is_said_as_it_is(tmp_path: Path) -> None:
+    project = make_project(tmp_path, CHAIN)
+    ended = run_with_faults(project, arguments=("--set", "train.optimizer.learning_rate=1e30"))
+    assert ended.exit_code == 2, ended.output
+    assert "nothing was updated" in ended.output
+
+
+def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
+    project = make_project(tmp_path, CHAIN)
+    ended = run_with_faults(project, arguments=("--set", "train.steps=2"))
+    assert ended.exit_code == 0, ended.output
+    for file in (project / "run" / "resilience").glob("node*.json"):
+        document = json.loads(file.read_text())
+        for pid in (document["pid"], *document["workers"].values()):
+            assert not Path(f"/proc/{pid}/stat").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+    assert len(losses(project / "run")) == 2

@@ -1,0 +1,84 @@
+"""Whoever is lost, the next plan is valid for those who are left, and keeps what nobody has to move."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from dilatant.plan.cluster import Cluster, Link
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.validate import plan_problems
+from dilatant.resilience.replan import replan
+
+LAYERS = {"vision": 3, "language": 6}
+FEEDS = {"vision": ("language",), "language": ()}
+MODEL = ModelSpec(
+    tuple(
+        UnitSpec(name, tuple(LayerSpec(f"{name}.{i}", name, 0, True) for i in range(count)), FEEDS[name])
+        for name, count in LAYERS.items()
+    )
+)
+LINK = Link(bandwidth=1.0)
+
+
+def plan_of(vision: ParallelSpec, language: ParallelSpec, colocated: bool = False) -> Plan:
+    specs = {"vision": vision, "language": language}
+    return plan_from_specs(LAYERS, specs, FEEDS, {"vision": "language"} if colocated else {})
+
+
+PLANS = {
+    "apart": plan_of(ParallelSpec(replicas=2), ParallelSpec(replicas=2, pp=2)),
+    "colocated": plan_of(ParallelSpec(replicas=3), ParallelSpec(replicas=3, pp=2), colocated=True),
+    "chain": plan_of(ParallelSpec(), ParallelSpec(pp=3)),
+    "tensor": plan_of(ParallelSpec(tp=2), ParallelSpec(replicas=2, tp=2)),
+    "copies": plan_of(ParallelSpec(replicas=4), ParallelSpec(replicas=4), colocated=True),
+    "interleaved": plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, chunks=2)),
+}
+
+
+def require_valid(plan: Plan, size: int) -> None:
+    cluster = Cluster(1, size, float("inf"), LINK, LINK)
+    assert plan_problems(plan, MODEL, cluster) == []
+    assert plan.ranks == tuple(range(size))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_loss_leaves_a_valid_plan(name: str) -> None:
+    plan = PLANS[name]
+    size = len(plan.ranks)
+    for count in range(1, size):
+        for alive in itertools.combinations(range(size), count):
+            survivors = {old: new for new, old in enumerate(alive)}
+            require_valid(replan(plan, "language", survivors, (), 1, 8), count)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_history_of_losses_and_joins_stays_valid(seed: int) -> None:
+    draw = random.Random(seed)
+    plan = PLANS[draw.choice(sorted(PLANS))]
+    for _ in range(12):
+        size = len(plan.ranks)
+        alive = sorted(draw.sample(range(size), draw.randint(1, size)))
+        joined = draw.choice((0, 0, 1, 2))
+        survivors = {old: new for new, old in enumerate(alive)}
+        plan = replan(
+            plan, "language", survivors, range(len(alive), len(alive) + joined), draw.choice((0, 1, 2)), 8
+        )
+        require_valid(plan, len(alive) + joined)
+
+
+def test_replicas_that_lost_nobody_stay_as_they_are() -> None:
+    plan = PLANS["copies"]
+    new = replan(plan, "language", {0: 0, 1: 1, 3: 2}, (), 1, 12)
+    assert new.unit("language").replicas == plan.unit("language").replicas[:3]
+    assert new.unit("vision").replicas == plan.unit("vision").replicas[:3]
+
+
+def test_a_unit_without_ranks_goes_to_those_of_the_language_model() -> None:
+    new = replan(PLANS["chain"], "language", {1: 0, 2: 1, 3: 2}, (), 0, 8)
+    assert new.unit("vision").replicas[0].stages[0].ranks == (0,)
+    assert [stage.ranks for stage in new.unit("language").replicas[0].stages] == [(0,), (1,), (2,)]

@@ -1,0 +1,69 @@
+"""Searches of small cases, with steps scored in closed form."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dilatant.cost.memory import ParameterBytes
+from dilatant.plan import Mode, PlanScore, Workload, search
+from dilatant.plan.depth import path_depths
+from dilatant.plan.stage_costs import polynomial, stage_costs
+from model_cases import cluster, model, unit
+
+RULES = ParameterBytes(1.0, 1.0, 2.0)
+
+
+def closed_form(spec, costs, tokens, batch, rules=RULES):
+    """A scorer for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
+
+    def evaluate(plan, microbatches):
+        table = stage_costs(plan, spec, costs, rules)
+        depths = path_depths(plan)
+        replicas = max(len(one.replicas) for one in plan.units)
+        busy, held, seen = {}, {}, 0.0
+        for placed in plan.stages():
+            share = replicas // len(plan.unit(placed.unit).replicas)
+            samples = [tokens[placed.unit]] * (share * batch // (replicas * microbatches))
+            seconds = polynomial(table.seconds[placed.index], samples)
+            kept = polynomial(table.kept_bytes[placed.index], samples)
+            transient = polynomial(table.transient_bytes[placed.index], samples)
+            for rank in placed.stage.ranks:
+                busy[rank] = busy.get(rank, 0.0) + seconds[0] + seconds[1]
+                held[rank] = held.get(rank, 0.0) + table.static_bytes[placed.index] + transient
+                held[rank] += kept * min(depths[placed.index], microbatches)
+            if placed.replica == 0:
+                seen += seconds[0] + seconds[1]
+        total = seen + (microbatches - 1) * max(busy.values())
+        return PlanScore(total, batch / total, 0.0, {}, tuple(held[rank] for rank in plan.ranks))
+
+    return evaluate
+
+
+def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), finalists=10_000, **kwargs):
+    machine = kwargs.pop("machine", None) or cluster(1, devices)
+    rules = kwargs.pop("rules", RULES)
+    workload = Workload({name: np.full(batch, float(count)) for name, count in tokens.items()})
+    return search(
+        spec,
+        costs,
+        machine,
+        workload,
+        batch,
+        closed_form(spec, costs, tokens, batch, rules),
+        mode,
+        sizes,
+        rules,
+        finalists,
+    )
+
+
+def random_vlm(draw):
+    trains = [draw.random() < 0.5 for _ in range(draw.randint(1, 3))]
+    vision = unit("vision", len(trains), ("language",))
+    vision = type(vision)(
+        "vision",
+        tuple(type(one)(one.name, one.kind, 0, flag) for one, flag in zip(vision.layers, trains)),
+        ("language",),
+    )
+    language = unit("language", draw.randint(1, 4), trainable=draw.random() < 0.5, parameters=0)
+    return model(vision, language), trains
