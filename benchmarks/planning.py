@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -207,8 +207,14 @@ def search_rows() -> Iterator[Row]:
     draw = np.random.default_rng(0)
     vision, text = draw.lognormal(6.5, 0.8, 4000).round(), draw.lognormal(5.3, 1.0, 4000).round()
     samples = Workload({"vision": vision, "language": np.round(vision / 4 + text)})
-    for nodes, batch in ((1, 128), (2, 256), (4, 512)):
-        cluster = Cluster(nodes, 8, 80 * 2.0**30, Link(2e11, 5e-6), Link(5e10, 1e-5))
+    for nodes, batch, bar in ((1, 128, None), (2, 256, None), (4, 512, 2.0), (162, 1920, 10.0)):
+        if nodes > 4:  # a model for so many devices
+            model = ModelSpec(
+                (model.units[0], UnitSpec("language", layers("language", 80, 850_000_000, True)))
+            )
+            of_its_size = {degree: cost(8e-5, degree[0]) for degree in degrees}
+            costs = replace(costs, layers={**costs.layers, "language": of_its_size})
+        cluster = Cluster(nodes, 8, 80 * 2.0**30, Link(2e11, 5e-6), Link(4e11, 1e-5), 8)
         drawn = samples.batches(batch, 2)
         scorer = plan_scorer(model, costs, cluster, drawn, batch)
         began = time.perf_counter()
@@ -216,6 +222,7 @@ def search_rows() -> Iterator[Row]:
         yield Row(
             f"search on {8 * nodes} devices, batch {batch}",
             time.perf_counter() - began,
+            bar=bar,
             note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated, gap {found.gap:.0%}",
         )
 

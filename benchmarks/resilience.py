@@ -49,6 +49,7 @@ def vote_seconds(nodes: int, rounds: int) -> float:
 
         def work(port: int, counts: bool) -> None:
             link = WorkerLink(port, TOKEN, 0, lambda generation: None)
+            link.warm()
             link.await_rebuild(-1, 0, None)
             link.await_activation(0)
             for step in range(rounds):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dilatant.config.model import LoraConfig
 from dilatant.data.sample import EncodedSample
+from dilatant.models.lora import is_adapter
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import prefer_row_attention
 from dilatant.models.stage import StepData, stage_tensors
 from dilatant.models.whole import Whole
-from tiny_wholes import whole_config
+from tiny_wholes import reference, samples_of, transformers_loss, whole_config
+
+TOLERANCE = 2e-5
+"""Relative to the largest number of a gradient, in fp32: other kernels and another order of sums. A wrong position,
+mask or row changes gradients by parts of their size."""
+LOSS_TOLERANCE = 1e-5
 
 
 def opened(family: str, weights: Mapping[str, torch.Tensor] | None = None, **options: Any) -> MultimodalModel:
@@ -43,3 +51,85 @@ def losses_of(model: MultimodalModel, samples: list[EncodedSample], cut: bool) -
             given = {name: output.rows_for(name)}
         inbound[name] = output.rows_for("language")
     return output.losses["language"]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Of packed samples in our units from each alone in transformers, both relative; `weight` has the largest."""
+
+    loss: float
+    gradient: float
+    weight: str
+
+
+def differences(family: str, cut: bool, lora: LoraConfig | None = None) -> Differences:
+    """With adapters, these alone are compared, against peft's on the plain model."""
+    plain = reference(family)
+    weights = {key: tensor.clone() for key, tensor in plain.state_dict().items()}
+    ours = opened(family, weights, lora=lora)
+    if lora is None:
+        theirs, wanted = plain, dict(plain.named_parameters())
+    else:
+        theirs = adapted_alike(plain, ours, lora)
+        prefix = "base_model.model."
+        wanted = {
+            name.removeprefix(prefix).replace(".default", ""): parameter
+            for name, parameter in theirs.named_parameters()
+            if parameter.requires_grad
+        }
+    samples = samples_of(ours)
+    targets = sum(sample.target_tokens for sample in samples)
+    expected = sum(transformers_loss(theirs, family, sample) for sample in samples) / targets
+    loss = losses_of(ours, samples, cut)
+    expected.backward()
+    loss.backward()
+    worst, name = 0.0, ""
+    seen = set()
+    for unit in ours.units.values():
+        parameters = dict(unit.named_logical_parameters())
+        for weight in unit.weights:
+            key = ours.whole.key_of(unit, weight)
+            parameter = parameters.get(weight.name)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            seen.add(key)
+            own, true = parameter.grad, wanted[key].grad
+            if "k_proj.bias" in key or ".k_proj.lora" in key:  # whose true gradient is 0, or nearly
+                continue
+            if own is None or true is None or not true.any():
+                assert own is None or not own.any(), weight.name
+                assert true is None or not true.any(), weight.name
+                continue
+            difference = float((own - true).abs().max() / true.abs().max())
+            worst, name = max((worst, name), (difference, weight.name))
+    left = {key for key, each in wanted.items() if each.grad is not None and each.grad.any()} - seen
+    assert not left, f"no unit has what trains in transformers: {left}"
+    return Differences(abs(loss.item() / expected.item() - 1), worst, name)
+
+
+def adapted_alike(plain: Any, ours: MultimodalModel, lora: LoraConfig) -> Any:
+    """peft's model on the plain one, with adapters that have begun to change things, and `ours` with the same."""
+    import peft
+
+    keys = {
+        ours.whole.key_of(unit, weight): (unit, weight)
+        for unit in ours.units.values()
+        for weight in unit.weights
+        if is_adapter(weight.name)
+    }
+    names = sorted({key.rpartition(".lora_")[0] for key in keys})
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        use_rslora=lora.use_rslora,
+        target_modules=names,
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(plain, settings).train()
+    adapters = peft.get_peft_model_state_dict(theirs)
+    assert {key.removeprefix("base_model.model.") for key in adapters} == keys.keys()
+    with torch.no_grad():
+        for key, (unit, weight) in keys.items():
+            stage_tensors(unit)[weight.name].copy_(adapters[f"base_model.model.{key}"])
+    return theirs

@@ -229,9 +229,14 @@ def test_missing_layers_and_degrees_are_named_with_the_remedy():
 
 
 def test_the_hardware_that_ships_is_complete_and_says_where_it_is_from():
-    for name in ("A40", "A100", "H100", "H200", "CPU"):
+    shipped = "A40", "A100", "H100", "H200", "L4", "L40S", "RTX 4090", "V100", "B200", "MI300X", "CPU"
+    for name in shipped:
         hardware = load_hardware(name)
         assert hardware.source
+        assert hardware.memory < 2**38
+        assert 1 <= hardware.ports <= 8
+        # A network port of 10 to 400 Gb/s.
+        assert name == "CPU" or 1.25e9 <= hardware.between.bandwidth / hardware.ports <= 50e9
         assert hardware.flops("float32") > 0
         assert hardware.inside.seconds(1e6) > hardware.inside.latency > 0
         assert hardware.inside.seconds(0) == 0

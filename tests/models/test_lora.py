@@ -2,70 +2,33 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 
-from cut_wholes import losses_of, opened
+from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.models.lora import is_adapter
-from dilatant.models.stage import stage_tensors
 from dilatant.models.whole import Whole
-from tiny_wholes import reference, samples_of, transformers_loss, whole_config
+from tiny_wholes import samples_of, whole_config
 
 EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
-TOLERANCE = 2e-5
-"""As without adapters: other kernels, and another order of sums, in fp32."""
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
 def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, use_rslora):
-    plain = reference(family)
-    weights = {key: tensor.clone() for key, tensor in plain.state_dict().items()}
-    config = LoraConfig(**EVERYWHERE, use_rslora=use_rslora)
-    ours = opened(family, weights, lora=config)
-    keys = {
-        ours.whole.key_of(unit, weight): (unit, weight)
-        for unit in ours.units.values()
-        for weight in unit.weights
-        if is_adapter(weight.name)
-    }
-    names = sorted({key.rpartition(".lora_")[0] for key in keys})
-    torch.manual_seed(0)
-    theirs = peft.get_peft_model(
-        plain,
-        peft.LoraConfig(
-            r=4, lora_alpha=6, use_rslora=use_rslora, target_modules=names, init_lora_weights=False
-        ),
-    ).train()
-    adapters = peft.get_peft_model_state_dict(theirs)
-    assert {key.removeprefix("base_model.model.") for key in adapters} == keys.keys()
-    with torch.no_grad():
-        for key, (unit, weight) in keys.items():
-            stage_tensors(unit)[weight.name].copy_(adapters[f"base_model.model.{key}"])
-    samples = samples_of(ours)
-    targets = sum(sample.target_tokens for sample in samples)
-    expected = sum(transformers_loss(theirs, family, sample) for sample in samples) / targets
-    loss = losses_of(ours, samples, cut)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    expected.backward()
-    loss.backward()
-    gradients = {
-        name.replace(".default", ""): parameter.grad
-        for name, parameter in theirs.named_parameters()
-        if parameter.requires_grad
-    }
+    found = differences(family, cut, LoraConfig(**EVERYWHERE, use_rslora=use_rslora))
+    assert found.loss <= LOSS_TOLERANCE
+    assert found.gradient <= TOLERANCE, found.weight
+
+
+def test_only_adapters_train():
+    ours = opened("llava", lora=LoraConfig(**EVERYWHERE))
     for unit in ours.units.values():
-        parameters = dict(unit.named_logical_parameters())
-        trains = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        assert trains == {name for name in parameters if is_adapter(name)}
-        for weight in unit.weights:
-            if weight.name in trains and not weight.name.rpartition(".lora_")[0].endswith("k_proj"):
-                true = gradients["base_model.model." + ours.whole.key_of(unit, weight)]
-                assert (parameters[weight.name].grad - true).abs().max() <= TOLERANCE * true.abs().max()
+        trains = {name for name, parameter in unit.named_logical_parameters() if parameter.requires_grad}
+        assert trains == {weight.name for weight in unit.weights if is_adapter(weight.name)} != set()
 
 
 def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew():

@@ -25,6 +25,8 @@ from dilatant.plan import (
     search,
     validate,
 )
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import stage_costs
 from model_cases import cluster, cost_model, model, unit
 from oracles.search import best_step, layer_seconds
 from search_cases import RULES, closed_form, find, random_vlm
@@ -334,3 +336,23 @@ def test_replicas_that_fit_only_because_they_share_state_are_found(zero, nodes, 
     assert found.winner.replicas == replicas
     # In these sums two replicas have no bubble, so they win wherever they fit.
     assert max(found.winner.score.peak_bytes) <= 14_000
+
+
+def test_a_tied_table_is_held_once_by_who_holds_both_ends():
+    layers = [LayerSpec("language.0", "language", 1000), LayerSpec("language.1", "language", 1010, tied=1000)]
+    spec, costs = (
+        model(UnitSpec("language", tuple(layers))),
+        cost_model({"language": 1.0}, activation=0.0, output=0.0),
+    )
+    whole, halves = (
+        stage_costs(plan, spec, costs, RULES).static_bytes.tolist()
+        for plan in (
+            Plan((UnitPlan("language", (Replica((Stage(0, 2, (0,)),)),)),)),
+            Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)), Stage(1, 2, (1,)))),)),)),
+        )
+    )
+    assert whole == [4 * 1010]
+    assert halves == [4 * 1000, 4 * 1010]
+    # What fits one device is planned for one device.
+    found = find(spec, costs, {"language": 1}, 1, 2, machine=cluster(1, 1, 4 * 1010))
+    assert found.winner.score.peak_bytes == (4 * 1010,)

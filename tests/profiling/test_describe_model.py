@@ -101,6 +101,7 @@ def test_a_tied_weight_counts_wherever_it_is_needed_and_once_for_a_reader(tmp_pa
     table = 64 * 32
     assert layers[0].parameters == table
     assert layers[-1].parameters == table + 32  # the final norm
+    assert [layer.tied for layer in layers] == [*([0] * (len(layers) - 1)), table]
     assert sum(layer.parameters for layer in layers) - found.parameters["language"][0] == table
 
 

@@ -62,12 +62,13 @@ def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
         make_project(tmp_path, COPIES),
         Fault(4, "worker:1"),
         Fault(8, "coordinator"),
-        Fault(12, "agent:0"),
+        Fault(12, "agent:0", signal.SIGTERM),
         Fault(16, "worker:3", signal.SIGSTOP),
     )
     assert ended.injected == 4
     require_equal(ended, undisturbed)
     assert ended.events[-1]["members"] == ["node2"]
+    assert any("node0 leaves" in event["reason"] for event in ended.events)
     found = read_status(tmp_path / "run")
     assert (found.step, found.stopped, found.generation) == (
         STEPS,
@@ -82,7 +83,7 @@ def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(
 ) -> None:
     ended = run_with_faults(
         make_project(tmp_path, PIPELINES),
-        Fault(4, "worker:0"),
+        Fault(4, "agent:0"),
         Fault(9, "worker:3"),
         Fault(9, "coordinator"),
         Fault(9, "worker:1", later=0.1),
@@ -104,6 +105,7 @@ def test_layers_that_nobody_holds_any_more_come_from_the_newest_checkpoint(
     assert went_back[-1] in (4, 8)
 
 
+@pytest.mark.slow
 def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) -> None:
     project = make_project(tmp_path, COPIES)
     ended = run_with_faults(project, Fault(3, "worker:2"), arguments=("--set", "resilience.fewest_nodes=4"))
@@ -111,13 +113,16 @@ def test_too_few_nodes_end_the_run_with_a_code_for_schedulers(tmp_path: Path) ->
     assert "3 nodes are left of the 4 that are needed" in ended.output
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_user_is_said_as_it_is(tmp_path: Path) -> None:
+    """Also where only the ranks find it, before or after they have met."""
     project = make_project(tmp_path, CHAIN)
     ended = run_with_faults(project, arguments=("--set", "train.optimizer.learning_rate=1e30"))
     assert ended.exit_code == 2, ended.output
     assert "nothing was updated" in ended.output
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
     project = make_project(tmp_path, CHAIN)
     ended = run_with_faults(project, arguments=("--set", "train.steps=2"))
@@ -127,3 +132,23 @@ def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
         for pid in (document["pid"], *document["workers"].values()):
             assert not Path(f"/proc/{pid}/stat").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
     assert len(losses(project / "run")) == 2
+
+
+@pytest.mark.slow
+def test_a_lost_node_that_is_started_again_joins_and_holds_layers(tmp_path: Path) -> None:
+    steps = 120
+    alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=changes(f"train.steps={steps}"))
+    project = make_project(tmp_path / "joined", CHAIN)
+    arguments = changes("resilience.restarts=2", "parallel.units.language.replicas=2", f"train.steps={steps}")
+    ended = run_with_faults(project, Fault(4, "worker:1"), arguments=arguments)
+    assert ended.exit_code == 0, ended.output
+    # Other sums of the same numbers, for five times as many steps: differences grow with them.
+    assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
+    assert any("node1." in event["reason"] and "joins" in event["reason"] for event in ended.events), (
+        ended.events
+    )
+    assert len(ended.events[-1]["members"]) == 4
+
+
+def changes(*texts: str) -> tuple[str, ...]:
+    return tuple(word for text in texts for word in ("--set", text))

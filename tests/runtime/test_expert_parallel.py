@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_numerics import check_case
 from test_tensor_parallel import case_of, plan_of
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import Stage
+from dilatant.runtime.executor import ActionFailed
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule.families import one_f_one_b
@@ -92,6 +95,48 @@ def test_a_rank_holds_its_experts_only(workers: WorkerPool) -> None:
     for held in workers.run(_held, 5, expert_case(stages(2, 2, 4)))[1:]:
         assert {shape[0] for shape in held.values()} == {1}
         assert {shape[1:] for shape in held.values()} == {(48, 16), (16, 24)}
+
+
+def _one_rank_fails(worker: Worker, case: Case) -> str:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
+    if worker.rank == 2:
+        model: Any = runtime.modules[1].model
+        model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        runtime.execute(build_samples(case))
+        return ""
+    except (ActionFailed, CommAborted) as error:
+        return str(error)
+    finally:
+        runtime.close()
+        comm.close()
+
+
+def test_a_rank_that_fails_ends_what_waits_for_its_tokens(workers: WorkerPool) -> None:
+    case = expert_case((Stage(0, 4, (1, 2), cp=2, ep=2),))
+    told = workers.run(_one_rank_fails, 3, case)
+    assert all("rank 2" in error and "division by zero" in error for error in told), told
+
+
+def _in_bf16(worker: Worker, case: Case) -> list[float]:
+    comm = Comm(worker.store, worker.rank, worker.size, generation=case.plan.stages()[-1].stage.ep)
+    runtime = Runtime(
+        build_model(case, "meta"), case.plan, comm, seed=case.seed, precision=torch.bfloat16, zero="all"
+    )
+    found = runtime.execute(build_samples(case))
+    runtime.close()
+    comm.close()
+    return [found.loss, found.grad_norm]
+
+
+def test_in_bf16_tokens_and_gradients_travel_as_they_are_held(workers: WorkerPool) -> None:
+    """Rounding may choose other experts, so only the first step is compared, and loosely."""
+    divided, features = expert_case(stages(2, 1, 2)), expert_case(stages(2, 1, 1))
+    for found, expected in zip(
+        workers.run(_in_bf16, 3, divided), workers.run(_in_bf16, 3, features), strict=True
+    ):
+        assert found == pytest.approx(expected, rel=0.03)
 
 
 def refusal(shape: tuple[int, int, int], **changes: Any) -> str:

@@ -42,6 +42,8 @@ class _Book:
             _half_updated=False,
             _gate=None,
             _voted=None,
+            _began=0.0,
+            _rate=0.0,
             _metrics=lambda *_: "metrics",
         )
 

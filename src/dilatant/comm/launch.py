@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -35,6 +35,8 @@ from dilatant.config.errors import UserError
 
 GRACE_SECONDS = 5.0
 """What workers have to end by themselves after one has died or hangs; then nothing they could save is of use."""
+NEWCOMER_SECONDS = 0.2
+"""Between two looks for ranks that are to be started again."""
 SAVE_SECONDS = 60.0
 """What they have after one has raised an error: all of them may be saving their parts of the last step."""
 
@@ -111,43 +113,56 @@ def launch(
         return [_run_here(function, worker, args)]
 
 
+Newcomers = Callable[[], Sequence[tuple[int, tuple[Any, ...]]]]
+"""Ranks whose processes have ended, to be started again, with what the function is given there."""
+
+
 def launch_local(
     function: Callable[..., Any],
     num_workers: int,
     *args: Any,
     started: Callable[[], None] = lambda: None,
-    survives: bool = False,
+    newcomers: Newcomers | None = None,
 ) -> list[Any]:
     """As `launch`, always in `num_workers` processes of our own (one: this process).
 
-    survives: the workers see for themselves who of them is gone. Then this is an error only when nobody is left, and
-    the results are those of the ranks that had some.
+    newcomers: where the workers see for themselves who of them is gone. Then a loss is an error only when nobody is
+    left, the results are those of the ranks that had some, and this is asked now and then for ranks to start again.
     """
     if num_workers < 1:
         raise UserError(f"cannot start {num_workers} workers")
-    if num_workers == 1 and not survives:
+    if num_workers == 1 and newcomers is None:
         return [_run_here(function, local_worker(), args)]
-    payload = _pickled(function, args)
+    payload = _pickled(function, args)  # before anything is started
     context = multiprocessing.get_context("forkserver")
     warm_up()
     folder = own_folder()
     token = fresh_token()
     server = StoreServer("127.0.0.1", 0, token)
     workers: dict[int, tuple[Any, Connection]] = {}
+
+    def begin(rank: int, payload: bytes) -> Connection:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_serve,
+            args=(theirs, _Start(rank, num_workers, server.port, token, payload, folder)),
+            name=f"dilatant-{rank}",
+        )
+        process.start()
+        theirs.close()
+        workers[rank] = process, ours
+        return ours
+
+    def begin_again() -> dict[Connection, int]:
+        assert newcomers is not None
+        return {begin(rank, _pickled(function, theirs)): rank for rank, theirs in newcomers()}
+
     try:
         store = connect("127.0.0.1", server.port, token, on_one_machine=True)
         for rank in range(num_workers):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_serve,
-                args=(theirs, _Start(rank, num_workers, server.port, token, payload, folder)),
-                name=f"dilatant-{rank}",
-            )
-            process.start()
-            theirs.close()
-            workers[rank] = process, ours
+            begin(rank, payload)
         started()
-        results = _watch(workers, store, survives)
+        results = _watch(workers, store, None if newcomers is None else begin_again)
         _join([process for process, _ in workers.values()], GRACE_SECONDS)
         return results
     finally:
@@ -218,17 +233,27 @@ def _gpu_index(local_rank: int, visible: int, started_here: bool) -> int:
     return local_rank % visible
 
 
-def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Store, survives: bool = False) -> list[Any]:
+def _watch(
+    workers: Mapping[int, tuple[Any, Connection]],
+    store: Store,
+    begin_again: Callable[[], dict[Connection, int]] | None = None,
+) -> list[Any]:
     """Collect what the workers return; after the first failure tell the others, and wait for them a little, unless
-    they survive it."""
+    they survive it. begin_again: starts workers again, and gives their connections and ranks."""
+    survives = begin_again is not None
     pending = {connection: rank for rank, (_, connection) in workers.items()}
     results: dict[int, Any] = {}
     reports: list[_Report] = []
     deadline: float | None = None
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if begin_again is not None and deadline is None:
+            pending |= begin_again()
+            left = NEWCOMER_SECONDS
         ready = wait(list(pending), timeout=left)
         if not ready:
+            if deadline is None:
+                continue
             break
         for connection in ready:
             assert isinstance(connection, Connection)
@@ -239,11 +264,15 @@ def _watch(workers: Mapping[int, tuple[Any, Connection]], store: Store, survives
                 outcome = _death(rank, workers[rank][0])
             if not isinstance(outcome, _Report):
                 results[rank] = outcome[0]
+                if survives and outcome[0] is not None:
+                    deadline = time.monotonic() + GRACE_SECONDS  # the run is over, for newcomers as well
                 continue
             if not survives and (not reports or outcome.loses_a_rank):
                 began = announce_failure(store, outcome.message)
                 seconds = SAVE_SECONDS if not outcome.loses_a_rank else GRACE_SECONDS if began else 0.0
                 deadline = min(time.monotonic() + seconds, math.inf if deadline is None else deadline)
+            elif survives and not outcome.loses_a_rank:
+                deadline = time.monotonic() + GRACE_SECONDS
             reports.append(outcome)
     if not reports or (survives and any(result is not None for result in results.values())):
         return [results[rank] for rank in sorted(results)]

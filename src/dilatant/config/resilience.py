@@ -17,6 +17,8 @@ class ResilienceConfig(Section):
     """Nodes that may be lost at once: of every layer one more copy is kept, as long as there are nodes for them."""
     ranks_per_node: int = Field(1, ge=1)
     """Processes of one machine that are lost together."""
+    restarts: int = Field(0, ge=0)
+    """How often, all in all, a lost node is started again; it joins at the end of a step, and takes over layers."""
     lease_seconds: float = Field(3.0, gt=0)
     """A node that is silent for longer is lost, be it stopped or cut off. One whose process ends is noticed at once."""
     fence_seconds: float = Field(10.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,10 @@ from dilatant.plan.stable_batch import feasible_allocations, minimum_stable_batc
 
 NOTABLE = 0.02
 """The part of a step that going round the devices several times must save by its own sums to be tried."""
+
+
+GAPS = 1.08
+"""What interleaved steps take more in simulations than by these sums."""
 
 
 class EncoderPosition(StrEnum):
@@ -137,6 +142,23 @@ class Space:
     global_batch: int
     chunks: tuple[int, ...] = (1,)
     _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[_Side]]] = field(default_factory=dict)
+    _heaviest: dict[int, float] = field(default_factory=dict)
+
+    def heaviest(self, samples: int) -> float:
+        """The load of the heaviest microbatch of the language model as a multiple of the mean, where so many samples
+        each are spread evenly: in the mean global batch."""
+        if samples not in self._heaviest:
+            name = self.roles.language
+            tp, cp = self.table.degrees([name])[0]
+            loads = self.table.of_samples(name, tp, cp).reshape(-1, self.global_batch)
+            ratios = []
+            for batch in loads:
+                bins = [0.0] * (self.global_batch // samples)
+                for load in sorted(batch.tolist(), reverse=True):
+                    heapq.heapreplace(bins, bins[0] + load)
+                ratios.append(max(bins) / (sum(bins) / len(bins)) if any(bins) else 1.0)
+            self._heaviest[samples] = float(np.mean(ratios))
+        return self._heaviest[samples]
 
     def candidates(self, mode: Mode, replicas: int, microbatch_size: int) -> Iterator[Candidate]:
         """The candidates of `replicas` pipelines, on devices of the same number for each."""
@@ -389,11 +411,30 @@ class _Shape:
             num_microbatches=self.microbatches,
             options=options,
             counts=(self.replicas,) * len(options),
-            estimate=fill + (self.microbatches - 1) * slowest + self._sync(options),
-            bound=max(
-                self.microbatches * float(option.work.max()) + self._least_sync(option) for option in options
-            ),
+            estimate=self._seconds(fill, slowest, options) + self._sync(options),
+            bound=max(self._bound(option, before, language) for option in options),
         )
+
+    def _seconds(self, fill: float, slowest: float, options: Sequence[Option]) -> float:
+        """Of a step with these seconds for the first microbatch and for each of the others. The heaviest delays those
+        behind it on its way through the stages, by about half in simulations."""
+        heavy = (self.space.heaviest(self.samples) - 1.0) / 2 * (fill - slowest)
+        rounds = GAPS if any(option.chunks > 1 for option in options) else 1.0
+        return rounds * (fill + (self.microbatches - 1) * slowest) + heavy
+
+    def _bound(self, option: Option, before: _Side, language: Option) -> float:
+        """Seconds that no schedule of a candidate with this chain beats: each stage's work, after the least that comes
+        before its first microbatch and before the least that comes after its last; and the way of the heaviest sample.
+        """
+        ahead = (
+            max((float(one.light.sum()) for one in before.options), default=0.0)
+            if option is language
+            else 0.0
+        )
+        busy = self.microbatches * option.work
+        if option.chunks == 1:
+            busy = busy + np.cumsum(option.light) - option.light
+        return max(ahead + float(busy.max()), option.heavy) + self._least_sync(option)
 
     def _least_sync(self, option: Option) -> float:
         """A lower bound of the seconds in which the stage with the least gradients sums them over the replicas, however

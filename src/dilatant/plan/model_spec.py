@@ -10,17 +10,23 @@ from dilatant.config.recompute import Recompute
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
-    tensor-parallel ranks divide it."""
+    tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
+    holds them once."""
 
     name: str
     kind: str
     parameters: int
     trainable: bool = True
     divided: bool = True
+    tied: int = 0
 
     def held(self, tp: int) -> float:
         """Parameters that one of `tp` ranks holds."""
         return self.parameters / tp if self.divided else self.parameters
+
+    def held_before(self, tp: int) -> float:
+        """Those of them that a rank which holds the first layer has already."""
+        return self.tied / tp if self.divided else self.tied
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,25 @@ LEVELS: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
 class Layers:
     """Per layer of one unit under one (tp, cp), for the mean microbatch; all arrays are [layers].
 
-    `seconds` is forward plus backward, `work` the least of it: without what a call costs whatever its tokens, and with
-    the samples of dense rows spread evenly. Bytes per rank:
-    `static` throughout, `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be synced.
+    `seconds` is forward plus backward, `work` the least of it, however samples are grouped; `light` and `heavy` those
+    of the lightest and of the heaviest sample alone. Bytes per rank: `static` throughout (`twice` of them where the
+    first layer is not held too), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be
+    synced.
     """
 
     seconds: NDArray[np.float64]
     work: NDArray[np.float64]
+    light: NDArray[np.float64]
+    heavy: NDArray[np.float64]
     static: NDArray[np.float64]
+    twice: NDArray[np.float64]
     kept: NDArray[np.float64]
     transient: NDArray[np.float64]
     gradient: NDArray[np.float64]
+
+    def on(self, stages: int) -> Layers:
+        """The same where the unit is cut into so many stages: a single one holds all."""
+        return replace(self, static=self.static - self.twice) if stages == 1 else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +54,10 @@ class Option:
 
     `seconds` is [stages], `work` [groups of devices], see `Layers`: with `chunks` a group has so many stages. `room` is
     how many stages may follow the chain before its in-flight microbatches overflow memory (negative: it does not fit at
-    all); `gradient_bytes` the most that one rank must sync, `least_gradient_bytes` the least. `recompute`: as in
-    `Chain`. `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the
-    first step of a steady state.
+    all); `gradient_bytes` the most that one rank must sync, `least_gradient_bytes` the least. `light` [stages] and
+    `heavy` are the seconds of the lightest sample in each stage and of the heaviest in all. `recompute`: as in `Chain`.
+    `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the first step of
+    a steady state.
     """
 
     tp: int
@@ -59,6 +68,8 @@ class Option:
     room: int
     gradient_bytes: float
     least_gradient_bytes: float
+    light: NDArray[np.float64]
+    heavy: float
     chunks: int = 1
     recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
     gpus: int = field(init=False)
@@ -92,6 +103,7 @@ class OptionTable:
         capacity_bytes: float,
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
+        global_batch: int = 1,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -99,6 +111,7 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._node = gpus_per_node
         self._rules = rules
+        self._batch = global_batch
         self._tables: dict[tuple[str, int, int, Recompute], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float, Recompute], Layers] = {}
         self._options: dict[tuple[object, ...], Option | None] = {}
@@ -114,7 +127,7 @@ class OptionTable:
         if count <= 1:
             return self
         if count not in self._shared_by:
-            limits = self._capacity, self._node, self._rules
+            limits = self._capacity, self._node, self._rules, self._batch
             table = OptionTable(self._model, self._costs, self._workload, *limits)
             table._tables, table._sharing = self._tables, count
             self._shared_by[count] = table
@@ -152,10 +165,15 @@ class OptionTable:
             table = self._table(unit, tp, cp, level)
             free = self._table(unit, tp, cp, spec.recompute or "none")
             row, least = self._workload.mean_row(unit, samples), self._workload.least_row(unit, samples)
+            light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
+            fastest = free.seconds[:, 0] + free.seconds[:, 1]
             self._layers[key] = Layers(
                 seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
-                work=(free.seconds[:, 0, :2] + free.seconds[:, 1, :2]) @ least,
+                work=fastest @ least,
+                light=fastest @ light,
+                heavy=fastest @ heavy,
                 static=table.static_shared_by(self._sharing),
+                twice=table.twice(self._sharing),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array(
@@ -163,6 +181,12 @@ class OptionTable:
                 ),
             )
         return self._layers[key]
+
+    def of_samples(self, unit: str, tp: int, cp: int) -> NDArray[np.float64]:
+        """Seconds of each sample in all layers of a unit, without what calls cost: [samples]."""
+        square, linear, _ = self._table(unit, tp, cp, "none").seconds[:, :2].sum(axis=(0, 1))
+        squares, tokens = self._workload.of_samples(unit)
+        return np.asarray(square * squares + linear * tokens)
 
     def _table(self, unit: str, tp: int, cp: int, level: Recompute) -> LayerTable:
         key = unit, tp, cp, level
@@ -304,7 +328,7 @@ class OptionTable:
         for level in self.levels(units):
             key = tuple(units), tp, cp, stages, samples, microbatches, level
             if key not in self._options:
-                each = [self.layers(unit, tp, cp, samples, level) for unit in units]
+                each = [self.layers(unit, tp, cp, samples, level).on(stages) for unit in units]
                 if min(len(layers.seconds) for layers in each) < stages:
                     return None
                 cuts = {unit: partition_layers(layers.seconds, stages) for unit, layers in zip(units, each)}
@@ -327,21 +351,21 @@ class OptionTable:
         it may run one ahead.
         """
         degree = asked.tp, asked.cp, asked.samples, asked.level
-        own = self.layers(asked.unit, *degree)
+        own = self.layers(asked.unit, *degree).on(asked.stages)
         if not asked.extra:
             return own
-        columns = []
+        columns: dict[str, NDArray[np.float64]] = {"twice": own.twice}
         for name in _COLUMNS:
             column = getattr(own, name).copy()
-            others = [getattr(self.layers(other, *degree), name) for other in asked.extra]
+            others = [getattr(self.layers(other, *degree).on(1), name) for other in asked.extra]
             if name == "transient":
                 column[0] = max(column[0], *(float(other.max()) for other in others))
             else:
                 column[0] += sum(float(other.sum()) for other in others)
             if name == "static" and asked.microbatches > asked.stages:
                 column[0] += sum(float(self.layers(other, *degree).kept.sum()) for other in asked.extra)
-            columns.append(column)
-        return Layers(*columns)
+            columns[name] = column
+        return Layers(**columns)
 
     def _option(self, asked: _Asked, layers: Layers, cuts: tuple[int, ...]) -> Option:
         again = {unit: self._everywhere(unit, asked.level) for unit in (asked.unit, *asked.extra)}
@@ -359,11 +383,12 @@ class OptionTable:
         asked: _Asked,
         recompute: Mapping[str, tuple[Recompute, ...]],
     ) -> Option:
-        seconds, *rest = stages
+        seconds, light, heavy = stages[0], stages[2], float(stages[3].sum())
+        rest = stages[1], *stages[4:]
         shape = asked.chunks, len(seconds) // asked.chunks
         work, static, kept, transient, gradient = (
             column.reshape(shape).max(axis=0) if name == "transient" else column.reshape(shape).sum(axis=0)
-            for name, column in zip(_COLUMNS[1:], rest)
+            for name, column in zip(("work", *_COLUMNS[4:]), rest)
         )
         groups, room = shape[1], UNLIMITED
         for s in range(groups):
@@ -379,7 +404,7 @@ class OptionTable:
                 room = min(room, (most - (asked.chunks - 1) * groups - 1) // 2 - (groups - s - 1))
         return Option(
             asked.tp, asked.cp, dict(cuts), seconds, work, room, float(gradient.max()), float(gradient.min()),
-            asked.chunks, {unit: how for unit, how in recompute.items() if how},
+            light, heavy, asked.chunks, {unit: how for unit, how in recompute.items() if how},
         )  # fmt: skip
 
 
@@ -398,7 +423,7 @@ class _Asked:
     level: Recompute
 
 
-_COLUMNS = ("seconds", "work", "static", "kept", "transient", "gradient")
+_COLUMNS = ("seconds", "work", "light", "heavy", "static", "kept", "transient", "gradient")
 
 
 def _by_stage(layers: Layers, cuts: tuple[int, ...]) -> list[NDArray[np.float64]]:

@@ -33,6 +33,9 @@ from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.sync_time import sync_seconds
 from dilatant.plan.workload import Workload
 
+MANY, FEWEST = 128, 6
+"""On more devices than this fewer plans are simulated than were asked for, but not fewer than these."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPlan:
@@ -107,7 +110,7 @@ def search(
     started = time.perf_counter()
     roles = roles_of(model)
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    limits = cluster.gpus_per_node, rules
+    limits = cluster.gpus_per_node, rules, global_batch
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     check_devices(table, roles, cluster, mode)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
@@ -115,7 +118,9 @@ def search(
     found = _enumerate(space, mode, sizes, num_microbatches, all_devices)
     if not found:
         raise does_not_fit(space, mode, sizes[0])
-    finals = _Finals(space, rules, scorer, costs)
+    # Steps on many devices take longer to simulate, and all of their candidates together are to take seconds.
+    finalists = min(finalists, max(FEWEST, finalists * MANY // cluster.num_devices))
+    finals = _Finals(space, rules, scorer)
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
     done = 0
     for candidate in found:
@@ -148,16 +153,19 @@ class _Finals:
     """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
     skipped: the least bound of those that were not simulated because a part of them had overflowed."""
 
-    def __init__(self, space: Space, rules: ParameterBytes, scorer: PlanScorer, costs: CostModel) -> None:
-        self._space, self._rules, self._scorer, self._costs = space, rules, scorer, costs
+    def __init__(self, space: Space, rules: ParameterBytes, scorer: PlanScorer) -> None:
+        self._space, self._rules, self._scorer = space, rules, scorer
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
         self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
         self._seen: set[tuple[Plan, int]] = set()
-        self.ranked: list[RankedPlan] = []
+        self._found: list[tuple[RankedPlan, Candidate]] = []
         self.rejected: list[tuple[float, str]] = []
         self.skipped = math.inf
-        self._candidates: dict[int, Candidate] = {}
+
+    @property
+    def ranked(self) -> list[RankedPlan]:
+        return [one for one, _ in self._found]
 
     @property
     def best(self) -> float:
@@ -168,14 +176,19 @@ class _Finals:
         if any((option, candidate.replicas) in self._overflowing for option in candidate.options):
             self.skipped = min(self.skipped, candidate.bound)
             return
-        plans = self._plans(candidate)
-        if plans:
-            self._score(candidate, min(plans, key=self._travel))
+        overflow: tuple[Option, float, str] | None = None
+        for plan in sorted(self._plans(candidate), key=self._travel):
+            overflow = self._score(candidate, plan)
+            if overflow is None:
+                return
+        if overflow is not None:  # in every order: state is shared by who lies side by side
+            culprit, excess, text = overflow
+            self.rejected.append((excess, text))
+            self._overflowing.add((culprit, candidate.replicas))
 
     def reorder(self, most: int = 2) -> None:
         """Simulate the best plans in every other rank order too."""
-        for one in sorted(self.ranked, key=lambda one: one.score.seconds)[:most]:
-            candidate = self._candidates[id(one)]
+        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
             for plan in self._plans(candidate):
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, recomputing(plan, again))
@@ -192,17 +205,18 @@ class _Finals:
         return list(found)
 
     def _travel(self, plan: Plan) -> float:
-        """Seconds that gradients take, and borders between nodes that each microbatch crosses, at their latency."""
+        """Seconds until the last rank has summed its gradients: what differs most between orders of ranks."""
         cluster = self._space.cluster
         if cluster.nodes == 1:
             return 0.0
         sums = sync_seconds(plan, self._space.model, cluster, self._rules)
         return max(sums.values(), default=0.0)
 
-    def _score(self, candidate: Candidate, plan: Plan) -> None:
+    def _score(self, candidate: Candidate, plan: Plan) -> tuple[Option, float, str] | None:
+        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why."""
         key = plan, candidate.num_microbatches
         if key in self._seen:
-            return  # DistTrain's search finds some of the others' plans
+            return None  # DistTrain's search finds some of the others' plans
         self._seen.add(key)
         cluster = self._space.cluster
         score = self._scorer(plan, candidate.num_microbatches)
@@ -210,15 +224,11 @@ class _Finals:
         if excess > 0.0:
             frugal = more_recomputed(plan, score, self._space.table, cluster.bytes_per_device)
             if frugal is not None:
-                self._score(candidate, frugal)
-                return
+                return self._score(candidate, frugal)
             culprit, text = rejection(plan, candidate, score, excess)
-            self.rejected.append((excess, text))
-            self._overflowing.add((culprit, candidate.replicas))
-            return
-        one = _ranked(plan, candidate, score, cluster.num_devices)
-        self._candidates[id(one)] = candidate
-        self.ranked.append(one)
+            return culprit, excess, text
+        self._found.append((_ranked(plan, candidate, score, cluster.num_devices), candidate))
+        return None
 
 
 def _enumerate(

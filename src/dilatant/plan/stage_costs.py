@@ -41,8 +41,9 @@ class StageCosts:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
     """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]` where nobody
-    shares optimizer state, of which `shared_bytes [layers]` can be; `backward [layers]`: does it or anything before it
-    train?"""
+    shares optimizer state, of which `shared_bytes [layers]` can be; `tied_bytes`, `tied_shared_bytes [layers]` are
+    those that a holder of the first layer has anyway; `backward [layers]`: does it or anything before it train?
+    """
 
     seconds: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
@@ -51,6 +52,8 @@ class LayerTable:
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
     shared_bytes: NDArray[np.float64]
+    tied_bytes: NDArray[np.float64]
+    tied_shared_bytes: NDArray[np.float64]
     backward: NDArray[np.bool_]
 
     def static_shared_by(
@@ -58,6 +61,10 @@ class LayerTable:
     ) -> NDArray[np.float64]:
         """`static_bytes` of `layers` where so many ranks divide the state."""
         return self.static_bytes[layers] - self.shared_bytes[layers] * (1.0 - 1.0 / ranks)
+
+    def twice(self, ranks: NDArray[np.float64] | float, layers: slice = slice(None)) -> NDArray[np.float64]:
+        """What of `static_shared_by` is counted in the first layer already, by a rank that holds that one too."""
+        return self.tied_bytes[layers] - self.tied_shared_bytes[layers] * (1.0 - 1.0 / ranks)
 
 
 def layer_table(
@@ -75,6 +82,7 @@ def layer_table(
     Raises UserError when the cost model lacks a layer type or degree.
     """
     seconds, kept, weight, transient, output, static, shared = [], [], [], [], [], [], []
+    tied = [layer.held_before(tp) for layer in unit.layers]
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     ahead = trainable_before(unit.trainable, upstream)
     for layer, before, how in zip(unit.layers, ahead, again, strict=True):
@@ -98,6 +106,8 @@ def layer_table(
         "output_bytes": output,
         "static_bytes": static,
         "shared_bytes": shared,
+        "tied_bytes": [rules.of(own, layer.trainable) for own, layer in zip(tied, unit.layers)],
+        "tied_shared_bytes": [rules.shared(own, layer.trainable) for own, layer in zip(tied, unit.layers)],
     }
     return LayerTable(
         backward=trains, **{name: np.asarray(values, dtype=np.float64) for name, values in columns.items()}
@@ -129,6 +139,8 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         transient[entry.index] = table.transient_bytes[layers].max(axis=0)
         output[entry.index] = table.output_bytes[entry.stage.end - 1]
         static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
+        if entry.is_first:
+            static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
     return StageCosts(seconds, kept, weight, transient, output, static)
 
 

@@ -63,8 +63,7 @@ class Workload:
 
     def mean(self, unit: str) -> NDArray[np.float64]:
         """Mean tokens² and tokens of a sample in `unit`, and the share of samples that have any: [3]."""
-        tokens = np.asarray(self.tokens[unit], dtype=np.float64)
-        squares = np.asarray(self.squares.get(unit, tokens**2), dtype=np.float64)
+        squares, tokens = self.of_samples(unit)
         return np.array([squares.mean(), tokens.mean(), (tokens > 0).mean()])
 
     def mean_row(self, unit: str, samples: float) -> NDArray[np.float64]:
@@ -77,11 +76,28 @@ class Workload:
             quadratic = self.dense[unit] * (quadratic + samples * (samples - 1) * linear**2)
         return np.array([quadratic, linear * samples, 1.0 - (1.0 - present) ** samples])
 
+    def of_samples(self, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(tokens², tokens) of each sample in `unit`: [samples] each."""
+        tokens = np.asarray(self.tokens[unit], dtype=np.float64)
+        return np.asarray(self.squares.get(unit, tokens**2), dtype=np.float64), tokens
+
+    def lightest(self, unit: str) -> NDArray[np.float64]:
+        """Quadratic term, tokens and calls of the sample with the fewest tokens: [3]."""
+        squares, tokens = self.of_samples(unit)
+        return np.array([squares.min(), tokens.min(), float(tokens.min() > 0)])
+
+    def heaviest(self, unit: str, global_batch: int) -> NDArray[np.float64]:
+        """The same of the sample with the most tokens, in the mean global batch: [3]."""
+        squares, tokens = (column.reshape(-1, global_batch) for column in self.of_samples(unit))
+        at = np.arange(len(tokens)), tokens.argmax(axis=1)
+        return np.array([squares[at].mean(), tokens[at].mean(), float((tokens[at] > 0).mean())])
+
     def least_row(self, unit: str, samples: float) -> NDArray[np.float64]:
-        """The quadratic term and the tokens of the mean microbatch, however samples are grouped into microbatches of
-        `samples` on average: [2]. A dense row costs least where all are alike; one of a single sample is not dense."""
-        square, linear, _ = self.mean(unit)
+        """Quadratic term, tokens and calls of the mean microbatch, however samples are grouped into microbatches of
+        `samples` on average, none of them empty: [3]. A dense row costs least where all are alike; one of a single
+        sample is not dense."""
+        square, linear, present = self.mean(unit)
         quadratic = square * samples
         if unit in self.dense:
             quadratic = min(quadratic, min(1.0, self.dense[unit]) * (linear * samples) ** 2)
-        return np.array([quadratic, linear * samples])
+        return np.array([quadratic, linear * samples, float(present == 1.0)])

@@ -100,8 +100,10 @@ def describe_model(
     units = []
     for name, unit in model.units.items():
         geometry = unit.geometry
-        layers = []
-        for index, weights in enumerate(_weights_by_layer(unit)):
+        layers: list[LayerSpec] = []
+        by_layer = list(_weights_by_layer(unit))
+        leading = {id(parameter) for _, parameter in by_layer[0]}
+        for index, weights in enumerate(by_layer):
             role, variant = _role(unit, index)
             shapes = tuple((rest, tuple(parameter.shape)) for rest, parameter in weights)
             stem = _stem(unit, role, variant, geometry)
@@ -118,6 +120,9 @@ def describe_model(
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     trainable=any(parameter.requires_grad for _, parameter in weights),
                     divided=types[kind].is_divided,
+                    tied=sum(
+                        parameter.numel() for _, parameter in weights if index and id(parameter) in leading
+                    ),
                 )
             )
         units.append(

@@ -30,17 +30,26 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks:
-    """`inside` a node and `between` nodes; None where no two ranks are placed so."""
+    """`inside` a node and `between` nodes; None where no two ranks are placed so. `alone`: one pair of ranks of two
+    nodes while no other sends, so what one port does."""
 
     inside: MeasuredLink | None
     between: MeasuredLink | None
+    alone: MeasuredLink | None = None
+
+    @property
+    def ports(self) -> int | None:
+        """How many ports of a node its ranks have filled together; None where that was not measured."""
+        if self.between is None or self.alone is None:
+            return None
+        return max(1, round(self.between.link.bandwidth / self.alone.link.bandwidth))
 
 
 def measure_links(worker: Worker) -> MeasuredLinks:
     """The links between the ranks of a launch; called by all of them, and the same answer on each.
 
     Inside a node two neighbours send alone. Between nodes every rank of the first node sends to its like on the second
-    at the same time, for they share the way out: bandwidths add up.
+    at the same time, for they share the way out: bandwidths add up. Then one pair sends alone.
     """
     comm = Comm(worker.store, worker.rank, worker.size, device=worker.device)
     try:
@@ -50,7 +59,11 @@ def measure_links(worker: Worker) -> MeasuredLinks:
         nodes = list(hosts.values())
         near = next(([(ranks[0], ranks[1])] for ranks in nodes if len(ranks) > 1), [])
         far = list(zip(nodes[0], nodes[1])) if len(nodes) > 1 else []
-        return MeasuredLinks(_measured(comm, "inside", near), _measured(comm, "between", far))
+        return MeasuredLinks(
+            _measured(comm, "inside", near),
+            _measured(comm, "between", far),
+            _measured(comm, "alone", far[:1]),
+        )
     finally:
         comm.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -116,7 +117,8 @@ def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:
     }
     source = f"links {' and '.join(measured)} measured on {hardware.name}; the rest: {hardware.source}"
     return replace(hardware, inside=measured.get("inside", hardware.inside),
-                   between=measured.get("between", hardware.between), source=source)  # fmt: skip
+                   between=measured.get("between", hardware.between), ports=found.ports or hardware.ports,
+                   source=source)  # fmt: skip
 
 
 def entry_name(hardware: Hardware) -> str:
@@ -134,7 +136,9 @@ def is_same_hardware(one: str, other: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z0-9]+", name))
+    """The words of a name, alone and with the next one: "RTX 4090"."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    return {*words, *map(" ".join, itertools.pairwise(words))}
 
 
 def _this_device(per_node: int, threads: int) -> Hardware:

@@ -19,7 +19,7 @@ from dilatant.report.durable import write_durably
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
 from dilatant.resilience.protocol.values import Order
-from dilatant.resilience.wire import Hello, Link, LinkClosed, accept, connect, listen
+from dilatant.resilience.wire import Hello, Link, LinkClosed, Warm, accept, connect, listen
 
 LEAVE_SECONDS = 2.0
 """What workers have to end by themselves when the run is over for them."""
@@ -49,6 +49,7 @@ class Service:
         self._heard: queue.Queue[_Heard] = queue.Queue()
         self._workers: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
+        self._warm: set[int] = set()
         self._last_heard: dict[int, float] = {}
         self._coordinator: Link | None = None
         self._reported = 0.0
@@ -58,7 +59,7 @@ class Service:
     def serve(self) -> None:
         """Raises nothing: whatever happens here, the workers end with it."""
         beat = self._start.settings.lease_seconds / 4
-        while len(self._workers) < self._start.workers:
+        while len(self._warm) < self._start.workers and not self._agent.status().failed:
             self._hear(self._heard.get())
         self._introduce()
         threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
@@ -90,7 +91,10 @@ class Service:
             else:
                 self._coordinator = heard.message
             return
-        self._last_heard[heard.worker] = time.monotonic()
+        if isinstance(heard.message, Warm):
+            self._warm.add(heard.worker)
+        if heard.worker in self._warm:
+            self._last_heard[heard.worker] = time.monotonic()
         if isinstance(heard.message, Link):
             self._workers[heard.worker] = heard.message
         elif heard.message is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def launch_resiliently(
     folder.mkdir(parents=True)
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
-    with _agents(config, counts, folder) as seats:
+    with _agents(config, counts, folder) as (seats, supervisor):
         try:
             results = launch_local(
                 train_rank_resiliently,
@@ -58,7 +60,9 @@ def launch_resiliently(
                 show,
                 seats,
                 started=started,
-                survives=True,
+                newcomers=lambda: [
+                    (rank, (config, plan_json, start, show, again)) for rank, again in supervisor.restarted()
+                ],
             )
         except WorkerFailed as failure:
             record = read_record(folder)
@@ -71,8 +75,8 @@ def launch_resiliently(
 
 
 @contextlib.contextmanager
-def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[list[Seat]]:
-    """The agents of nodes with so many workers each, and what supervises them; the seat of every worker."""
+def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[list[Seat], _Supervisor]]:
+    """The agents of nodes with so many workers each; the seat of every worker, and what supervises them."""
     given = config.resilience
     settings = Settings(
         lease_seconds=given.lease_seconds,
@@ -95,8 +99,8 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[list[Se
             for index in range(count)
         ]
         restart = Start("127.0.0.1", port, token.hex(), settings, str(folder))
-        supervisor = _Supervisor(coordinator, restart, agents, seats)
-        yield seats
+        supervisor = _Supervisor(coordinator, restart, agents, seats, given.restarts)
+        yield seats, supervisor
     finally:
         if supervisor is not None:
             coordinator = supervisor.close()
@@ -106,13 +110,17 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[list[Se
 
 
 class _Supervisor:
-    """Brings the coordinator back when it dies, and ends the workers of an agent that does."""
+    """Brings the coordinator back when it dies, ends the workers of an agent that does, and starts lost nodes again."""
 
-    def __init__(self, coordinator: Child, restart: Start, agents: list[Child], seats: list[Seat]) -> None:
+    def __init__(
+        self, coordinator: Child, restart: Start, agents: list[Child], seats: list[Seat], restarts: int
+    ) -> None:
         self._coordinator = coordinator
         self._restart = restart
         self._agents = agents
         self._seats = seats
+        self._restarts = restarts
+        self._restarted: queue.SimpleQueue[tuple[int, list[Seat]]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
         self._thread.start()
@@ -123,6 +131,24 @@ class _Supervisor:
         self._thread.join()
         return self._coordinator
 
+    def restarted(self) -> list[tuple[int, list[Seat]]]:
+        """Ranks whose processes are to be started again, each with the seats of all."""
+        found = []
+        while not self._restarted.empty():
+            found.append(self._restarted.get())
+        return found
+
+    def _begin_again(self, node: int, name: str) -> None:
+        """A new agent, and soon its workers, under a name that nobody had before."""
+        ranks = [rank for rank, seat in enumerate(self._seats) if seat.node.partition(".")[0] == name]
+        token = bytes.fromhex(self._restart.token)
+        start = replace(self._restart, node=f"{name}.{self._restarts}", workers=len(ranks))
+        agent = self._agents[node] = Child(AGENT, start)
+        for index, rank in enumerate(ranks):
+            self._seats[rank] = Seat(start.node, index, agent.port, token)
+        for rank in ranks:
+            self._restarted.put((rank, list(self._seats)))
+
     def _run(self) -> None:
         ended: set[int] = set()
         while not self._closed.wait(WATCH_SECONDS):
@@ -131,14 +157,33 @@ class _Supervisor:
                 self._coordinator = Child(COORDINATOR, self._restart)
             for node, agent in enumerate(self._agents):
                 if node not in ended and not agent.is_alive:
-                    ended.add(node)
+                    ranks = [
+                        rank
+                        for rank, seat in enumerate(self._seats)
+                        if seat.node.partition(".")[0] == f"node{node}"
+                    ]
                     if agent.process.returncode:
-                        _kill([rank for rank, seat in enumerate(self._seats) if seat.node == f"node{node}"])
+                        _kill(ranks)
+                    record = read_record(Path(self._restart.folder))
+                    if self._restarts and record is not None and not record.stopped:
+                        self._restarts -= 1
+                        agent.close()
+                        _join(ranks)
+                        self._begin_again(node, f"node{node}")
+                    else:
+                        ended.add(node)
 
 
 def _kill(ranks: list[int]) -> None:
-    workers: dict[str, Any] = {process.name: process for process in multiprocessing.active_children()}
-    for rank in ranks:
-        worker = workers.get(f"dilatant-{rank}")
-        if worker is not None:
-            worker.kill()
+    for worker in _processes(ranks):
+        worker.kill()
+
+
+def _join(ranks: list[int]) -> None:
+    for worker in _processes(ranks):
+        worker.join(LAST_SECONDS)
+
+
+def _processes(ranks: list[int]) -> list[Any]:
+    names = {f"dilatant-{rank}" for rank in ranks}
+    return [process for process in multiprocessing.active_children() if process.name in names]

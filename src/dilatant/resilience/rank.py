@@ -18,10 +18,12 @@ from dilatant.config import Config, UserError
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
+from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
+from dilatant.resilience.status import read_last_step
 from dilatant.resilience.transfer import Lost, transfer
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoint import list_checkpoints, newest_valid
@@ -94,11 +96,14 @@ class _Rank:
         self._start = start
         self._show = show
         self._seat = seat
+        self._store = worker.store
+        self._rank = worker.rank
+        self._link = WorkerLink(
+            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
+        )
         self._initial = TrainingPlan.from_json(plan_json)
         self._prepared: Prepared = prepare(config, self._initial)
         self._folder = RunFolder(config.output_dir)
-        self._store = worker.store
-        self._rank = worker.rank
         self._held: Held | None = None
         self._pending: Held | None = None
         self._trainers: list[Trainer] = []
@@ -106,9 +111,7 @@ class _Rank:
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
         self._warm_up()
-        self._link = WorkerLink(
-            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
-        )
+        self._link.warm()
 
     def run(self) -> RunResult | None:
         result: RunResult | None = None
@@ -148,9 +151,10 @@ class _Rank:
         made = self._pending = self._made(order)
         self._spare = copy.deepcopy(self._prepared.model)  # while others get ready
         self._link.await_activation(made.trainer.step)
+        late = None if self._held is None else self._not_logged(self._held.trainer, made.trainer)
         old, self._held, self._pending = self._held, made, None
         del old  # only now is nobody to go back to it
-        return train_to_end(self._config, made.trainer, self._folder, self._show, stop)
+        return train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
 
     def _await_rebuild(self) -> Rebuild:
         """Stand still with what is held; apply what turned out to be committed."""
@@ -281,6 +285,15 @@ class _Rank:
         saved = all_gather_object(trainer.comm, newest[0].step if newest else 0)[0]
         trainer.continue_branch(saved, newest[0].path if newest else None)
         return copied
+
+    def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
+        """Of the last step, if its first rank was lost, or left, before it could write it down."""
+        metrics = old.last_metrics
+        if new.rank != 0 or metrics is None or metrics.step != new.step:
+            return None
+        if new.step % self._config.train.logging_steps:
+            return None
+        return metrics if read_last_step(self._folder.path) < new.step else None
 
     def _still(self) -> None:
         """End all communication and what works in the background; what is held stays."""

@@ -47,7 +47,6 @@ def read_status(run: Path) -> RunStatus:
     if record is None:
         raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
     events = tuple(_lines(folder / EVENTS))
-    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
     nodes = []
     for file in sorted(folder.glob("node*.json")):
         for document in _lines(file):
@@ -58,8 +57,15 @@ def read_status(run: Path) -> RunStatus:
             name = document["node"]
             nodes.append(Node(name, document["pid"], workers, name in record.members, alive))
     task = events[-1]["task"] if events else "wait"
-    last = steps[-1] if steps else None
-    return RunStatus(record.generation, task, last, record.stopped, tuple(nodes), events)
+    return RunStatus(
+        record.generation, task, read_last_step(run) or None, record.stopped, tuple(nodes), events
+    )
+
+
+def read_last_step(run: Path) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    return steps[-1] if steps else 0
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -43,6 +43,11 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Warm:
+    """A worker has what it needs to become part of a generation, but for the state of the run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """A worker is alive."""
 
@@ -65,6 +70,7 @@ _KINDS: Mapping[str, type] = {
         agent.Died,
         Hello,
         Beat,
+        Warm,
     )
 }
 

@@ -21,7 +21,7 @@ from dilatant.resilience.protocol.agent import (
     Rebuild,
     Stopped,
 )
-from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, connect
+from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, Warm, connect
 
 
 class Fenced(Exception):
@@ -43,6 +43,7 @@ class WorkerLink:
     ) -> None:
         self._link: Link = connect("127.0.0.1", port, token)
         self._on_fence = on_fence
+        self._beat_seconds = beat_seconds
         self._commands: queue.Queue[Command] = queue.Queue()
         self._newest = 0
         self._generation = 0
@@ -50,7 +51,11 @@ class WorkerLink:
         self._closed = False
         self._link.send(Hello(index, os.getpid()))
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
-        threading.Thread(target=self._beat, args=(beat_seconds,), name="dilatant-beat", daemon=True).start()
+
+    def warm(self) -> None:
+        """Say that this worker can become part of a generation; from now on its silence is a fault."""
+        self._send(Warm())
+        threading.Thread(target=self._beat, name="dilatant-beat", daemon=True).start()
 
     @property
     def generation(self) -> int:
@@ -121,17 +126,17 @@ class WorkerLink:
             raise RunEnded(command.reason)
         return command
 
-    def _send(self, message: Stopped | Made | Prepared | Broken | Done | Beat) -> None:
+    def _send(self, message: Stopped | Made | Prepared | Broken | Done | Beat | Warm) -> None:
         try:
             self._link.send(message)
         except LinkClosed:
             if self.ended is None and not self._closed:
                 os._exit(1)
 
-    def _beat(self, seconds: float) -> None:
+    def _beat(self) -> None:
         """A process that is stopped, or whose interpreter is held, does not."""
         while True:
-            time.sleep(seconds)
+            time.sleep(self._beat_seconds)
             if self._closed or self.ended is not None:
                 return
             self._send(Beat())

@@ -18,6 +18,7 @@ from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_data import describe_data
 from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
+from dilatant.report.metrics import StepMetrics
 from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
@@ -104,11 +105,19 @@ def begin_folder(
 
 
 def train_to_end(
-    config: Config, trainer: Trainer, folder: RunFolder, show: Show, stop: StopSignal
+    config: Config,
+    trainer: Trainer,
+    folder: RunFolder,
+    show: Show,
+    stop: StopSignal,
+    late: StepMetrics | None = None,
 ) -> RunResult:
-    """Train, watched on rank 0, and judge the model; called by all ranks."""
+    """Train, watched on rank 0, and judge the model; called by all ranks. late: of a step before that nobody has seen
+    yet."""
     first, began_at = trainer.rank == 0, trainer.step
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
+        if observer is not None and late is not None:
+            observer.stepped(late)
         training_began = time.monotonic()
         result = _train(config, trainer, observer, stop)
         summary = _show_last_step(trainer, folder) if result.step else ""

@@ -186,6 +186,10 @@ def _launch_resilient(
     with _stopping(starts_workers=True) as stop:
         try:
             result = resilient(config, ranks, planned.to_json(), start, show, stop.workers_run)
+        except WorkerFailed:
+            if stop.signal.received:  # before they trained, or after
+                raise Stopped(stop.signal.exit_code) from None
+            raise
         except KeyboardInterrupt:
             raise Stopped(stop.signal.exit_code or 128 + signal.SIGINT) from None
     return replace(result, exit_code=stop.signal.exit_code) if stop.signal.exit_code else result

@@ -153,6 +153,8 @@ class Trainer:
         self._unpublished = False
         self._half_updated = False
         self._voted: tuple[StepResult, GlobalBatch] | None = None
+        self._began = self._rate = 0.0
+        self.last_metrics: StepMetrics | None = None
         self._layer_of = {
             weight.name: weight.layer for unit in model.units.values() for weight in unit.weights
         }
@@ -227,7 +229,10 @@ class Trainer:
         """Apply it after all, when communication is over: to what this rank owns. The weights that others own stay
         behind, but `state` does not look at them."""
         assert self._voted is not None
-        self._update(*self._voted)
+        result, batch = self._voted
+        self._update(result, batch)
+        seconds = time.perf_counter() - self._began
+        self.last_metrics = self._metrics(batch, result, self._rate, seconds, 0.0)
 
     def run(
         self,
@@ -299,13 +304,14 @@ class Trainer:
     def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began, waited = time.perf_counter(), steps.waited_seconds
+        self._began = began
         inputs = next(steps, None)
         if inputs is None:
             raise UserError(
                 f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
             )
         batch = inputs.batch
-        rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
+        rate = self._rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step)
         result = self.runtime.execute(
@@ -316,7 +322,9 @@ class Trainer:
         self._left_out = steps.left_out
         # Samples that turn out bad are skipped before their step: it is the step before that waits for them.
         waited = steps.waited_seconds - waited
-        return self._metrics(batch, result, rate, time.perf_counter() - began, waited), result.should_stop
+        metrics = self._metrics(batch, result, rate, time.perf_counter() - began, waited)
+        self.last_metrics = metrics
+        return metrics, result.should_stop
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for

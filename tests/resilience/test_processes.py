@@ -1,0 +1,157 @@
+"""Coordinator and agents as real processes, with workers that only talk."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dilatant.comm.store_protocol import Refused
+from dilatant.resilience.coordinator_process import read_record
+from dilatant.resilience.process import Child, Start
+from dilatant.resilience.protocol.agent import Done, Prepared
+from dilatant.resilience.protocol.values import Settings
+from dilatant.resilience.wire import Hello, Link, LinkClosed, accept, connect
+from dilatant.resilience.worker_link import WorkerLink
+
+TOKEN = b"t" * 32
+AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[Child, list[Child], Path]]:
+    """A coordinator and two agents."""
+    settings = Settings(lease_seconds=5.0, initial=2)
+    coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path)))
+    start = [
+        Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(tmp_path), f"node{node}")
+        for node in range(2)
+    ]
+    agents = [Child(AGENT, each) for each in start]
+    yield coordinator, agents, tmp_path
+    for child in (*agents, coordinator):
+        child.close()
+
+
+def link_to(agent: Child) -> WorkerLink:
+    return WorkerLink(agent.port, TOKEN, 0, lambda generation: None)
+
+
+def stopped(folder: Path) -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        record = read_record(folder)
+        if record is not None and record.stopped:
+            return record.stopped
+        time.sleep(0.02)
+    raise AssertionError("the coordinator does not stop")
+
+
+def test_the_small_processes_import_no_torch() -> None:
+    for module in (AGENT, COORDINATOR):
+        code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert said.stdout.split() == ["False", "False"]
+
+
+def test_steps_are_committed_through_real_processes(cluster: tuple[Child, list[Child], Path]) -> None:
+    _, agents, folder = cluster
+    done: list[int] = []
+
+    def work(agent: Child) -> None:
+        link = link_to(agent)
+        link.warm()
+        link.await_rebuild(-1, 0, None)
+        link.await_activation(0)
+        for step in range(5):
+            link.vote(step, {"layer": step})
+        link.await_end()
+        done.append(5)
+        link.close()
+
+    threads = [threading.Thread(target=work, args=(agent,)) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done == [5, 5]
+    assert stopped(folder) == "finished"
+
+
+def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(
+    cluster: tuple[Child, list[Child], Path],
+) -> None:
+    _, agents, folder = cluster
+    link_to(agents[0]).warm()
+    link = connect("127.0.0.1", agents[1].port, TOKEN)
+    link.send(Hello(0, 2**22 + 1))  # no such process
+    link.close()
+    assert "node1: its worker 0 is gone" in stopped(folder)
+
+
+def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Path]) -> None:
+    coordinator, agents, _ = cluster
+    for child in (coordinator, *agents):
+        with pytest.raises(Refused):
+            connect("127.0.0.1", child.port, b"x" * 32)
+
+
+def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+    """Two ends, and the sockets that somebody in between would have."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    made: list[Link] = []
+    thread = threading.Thread(target=lambda: made.append(accept(listener.accept()[0], TOKEN)))
+    thread.start()
+    client = connect("127.0.0.1", listener.getsockname()[1], TOKEN)
+    thread.join()
+    listener.close()
+    return client, made[0], client._socket, made[0]._socket
+
+
+def test_what_is_said_arrives_as_it_was() -> None:
+    client, server, *_ = pair()
+    said = Prepared(3, 7, {"a": 2**62, "b": 0})
+    client.send(said)
+    server.send(Done(3))
+    assert server.receive() == said
+    assert client.receive() == Done(3)
+    client.close()
+    with pytest.raises(LinkClosed):
+        server.receive()
+
+
+@pytest.mark.parametrize("change", ["flip", "repeat", "reflect", "garbage"])
+def test_what_somebody_in_between_writes_ends_the_connection(change: str) -> None:
+    client, server, socket_of_client, socket_of_server = pair()
+    client.send(Done(1))
+    frame = bytearray(socket_of_server.recv(1 << 16))
+    if change == "flip":
+        frame[-2] ^= 1
+    elif change == "garbage":
+        frame = bytearray(b"\xff" * 64)
+    elif change == "repeat":
+        socket_of_client.sendall(frame)
+        assert server.receive() == Done(1)
+    if change == "reflect":
+        socket_of_server.sendall(frame)
+        with pytest.raises(LinkClosed):
+            client.receive()
+    else:
+        socket_of_client.sendall(frame)
+        with pytest.raises(LinkClosed):
+            server.receive()
+
+
+def test_a_message_of_another_kind_ends_the_connection() -> None:
+    client, server, *_ = pair()
+    with pytest.raises(TypeError):
+        client.send({"kind": "Done"})
+    client.send(Done("three"))  # type: ignore[arg-type]
+    with pytest.raises(LinkClosed, match="makes no sense"):
+        server.receive()
