@@ -1,8 +1,9 @@
 """What shared layers cost: our tensor parallelism against torch's DTensor (`parallelize_module`).
 
 Both run the blocks of the same Llama-type model with the same weights, forward and backward, in the same processes,
-step by step in turn, so noise of the machine falls on both. Gradients of the input are compared once. Counted, too, are
-our collectives. Gloo on a CPU; more ranks than cores share the cores, in our steps and in theirs.
+step by step in turn, so noise of the machine falls on both; ours once more with rows that travel in four pieces, as
+they do between GPUs. Gradients of the input are compared once. Counted, too, are our collectives. Gloo on a CPU; more
+ranks than cores share the cores, in our steps and in theirs.
 
     python benchmarks/dimensions.py --json benchmarks/results/dimensions.json
 """
@@ -29,6 +30,7 @@ from dilatant.comm.launch import Worker, launch_local
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sources import parse_config
+from dilatant.models.token_shards import PIECES
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.holders import boxes_held_on, holdings_of
 from dilatant.runtime.shared_unit import SharedUnit
@@ -68,7 +70,7 @@ def our_model(settings: argparse.Namespace, hidden: int, comm: Comm) -> Any:
         shared.materialize(0, end, 0, ())
         stage: Any = unit.stage(0, end)
         shared.share(stage, 0, end)
-    return stage.model
+    return stage
 
 
 def their_model(settings: argparse.Namespace, hidden: int, size: int) -> Any:
@@ -87,8 +89,10 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
     comm = Comm(worker.store, worker.rank, worker.size)
     store = dist.PrefixStore("theirs", worker.store)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.size)
+    stages = {"ours": our_model(settings, hidden, comm), "pieces": our_model(settings, hidden, comm)}
+    stages["pieces"].shards.rows_of_piece = settings.tokens // worker.size // PIECES
     models = {
-        "ours": our_model(settings, hidden, comm),
+        **{name: stage.model for name, stage in stages.items()},
         "theirs": their_model(settings, hidden, worker.size),
     }
     given = torch.randn(1, settings.tokens, hidden, generator=torch.Generator().manual_seed(0))
@@ -113,15 +117,21 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
         return time.perf_counter() - began
 
     collectives: list[str] = []
-    send = Group._all_reduce
+    methods = {name: getattr(Group, name) for name in ("_all_reduce", "all_gather", "reduce_scatter")}
 
-    def counted(group: Group, tensor: Tensor, *given: Any) -> Any:
-        collectives.append(group.name)
-        return send(group, tensor, *given)
+    def counting(send: Any) -> Any:
+        def counted(group: Group, *given: Any) -> Any:
+            collectives.append(group.name)
+            return send(group, *given)
 
-    Group._all_reduce = counted  # type: ignore[method-assign]
-    gradients = {name: step(model) for name, model in models.items()}  # also the warm-up
-    Group._all_reduce = send  # type: ignore[method-assign]
+        return counted
+
+    for name, method in methods.items():
+        setattr(Group, name, counting(method))
+    gradients = {"ours": step(models["ours"])}
+    for name, method in methods.items():
+        setattr(Group, name, method)
+    gradients |= {name: step(model) for name, model in models.items()}  # also the warm-up
     error = float((gradients["ours"] - gradients["theirs"]).norm() / gradients["theirs"].norm())
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(settings.steps):
@@ -144,6 +154,9 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
             "best": min(seconds["ours"]) / min(seconds["theirs"]),
             "median_of_pairs": statistics.median(a / b for a, b in pairs),
         },
+        "pieces_ratio": statistics.median(
+            a / b for a, b in zip(seconds["pieces"], seconds["ours"], strict=True)
+        ),
     }
 
 
@@ -166,7 +179,7 @@ def main() -> None:
             f"hidden {hidden}: ours {1e3 * result['ours_seconds']['median']:.1f} ms, DTensor "
             f"{1e3 * result['theirs_seconds']['median']:.1f} ms, ratio {result['ratio']['median_of_pairs']:.2f} "
             f"(median of pairs); gradients differ by {result['gradient_error']:.0e}; "
-            f"{result['collectives_a_block']:g} collectives a block",
+            f"{result['collectives_a_block']:g} collectives a block; in pieces {result['pieces_ratio']:.2f} of ours",
             flush=True,
         )
     if settings.json:

@@ -67,6 +67,8 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
         frozen=_draw_frozen(draw, encoders, generators),
         recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
         loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
+        placement=draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous", "document_affine"])),
+        rows_of_piece=draw(st.sampled_from([None, 1, 2, 5])),
         attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
         texts=texts,
         drawn=tuple(tuple(draw(st.sampled_from([0, 1, 1, 2])) for _ in generators) for _ in texts),

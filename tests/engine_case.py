@@ -10,7 +10,7 @@ import torch
 
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, Generator, MultimodalModel
-from dilatant.models.row_attention import use_row_attention
+from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.schedule import Assignment, Schedule
@@ -41,13 +41,16 @@ MORE_LANGUAGES = {
     "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
     "cohere": {},
     "stablelm": {},
+    "qwen3_5_text": {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                     "linear_key_head_dim": 4, "linear_value_head_dim": 6,
+                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
                   "shared_expert_intermediate_size": 6, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0],
                   "head_dim": 8, "norm_topk_prob": True},
 }  # fmt: skip
 """Families that are not drawn."""
-UNDIVIDED = ("olmo2", "stablelm")
+UNDIVIDED = ("olmo2", "stablelm", "qwen3_5_text")
 """Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {
@@ -139,6 +142,10 @@ class Case:
     dtype: torch.dtype = torch.float32
     """What weights and activations are held in."""
     loss_chunk: int | None = None
+    rows_of_piece: int | None = None
+    """Of what tensor-parallel ranks exchange."""
+    placement: str = "auto"
+    """How context-parallel ranks share a row."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the language model, besides its family's."""
 
@@ -199,6 +206,7 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     )
     if case.attention is not None and not plain:
         use_row_attention(model)
+        place_rows(model, case.placement)
     if case.frozen:
         model.freeze(case.frozen)
     model.language.loss_chunk = case.loss_chunk

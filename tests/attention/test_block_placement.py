@@ -15,7 +15,14 @@ from mask_strategies import masks
 from dilatant.attention import lpt, packing
 from dilatant.attention.blocks import block_samples, block_table, block_workloads
 from dilatant.attention.packing import RowLayout
-from dilatant.attention.placement import POLICIES, PlacementError, needed_keys, place_blocks
+from dilatant.attention.placement import (
+    POLICIES,
+    ROW_POLICIES,
+    PlacementError,
+    needed_keys,
+    place_blocks,
+    place_row,
+)
 from oracles.dense_mask import word_matrix
 from oracles.placements import least_maximum
 
@@ -243,6 +250,24 @@ def test_document_affinity_spares_most_keys_and_stays_even():
     assert needed_keys(table, affine).mean() < 0.5 * needed_keys(table, spread).mean()
     assert affine.gap < 1 / 32
     assert np.ptp(affine.counts) <= 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_row_is_placed_as_simply_as_its_mask_allows(num_ranks):
+    def row(lengths):
+        return packing.document_causal(RowLayout.of_lengths(lengths))
+
+    # Short samples are even wherever they are, one long one is from both ends, and unlike ones need their blocks dealt.
+    size = 128 * 32
+    cases = {"contiguous": [64] * (num_ranks * size // 64), "zigzag": [num_ranks * size]}
+    for policy, lengths in cases.items():
+        found, named = (place_row(row(lengths), num_ranks, each).placement for each in ("auto", policy))
+        assert (found.rank_of_block == named.rank_of_block).all()
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        mask = row(rng.integers(1, 6000, 12))
+        best = min(place_row(mask, num_ranks, policy).placement.loads.max() for policy in ROW_POLICIES)
+        assert place_row(mask, num_ranks).placement.loads.max() <= 1.01 * best
 
 
 def test_chunks_of_documents_go_to_the_least_loaded_rank_also_without_swaps():

@@ -37,8 +37,10 @@ def test_a_rank_has_its_part_of_a_row_and_waits_for_the_collectives(degree):
     for tokens in (128, 4096):
         added = dict.fromkeys(PASSES, 0.0)
         for name in PASSES:
-            if tp > 1:  # two all-reduces of this rank's tokens, each moving 2 (tp - 1) / tp of them
-                added[name] += 2 * (1e-5 + 2 * (tp - 1) / tp * tokens / cp * 64 * 4 / 1e9)
+            if (
+                tp > 1
+            ):  # two all-gathers and two reduce-scatters, each moving (tp - 1) / tp of this rank's tokens
+                added[name] += 4 * (1e-5 + (tp - 1) / tp * tokens / cp * 64 * 4 / 1e9)
             if (
                 cp > 1
             ):  # keys and values of the other ranks: 4 heads of 8, split over tp; backward, and gradients
@@ -49,4 +51,9 @@ def test_a_rank_has_its_part_of_a_row_and_waits_for_the_collectives(degree):
             part = whole.a * tokens**2 / cp + whole.b * tokens / cp + whole.c
             # Coefficients are kept to six digits.
             assert getattr(found, name)(tokens) == pytest.approx(part + added.get(name, 0.0), rel=1e-5)
+        # Of what is waited for again, keeping attention saves the reduce-scatters and all of keys and values.
+        saved = added["recompute"]
+        if tp > 1:
+            saved -= 2 * (1e-5 + (tp - 1) / tp * tokens / cp * 64 * 4 / 1e9)
+        assert found.attention(tokens) == pytest.approx(saved, rel=1e-5)
     assert (found.parameters, found.fit_error) == (1000, 0.01)

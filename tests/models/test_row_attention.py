@@ -17,7 +17,8 @@ from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import RowAttention, attend_as_configured, use_row_attention
+from dilatant.models.row_attention import RowAttention, attend_as_configured, place_rows, use_row_attention
+from dilatant.models.sources import parse_config
 from oracles.dense_mask import bidirectional_instances, embedded, matrix, tokens_of
 from oracles.one_process import losses_of_batch
 from packed_row import packed_inputs
@@ -251,3 +252,50 @@ def test_a_saved_model_remembers_how_its_media_attend_and_is_plain_on_disk(tmp_p
     model.save_pretrained(tmp_path)
     assert "dilatant" not in (tmp_path / "language" / "config.json").read_text()
     assert MultimodalModel.from_pretrained(tmp_path).media_attention == "bidirectional"
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def test_linear_attention_without_plans_is_refused_since_samples_would_meet() -> None:
+    model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
+    with pytest.raises(UserError, match=r"linear_attention would carry .* into the next.* is 'sdpa'"):
+        attend_as_configured(model, LanguageModelConfig(id="any", attn_implementation="sdpa"))
+    attend_as_configured(model, LanguageModelConfig(id="any"))
+    assert model.language.row_attention is not None
+    assert model.language.row_attention.placement == "contiguous"
+    with pytest.raises(
+        UserError, match=r"parallel.placement: 'zigzag' would scatter .* set it to 'contiguous'"
+    ):
+        place_rows(model, "zigzag")
+    place_rows(model, "auto")
+    assert model.language.row_attention.placement == "contiguous"
+
+
+def test_a_sample_of_a_row_is_what_it_is_alone_to_linear_attention() -> None:
+    model = MultimodalModel({}, parse_config(HYBRID, "language"), seed=0)
+    samples = [torch.arange(3, 3 + length) for length in (7, 1, 9)]
+    alone = torch.cat([model.language.model(ids[None], use_cache=False).logits for ids in samples], 1)
+    use_row_attention(model)
+    given = model.language.attention_of([ids.numpy() for ids in samples])
+    positions = torch.cat([torch.arange(len(ids)) for ids in samples])[None]
+    output: Any = model.language(torch.cat(samples)[None], position_ids=positions, **given)
+    torch.testing.assert_close(output.logits, alone)  # 17 tokens, fp32

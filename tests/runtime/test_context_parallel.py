@@ -15,8 +15,9 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
-from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.zero_bubble import zero_bubble_h1
+from dilatant.training.needs import Needs
 from engine_case import CASE, Case, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
@@ -67,6 +68,45 @@ def test_ranks_without_rows_of_an_encoder_differentiate_as_the_others(workers: W
     check_case(workers, case_of(plan, attention="causal", texts=texts, frozen=("language",)), "none", 1)
 
 
+def _needed(worker: Worker, case: Case) -> dict[int, frozenset[str]]:
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
+    step = runtime.prepare(build_samples(case), case.assignment, case.schedule)
+    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
+    runtime.close()
+    comm.close()
+    return needed
+
+
+def test_a_rank_decodes_only_samples_of_which_it_encodes_something(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
+    case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
+    first, second, _ = workers.run(_needed, 3, case)
+    # Of items of samples 0 and 1, 2 and 3, 4 and 5: one and one, two (of sample 2) and one, two and one.
+    assert sorted(first) == [0, 2, 4, 5]
+    assert sorted(second) == [0, 3, 5]
+    assert {*first.values(), *second.values()} == {frozenset({"vision"})}
+
+
+def _in_parts(actions: tuple[Action, ...], stage: int) -> tuple[Action, ...]:
+    """With every action of a stage once for each sample of its microbatch."""
+    parts = []
+    for action in actions:
+        samples = BATCHES[action.microbatch] if action.stage == stage else (None,)
+        parts += [action if s is None else replace(action, samples=(s,)) for s in samples]
+    return tuple(parts)
+
+
+def test_parts_of_a_microbatch_share_their_own_items(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0, 1), cp=2),), (Stage(0, 4, (2,)),))
+    case = case_of(plan, texts=((3, (2,)), (2, (0,)), (9, (2,)), (2, (1,)), (2, (1,)), (5, (2,))))
+    parts = {rank: _in_parts(actions, 0) for rank, actions in case.schedule.actions.items()}
+    case = replace(case, schedule=Schedule(parts))
+    first, second, _ = workers.run(_needed, 3, case)
+    assert (sorted(first), sorted(second)) == ([0, 2, 3, 4, 5], [0, 2, 5])
+    check_case(workers, case, "none", 1)
+
+
 def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) -> None:
     units = (
         UnitPlan(
@@ -83,6 +123,37 @@ def test_generators_get_their_rows_from_whoever_has_them(workers: WorkerPool) ->
 
 def test_routers_lose_by_whole_samples(workers: WorkerPool) -> None:
     check_case(workers, case_of(TWO, language="mixtral", attention="causal", recompute="block"), "none", 1)
+
+
+HYBRID = {"language": "qwen3_5_text", "language_layers": 3, "attention": "causal"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "block_keep_attention"])
+def test_states_of_linear_attention_pass_between_ranks(workers: WorkerPool, recompute: str) -> None:
+    """Samples that end within a rank, go on at the next, or reach over three."""
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 3, (1, 2, 3), cp=3), Stage(3, 5, (4, 5), cp=2)))
+    texts = ((3, (1,)), (17, (0,)), (40, (1,)), (2, (0,)), (9, (1,)), (13, (2,)))
+    check_case(workers, case_of(plan, texts=texts, recompute=recompute, **HYBRID), "none", 1)
+
+
+def test_states_pass_along_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:
+    """Pieces are shorter than the kernel of the convolution, and some ranks have none."""
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2, 3, 4), cp=4),))
+    texts = ((2, (0,)), (1, (0,)), (3, (0,)), (9, (0,)), (6, (1,)), (2, (0,)))
+    single = ((0, 1), (2,), (3,), (4, 5))
+    assignment = replace(CASE.assignment, microbatches={"vision": (single,), "language": (single,)})
+    check_case(workers, case_of(plan, texts=texts, assignment=assignment, **HYBRID), "none", 1)
+
+
+def test_states_begin_anew_with_each_sample_of_a_row(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (0,)),))
+    check_case(workers, case_of(plan, zero_bubble_h1, **HYBRID), "none", 1)
+
+
+def test_ranks_that_train_nothing_of_a_layer_still_send_gradients_of_states(workers: WorkerPool) -> None:
+    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 5, (1, 2), cp=2),))
+    for frozen in (("language",), ("language.layers.*.linear_attn.*", "vision")):
+        check_case(workers, case_of(plan, frozen=frozen, **HYBRID), "none", 1)
 
 
 def test_dropout_is_drawn_by_token(workers: WorkerPool) -> None:

@@ -190,9 +190,12 @@ RUNS = {
     "halves": Run(torch.float32, "none", "zb-h1", 512),
     "loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, vocabulary=2000, loss_chunk=64),
     "tp 2": Run(torch.float32, "none", "1f1b", 512, vocabulary=2000, tp=2),
+    "tp 2, attention kept": Run(
+        torch.float32, "block_keep_attention", "gpipe", 512, count=14, vocabulary=2000, tp=2
+    ),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
 }
-RARELY = ("bf16", "gpipe, attention kept", "halves")
+RARELY = ("bf16", "gpipe, attention kept", "halves", "tp 2, attention kept")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

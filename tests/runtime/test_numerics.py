@@ -94,10 +94,13 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
         check_transport=case.check,
         precision=case.dtype,
     )
-    needed = Needs(runtime.model, case.plan, comm.rank).of(case.assignment)
-    samples = [
-        _only(sample, needed.get(number, frozenset())) for number, sample in enumerate(build_samples(case))
-    ]
+    for stage in runtime.modules.values():
+        if stage.shards is not None:
+            stage.shards.rows_of_piece = case.rows_of_piece
+    whole = build_samples(case)
+    step = runtime.prepare(whole, case.assignment, case.schedule)
+    needed = Needs(runtime.model, case.plan, comm.rank).of(step)
+    samples = [_only(sample, needed.get(number, frozenset())) for number, sample in enumerate(whole)]
     owned = runtime.owned
     masters = make_masters(owned.parameters)
     optimizer = build_optimizer(masters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,6 +78,54 @@ def test_families_of_language_models(workers: WorkerPool, language: str, tied: b
 def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
     encoders = (("vision", encoder, 2, "mlp", "patch"),)
     check_case(workers, case_of(TWO, zero_bubble_h1, encoders=encoders), "none", 1)
+
+
+@pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
+@pytest.mark.parametrize("recompute", ["none", "block", "block_keep_attention"])
+def test_what_travels_in_pieces_is_the_same(workers: WorkerPool, recompute: str, family: Any) -> None:
+    # Rows of 10 tokens and items of 4 patches on two ranks: four pieces, and three.
+    case = case_of(TWO, family, recompute=recompute, language="phi3", rows_of_piece=1, dtype=torch.float32)
+    check_case(workers, case, "none", 1)
+    encoders = (("vision", "whisper", 2, "mlp", "patch"),)
+    case = case_of(TWO, family, recompute=recompute, encoders=encoders, language="qwen3", rows_of_piece=3)
+    check_case(workers, case, "none", 1)
+
+
+def _collectives(worker: Worker, how: Any, pieces: int | None) -> dict[str, int]:
+    """How many of each kind the ranks of the language model start in a step of one microbatch."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    case = replace(CASE, recompute=how, encoders=(), texts=((9, ()),), frozen=())
+    plan = Plan((UnitPlan("language", (Replica((Stage(0, 4, (0, 1), tp=2),)),)),))
+    runtime = Runtime(build_model(case, "meta"), plan, comm, seed=0)
+    shards = runtime.modules[0].shards
+    assert shards is not None
+    shards.rows_of_piece = pieces
+    counts = {"all_gather": 0, "reduce_scatter": 0}
+    for name in counts:
+
+        def counted(send: Any, name: str, *given: Any) -> Any:
+            counts[name] += 1
+            return send(*given)
+
+        setattr(shards.ranks, name, partial(counted, getattr(shards.ranks, name), name))
+    runtime.execute(build_samples(case))
+    runtime.close()
+    comm.close()
+    return counts
+
+
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_recomputation_that_keeps_attention_repeats_no_sum(workers: WorkerPool, pieces: int | None) -> None:
+    (none, *_), (block, *_), (kept, *_) = (
+        workers.run(_collectives, 2, how, pieces) for how in ("none", "block", "block_keep_attention")
+    )
+    each = 1 if pieces is None else 2  # five rows of each rank are two pieces of two or more
+    # Two blocks of two regions: in and out, forward and back; out of the last block, and back out of the first.
+    assert none == {"all_gather": 8 * each + 2, "reduce_scatter": 8 * each}
+    # The last sum of a block is computed for nobody; of two pieces one leaves before that is known.
+    assert block["reduce_scatter"] == none["reduce_scatter"] + 2 * (each + each - 1)
+    assert kept["reduce_scatter"] == none["reduce_scatter"]
+    assert kept["all_gather"] == block["all_gather"] == none["all_gather"] + 4 * each
 
 
 def test_what_ranks_compute_alike_drops_what_one_process_drops(workers: WorkerPool) -> None:

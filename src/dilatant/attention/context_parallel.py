@@ -37,7 +37,7 @@ class Pending(Protocol):
 
 
 class Ranks(Protocol):
-    """Ranks that share a row, as a `comm.group.Group`; both collectives return at once."""
+    """Ranks that share a row, as a `comm.group.Group`; everything returns at once."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
@@ -50,6 +50,10 @@ class Ranks(Protocol):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, what: str = "") -> Pending: ...
+
+    def send(self, tensor: torch.Tensor, to: int, *, what: str) -> Pending: ...
+
+    def receive(self, tensor: torch.Tensor, source: int, *, what: str) -> Pending: ...
 
 
 class ContextParallelRow:
@@ -79,6 +83,7 @@ class ContextParallelRow:
         of_rank = self._of_rank = [
             placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(size)
         ]
+        self.mask = mask
         self.group = group
         self.reduce_dtype = reduce_dtype
         self.tokens = of_rank[group.index]

@@ -26,6 +26,7 @@ from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.kept import attend_kept
 from dilatant.attention.kernels import attention
+from dilatant.attention.linear_rows import linear_layers, run_over_rows
 from dilatant.attention.scores import AttentionError
 
 NAME = "dilatant"
@@ -49,17 +50,30 @@ def why_not(model: PreTrainedModel) -> str | None:
 
     Said from what a family declares: an objection that shows in a forward alone is an AttentionError there.
     """
-    if not model._can_set_attn_implementation() or not getattr(model, "_supports_attention_backend", False):
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # Hybrids do not say so of themselves, for the sake of their other layers.
+    supports = getattr(model, "_supports_attention_backend", False) or bool(linear_layers(model))
+    if not model._can_set_attn_implementation() or not supports:
         return (
             f"{type(model).__name__} computes attention in its own way, not as transformers' interface asks"
         )
-    config = model.config.get_text_config()
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if others:
+    known = {"full_attention", "sliding_attention", *(("linear_attention",) if linear_layers(model) else ())}
+    if others := sorted(kinds - known):
         return f"{type(model).__name__} has layers of {' and '.join(others)}"
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         return f"{type(model).__name__} has attention that is not causal"
     return dropout_of(model)
+
+
+def leaks_between_samples(model: PreTrainedModel) -> str | None:
+    """Why rows of several samples would be wrong without attention over plans; None if they would not be."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if others := sorted(
+        kind for kind in kinds if not kind.endswith("_attention") or kind == "linear_attention"
+    ):
+        return f"layers of {' and '.join(others)} would carry what they know of one sample of a row into the next"
+    return None
 
 
 def dropout_of(model: PreTrainedModel) -> str | None:
@@ -97,6 +111,7 @@ def use_dilatant_attention(model: PreTrainedModel) -> PreTrainedModel:
             f"attn_implementation={NAME!r} cannot be used; leave it out"
         )
     getattr(model, "base_model", model).register_forward_pre_hook(_refuse_padding, with_kwargs=True)
+    run_over_rows(model, PLAN_KEYWORD)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.register_forward_pre_hook(_plan_as_mask, with_kwargs=True)

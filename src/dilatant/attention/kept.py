@@ -1,8 +1,9 @@
-"""Attention that is not computed again where its block is recomputed.
+"""Attention, and what ranks exchange, that is not computed again where its block is recomputed.
 
 A recomputed block runs its forward twice. In the first run every attention notes its output and what its backward needs
 besides queries, keys and values; in the second, attention takes what was noted instead of computing it. The rest of a
 block keeps much and costs little, attention the reverse (Korthikanti et al. 2022, section 5, draw the line elsewhere).
+Sums over ranks are noted as well, small as a rank's part of them is beside what the links take for them.
 
 It knows no kernel: attention is differentiated by itself, and autograd's places for its inputs stay empty until the
 block has recomputed them.
@@ -23,7 +24,7 @@ Inputs = tuple[Tensor | None, ...]
 
 def keep_attention() -> tuple[KeepsAttention, KeepsAttention]:
     """The contexts of the first forward and of the one that recomputes: a `context_fn` of torch's `checkpoint`."""
-    calls: list[_Call] = []
+    calls: list[_Call | Tensor] = []
     return KeepsAttention(calls, again=False), KeepsAttention(calls, again=True)
 
 
@@ -37,21 +38,34 @@ def attend_kept(attend: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor
     return attend(*inputs)
 
 
-class KeepsAttention(TorchFunctionMode):
-    """Notes attention, ours by `attend_kept` and torch's, in `calls`, or `again` takes it from there."""
+def exchange_kept(exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
+    """`exchange(None)`, or where it has been noted `exchange` of that.
 
-    def __init__(self, calls: list[_Call], again: bool) -> None:
+    exchange: makes one tensor of `given` with other ranks, or with no word to them if it is told what comes out.
+    """
+    if has_torch_function((given,)):
+        return handle_torch_function(exchange_kept, (given,), exchange, given)
+    return exchange(None)
+
+
+class KeepsAttention(TorchFunctionMode):
+    """Notes attention, ours by `attend_kept` and torch's, and what `exchange_kept` made, in `calls`, or `again` takes
+    it from there."""
+
+    def __init__(self, calls: list[_Call | Tensor], again: bool) -> None:
         super().__init__()
         self._calls, self._again, self._next = calls, again, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes noted by now."""
-        return sum(call.nbytes for call in self._calls)
+        return sum(call.nbytes for call in self._calls)  # a tensor's name for it is the same
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is attend_kept:
             return self._keep(*args)
+        if function is exchange_kept:
+            return self._keep_exchange(*args)
         if function is functional.scaled_dot_product_attention:
             return self._keep_sdpa(function, *args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
@@ -81,6 +95,18 @@ class KeepsAttention(TorchFunctionMode):
             self._calls.append(_Call(attend, inputs))
         self._next += 1
         return _Attend.apply(self._calls[self._next - 1], *inputs)
+
+    def _keep_exchange(self, exchange: Callable[[Tensor | None], Tensor], given: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return exchange(None)
+        self._next += 1
+        if self._again:
+            noted = self._calls[self._next - 1]
+            assert isinstance(noted, Tensor)
+            return exchange(noted)
+        made = exchange(None)
+        self._calls.append(made.detach())
+        return made
 
 
 class _Call:

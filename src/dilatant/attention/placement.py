@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dilatant.attention.blocks import BlockTable, block_workloads
+from dilatant.attention.blocks import BlockTable, block_samples, block_workloads
 from dilatant.attention.mask import AttentionMask
 from dilatant.config.errors import UserError
 
@@ -164,15 +164,34 @@ class PlacedRow:
         return np.repeat(self.placement.rank_of_block, self.block)[: self.num_tokens]
 
 
-def place_row(mask: AttentionMask, num_ranks: int, policy: str = "lpt") -> PlacedRow:
+ROW_POLICIES = ("contiguous", "zigzag", "document_affine", "lpt")
+"""How ranks may share a row, the simplest first."""
+
+_CLOSE = 1.01
+"""Maximal loads that differ by less take the same time."""
+
+
+def place_row(mask: AttentionMask, num_ranks: int, policy: str = "auto") -> PlacedRow:
     """Where the tokens of a row with this mask go; the same on whoever asks.
 
-    A row of fewer tokens than ranks leaves some ranks without any.
+    A row of fewer tokens than ranks leaves some ranks without any. policy: one of `ROW_POLICIES`, or "auto": the first
+    of these under which attention takes as little time as under the best of them. All that a rank does besides follows
+    from the number of its tokens and of all, in which they are alike.
     """
     block = LARGEST_BLOCK
     while block > 1 and block * BLOCKS_PER_RANK * num_ranks > mask.num_tokens:
         block //= 2
-    return PlacedRow(place_blocks(block_workloads(mask, block), num_ranks, policy), block, mask.num_tokens)
+    work = block_workloads(mask, block)
+    documents = block_samples(mask, block)
+    policies = ROW_POLICIES if policy == "auto" else (policy,)
+    placed: list[Placement] = []
+    for each in policies:
+        placed.append(place_blocks(work, num_ranks, each, documents=documents))
+        if placed[-1].gap <= _CLOSE - 1:  # none can be better
+            return PlacedRow(placed[-1], block, mask.num_tokens)
+    best = min(placement.loads.max() for placement in placed)
+    chosen = next(placement for placement in placed if placement.loads.max() <= best * _CLOSE)
+    return PlacedRow(chosen, block, mask.num_tokens)
 
 
 def needed_keys(table: BlockTable, placement: Placement) -> NDArray[np.bool_]:

@@ -88,6 +88,11 @@ class Group:
         """The communicator; None for a group of one rank and after the end of its generation."""
         return self._backend
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its tensors lie on a GPU, which sends them beside what it computes."""
+        return self._on_device
+
     def send(self, tensor: Tensor, to: int, tag: int = 0, what: str = "") -> Pending:
         """Send to rank `to`. Transfers between two ranks must be posted in the same order at both."""
         return self._transfer("send", tensor, to, tag, f"{what or self.name} to rank {to}")
@@ -133,12 +138,18 @@ class Group:
             if self._on_device:
                 work = self._backend.reduce_scatter(output.view(-1), input.view(-1))
                 return self._pending(work, what, (output, input))
-            in_place = output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
-            summed = input.view(-1) if in_place else input.view(-1).clone()
-            work = self._backend.all_reduce(summed, dist.ReduceOp.SUM)
-        own = summed.view(len(self.ranks), -1)[self.index]
-        finish = None if in_place else lambda: output.view(-1).copy_(own)
-        return self._pending(work, what, (summed,), finish=finish)
+            if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+                work = self._backend.all_reduce(input.view(-1), dist.ReduceOp.SUM)
+                return self._pending(work, what, (output, input))
+            # Gloo has none of its own, and would send everything everywhere.
+            parts = torch.empty_like(input.view(len(self.ranks), -1))
+            work = self._backend.all_to_all(parts.view(-1), input.view(-1), [], [])
+
+        @torch.no_grad()
+        def add_up() -> None:
+            torch.sum(parts, 0, dtype=output.dtype, out=output.view(-1))
+
+        return self._pending(work, what, (input, parts), finish=add_up)
 
     def all_to_all(
         self,

@@ -52,6 +52,10 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "half-eager", "eager", "interleaved", "zb-h1", "zb-h2"] | None = None
     """In which order a rank works; see docs/schedules.md. Default: as planned, else `eager`, or
     `interleaved` with `chunks`."""
+    placement: Literal["auto", "lpt", "zigzag", "contiguous", "document_affine"] = "auto"
+    """Which tokens of a row each rank of the language model has with `cp`. `auto`: of each row as its mask asks;
+    `zigzag`: two parts, one from either end; `contiguous`: one part; `document_affine`: neighbouring tokens of samples;
+    `lpt`: blocks, the heaviest first."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
     timeout_seconds: float = Field(600.0, gt=0)

@@ -31,7 +31,8 @@ class LayerShape:
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
     `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
     of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
-    `launches` are per layer, `collectives` are all-reduces of the output under tensor parallelism.
+    `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each with an all-gather before
+    it and a reduce-scatter behind it.
     """
 
     matmul: int
@@ -144,11 +145,15 @@ def analytic_cost(
         recompute=forward.rounded(),
         activation_bytes=kept.rounded(),
         weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
-        checkpoint_bytes=Quadratic(b=width * shape.output_width / cp).rounded(),
+        checkpoint_bytes=Quadratic(
+            b=width * shape.output_width / (group if shape.collectives else cp)
+        ).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        attention=attention.rounded(),
+        attention=(attention + kept_seconds(shape, hardware.inside, dtype, tp, cp)).rounded(),
         working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
-        attention_bytes=Quadratic(b=width * shape.attention_width / group).rounded(),
+        attention_bytes=(
+            Quadratic(b=width * shape.attention_width / group) + kept_bytes(shape, dtype, tp, cp)
+        ).rounded(),
         parameters=-(-shape.parameters // tp),
     )
 
@@ -176,17 +181,33 @@ def analytic_costs(
 def collective_seconds(
     shape: LayerShape, link: Link, dtype: str, tp: int, cp: int, backward: bool = False
 ) -> Quadratic:
-    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-reduces of the output
-    (tensor parallel), and the all-gather of keys and values (context parallel), behind which the backward sends their
-    gradients to their ranks in fp32."""
-    width, result = BYTES[dtype], ZERO
-    if tp > 1 and shape.collectives:
-        moved = 2 * (tp - 1) / tp * shape.output_width * width / cp
-        result += Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)
+    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-gathers and
+    reduce-scatters of hidden states (tensor parallel), and the all-gather of keys and values (context parallel), behind
+    which the backward sends their gradients to their ranks in fp32."""
+    result = _exchanged(shape, link, dtype, tp, cp).scaled(2.0)
     if cp > 1 and shape.key_value_width:
-        moved = (cp - 1) / cp * shape.key_value_width * (width + 4 * backward) / tp
+        moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
         result += Quadratic(b=moved / link.bandwidth, c=(1 + backward) * link.latency)
     return result
+
+
+def kept_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+    """What of that need not be waited for again where attention is kept: all but the all-gathers of hidden states."""
+    exchanged = _exchanged(shape, link, dtype, tp, cp)
+    return collective_seconds(shape, link, dtype, tp, cp) + exchanged.scaled(-1.0)
+
+
+def kept_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:
+    """A rank's rows of what its reduce-scatters made, kept with attention."""
+    return Quadratic(b=BYTES[dtype] * shape.collectives * shape.output_width / (tp * cp)) if tp > 1 else ZERO
+
+
+def _exchanged(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+    """Seconds of the all-gathers of hidden states, or of the reduce-scatters."""
+    if tp == 1:
+        return ZERO
+    moved = (tp - 1) / tp * shape.output_width * BYTES[dtype] / cp
+    return Quadratic(b=shape.collectives * moved / link.bandwidth, c=shape.collectives * link.latency)
 
 
 def gathered_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dilatant.cost.analytic import LayerShape, collective_seconds, gathered_bytes
+from dilatant.cost.analytic import LayerShape, collective_seconds, gathered_bytes, kept_seconds
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import Degree
@@ -19,9 +19,7 @@ _FORTH, _BACK = ("forward", "recompute"), ("input_gradient", "first_trainable")
 """The passes that wait for the group; weight gradients need nothing of other ranks."""
 _WITHOUT = (
     "weight_gradient",
-    "attention",
     "attention_bytes",
-    "working_bytes",
     "activation_bytes",
     "weight_bytes",
     "checkpoint_bytes",
@@ -39,6 +37,7 @@ def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degr
         **dict.fromkeys(_FORTH, collective_seconds(shape, link, dtype, tp, cp)),
         **dict.fromkeys(_BACK, collective_seconds(shape, link, dtype, tp, cp, backward=True)),
         **dict.fromkeys(_WITHOUT, ZERO),
+        "attention": kept_seconds(shape, link, dtype, tp, cp),
         "working_bytes": gathered_bytes(shape, dtype, tp, cp),
     }
     own: dict[str, Any] = {

@@ -20,7 +20,8 @@ class LayerCost:
     forward again costs, and `checkpoint_bytes` what is kept when activations are recomputed. `weight_bytes` is the
     part of `activation_bytes` that stays from the input-gradient half to the weight-gradient half of a split
     backward. `output_bytes` is what goes to the next stage, `parameters` are those that one rank holds.
-    `attention` is the part of `recompute` that is saved where attention is kept, at `attention_bytes` more.
+    `attention` is the part of `recompute` that is saved where attention, and what ranks exchange for it, is kept, at
+    `attention_bytes` more.
     `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of no more than a chunk at once.

@@ -31,7 +31,8 @@ class LayerProbe:
     tokens (before cp splits them); the first floating-point tensor among the positional ones is its input.
     `keep` is a `context_fn` of torch's `checkpoint` that keeps attention, whose first context knows its `nbytes`.
     `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
-    tokens are more images that do not attend to each other.
+    tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
+    recomputed: the rank's tokens under tensor parallelism.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class LayerProbe:
     keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
     square: bool = True
+    checkpoint_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,9 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         attention_bytes=attention_bytes,
         working_bytes=working,
         weight_bytes=weight,
-        checkpoint_bytes=args[source].numel() * args[source].element_size() if source is not None else 0,
+        checkpoint_bytes=0
+        if source is None
+        else int(args[source].numel() * args[source].element_size() * probe.checkpoint_share),
         output_bytes=output,
     )
 

@@ -17,6 +17,7 @@ from torch import nn
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.dropout_functions import HearsDropout, Running
 from dilatant.models.random_draws import KeyedDraws
+from dilatant.models.recompute import add_contexts, remove_contexts
 from dilatant.models.stage import Stage, StepData
 from dilatant.models.unit import Unit
 
@@ -81,7 +82,9 @@ class KeyedDropout:
             return nullcontext()
         stage = self._stage
         keys = [data.draws[sample] for sample in samples]
-        draws = KeyedDraws(data.seed, keys, stage.spread(data, samples), stage.own(data, samples))
+        draws = KeyedDraws(
+            data.seed, keys, stage.spread(data, samples), stage.own(data, samples), stage.shards
+        )
         if not draws.total:
             return nullcontext()
         return self._around(Running(self._stage.unit, draws, self._trains, self._shapes), data.device)
@@ -91,7 +94,7 @@ class KeyedDropout:
         for hook in self._hooks:
             hook.remove()
         for module in self._hooked:
-            module.__dict__.pop("recompute_contexts", None)
+            remove_contexts(module, self._recompute_contexts)
         self._hooks, self._hooked = [], []
 
     @contextmanager
@@ -144,7 +147,7 @@ class KeyedDropout:
         self._hooks.append(module.register_forward_pre_hook(self._entering(layer)))
         self._hooks.append(module.register_forward_hook(self._entering(behind)))
         self._hooked.append(module)
-        module.__dict__["recompute_contexts"] = self._recompute_contexts
+        add_contexts(module, self._recompute_contexts)
 
     def _entering(self, layer: str | None) -> Any:
         def enter(*_: Any) -> None:

@@ -79,16 +79,16 @@ class EncoderStage(Stage):
         if items is not None and not items.size:
             return StageOutput()
         if self.is_first:
-            output = self(media_of(data, samples, self.unit, items))
+            output = self(media_of(data, samples, self, items))
         else:
             output = self(None, inbound[self.unit].unflatten(0, (-1, self.geometry.encoder_tokens)))
         return StageOutput(output.flatten(0, -2))
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        tokens = self.geometry.encoder_tokens
-        return Spread(
-            False, tuple(data.samples[sample].sizes.get(self.unit, 0) // tokens for sample in samples)
-        )
+        return Spread(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+
+    def items(self, sizes: Mapping[str, int]) -> int:
+        return sizes.get(self.unit, 0) // self.geometry.encoder_tokens
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         return self({self.geometry.input_name: value}) if self.is_first else self(None, value)
@@ -230,9 +230,9 @@ class EncoderUnit(Unit, EncoderStage):
 
     def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
         geometry = self.geometry
-        items = sample.sizes.get(self.unit, 0) // geometry.encoder_tokens
         return np.repeat(
-            np.arange(items), geometry.encoder_tokens if other == self.unit else geometry.tokens_per_row
+            np.arange(self.items(sample.sizes)),
+            geometry.encoder_tokens if other == self.unit else geometry.tokens_per_row,
         )
 
     def stage(self, first: int, end: int) -> EncoderStage:

@@ -71,8 +71,10 @@ class GeneratorStage(Stage):
             rows = self.connector(in_dtype_of(self.connector, rows))
         if self.model is None:
             return StageOutput(rows)
-        targets = media_of(data, samples, self.unit, self.own(data, samples))
-        self._check_items([data.samples[sample] for sample in samples])
+        own = self.own(data, samples)
+        loaded = [data.samples[s] for s in samples if own is None or data.samples[s].media.get(self.unit)]
+        self._check_items(loaded)
+        targets = media_of(data, samples, self, own)
         total = self(rows, **targets).float().sum()
         return StageOutput(losses={self.unit: total / data.counts[self.unit]})
 
@@ -92,8 +94,10 @@ class GeneratorStage(Stage):
             raise list_problems(f"the targets of {self.unit} do not fit:", problems[:8])
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        rows = (_rows(self.unit, data.samples[sample]) for sample in samples)
-        return Spread(False, tuple(count // self.tokens_per_item for count in rows))
+        return Spread(False, tuple(self.items(data.samples[sample].sizes) for sample in samples))
+
+    def items(self, sizes: Mapping[str, int]) -> int:
+        return sizes.get(self.unit, 0) // self.tokens_per_item
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         assert self.connector is not None

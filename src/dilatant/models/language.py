@@ -44,6 +44,11 @@ BeforeLanguageModel = Callable[[dict[str, Tensor], Inputs], Inputs]
 class PlansAttention(Protocol):
     """What makes keywords for the attention of every stage (see `row_attention.RowAttention`)."""
 
+    @property
+    def placement(self) -> str:
+        """By which policy context-parallel ranks share a row, see `attention.placement`."""
+        ...
+
     def __call__(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
         """Of a packed row of samples with these `input_ids`, each after so many tokens of padding."""
         ...
@@ -137,7 +142,10 @@ class LanguageStage(Stage):
         attention = self.attention_of([sample.input_ids for sample in packed])
         if self.context.ranks is not None:
             mask = attention[PLAN_KEYWORD].mask
-            row = row.shared(mask, self.context.ranks, [*self.placeholder_ids.values()])
+            assert self.row_attention is not None
+            row = row.shared(
+                mask, self.context.ranks, [*self.placeholder_ids.values()], self.row_attention.placement
+            )
             attention = {PLAN_KEYWORD: row.share}
             # Also those of which this rank has no row, so that all ranks have the same to differentiate.
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
@@ -181,7 +189,8 @@ class LanguageStage(Stage):
         packed = [data.samples[sample] for sample in samples]
         mask = self.attention_of([sample.input_ids for sample in packed])[PLAN_KEYWORD].mask
         lengths = [sample.sizes[self.unit] for sample in packed]
-        return np.split(place_row(mask, size).owners, np.cumsum(lengths)[:-1])
+        assert self.row_attention is not None
+        return np.split(place_row(mask, size, self.row_attention.placement).owners, np.cumsum(lengths)[:-1])
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         return Spread(packed=True, lengths=tuple(data.samples[sample].sizes[self.unit] for sample in samples))

@@ -80,8 +80,8 @@ class NativeStage(EncoderStage):
         if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
             return StageOutput()
         if self.is_first:
-            return StageOutput(self(media_of(data, samples, self.unit)))
-        return StageOutput(self(media_of(data, samples, self.unit, names=(GRID,)), inbound[self.unit]))
+            return StageOutput(self(media_of(data, samples, self)))
+        return StageOutput(self(media_of(data, samples, self, names=(GRID,)), inbound[self.unit]))
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         return Spread(True, tuple(data.samples[sample].sizes.get(self.unit, 0) for sample in samples))

@@ -68,10 +68,12 @@ class PackedRow:
             },
         )
 
-    def shared(self, mask: AttentionMask, ranks: Ranks, placeholders: Sequence[int]) -> PackedRow:
+    def shared(
+        self, mask: AttentionMask, ranks: Ranks, placeholders: Sequence[int], placement: str
+    ) -> PackedRow:
         """This rank's share. Targets have been shifted before: the next token may be another rank's. A rank without
         tokens runs one that nobody sees, and that stands for none of `placeholders`."""
-        placed = place_row(mask, len(ranks.ranks))
+        placed = place_row(mask, len(ranks.ranks), placement)
         share = ContextParallelRow(mask, placed.placement, ranks, block=placed.block)
         return PackedRow(
             ids=share.take(self.ids, next(number for number in count() if number not in placeholders)),

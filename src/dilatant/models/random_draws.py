@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,16 +32,32 @@ class DoesNotFit(Exception):
     """A tensor whose shape does not say which part of it belongs to which sample."""
 
 
+class Shards(Protocol):
+    """Which part of a microbatch's hidden states one of several ranks has, see `token_shards.TokenShards`."""
+
+    def is_share(self, shape: tuple[int, ...]) -> bool: ...
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
+
+    def own(self, whole: Tensor) -> Tensor: ...
+
+
 class KeyedDraws:
     """Uniform numbers for tensors of one microbatch.
 
     seed: of the run. keys: of the samples, all different. An item of a sample has a key of its own. own: the tokens or
-    items that the tensors have, if not all.
+    items that the tensors have, if not all. shards: says which tensors have a part of the rows of these.
     """
 
     def __init__(
-        self, seed: int, keys: Sequence[str], spread: Spread, own: NDArray[np.int64] | None = None
+        self,
+        seed: int,
+        keys: Sequence[str],
+        spread: Spread,
+        own: NDArray[np.int64] | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        self._shards = shards
         self.packed = spread.packed
         self._seed = seed
         if spread.packed:
@@ -66,6 +83,14 @@ class KeyedDraws:
 
         place: where in the model and the how manieth there. Raises DoesNotFit.
         """
+        if self._shards is not None and self._shards.is_share(tuple(shape)):
+            numbers, each = self._uniform(place, self._shards.whole(tuple(shape)), device)
+            return self._shards.own(numbers), each
+        return self._uniform(place, shape, device)
+
+    def _uniform(
+        self, place: str, shape: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, tuple[int, ...]]:
         tokens = self.total if self._own is None else len(self._own)
         if self.packed and len(shape) >= 4 and shape[0] == 1 and shape[-1] == shape[-2] == self.total:
             return self._weights(place, shape, device), (*shape[1:-2], -1, -1)

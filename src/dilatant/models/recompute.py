@@ -6,7 +6,7 @@ in frozen blocks, and which not every family has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -18,13 +18,17 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from dilatant.attention.kept import keep_attention
 from dilatant.config.recompute import Recompute
 
-_CONTEXTS = {"block": noop_context_fn, "block_keep_attention": keep_attention}
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes what goes around a forward that runs now, and around the same again in its backward."""
+
+_ADDED = "recompute_contexts"
+_CONTEXTS: dict[str, Contexts] = {"block": noop_context_fn, "block_keep_attention": keep_attention}
 
 
 class Recomputed:
     """Mixed into the class of a module: `forward` runs under torch's checkpoint where there will be a backward.
 
-    An attribute `recompute_contexts` makes contexts for both computations, as torch's `context_fn`.
+    Around both computations go the contexts of `add_contexts`.
     """
 
     how: ClassVar[Recompute]
@@ -38,8 +42,8 @@ class Recomputed:
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        own = self.__dict__.get("recompute_contexts", noop_context_fn)()
-        first, again = zip(own, _CONTEXTS[self.how]())
+        added = self.__dict__.get(_ADDED, ())
+        first, again = zip(*(make() for make in (*added, _CONTEXTS[self.how])))
         return _all_of(*first), _all_of(*again)
 
 
@@ -50,6 +54,18 @@ def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def add_contexts(module: nn.Module, contexts: Contexts) -> None:
+    """Let `contexts` be around the computations of a module, if it is ever recomputed, within those added before."""
+    module.__dict__[_ADDED] = (*module.__dict__.get(_ADDED, ()), contexts)
+
+
+def remove_contexts(module: nn.Module, contexts: Contexts) -> None:
+    """Undo `add_contexts`, if it was done."""
+    left = tuple(other for other in module.__dict__.pop(_ADDED, ()) if other != contexts)
+    if left:
+        module.__dict__[_ADDED] = left
 
 
 def recompute(module: nn.Module, how: Recompute) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.attention.attention_plan import AttentionPlan
-from dilatant.attention.hook import PLAN_KEYWORD, dropout_of, use_dilatant_attention, why_not
+from dilatant.attention.hook import (
+    PLAN_KEYWORD,
+    dropout_of,
+    leaks_between_samples,
+    use_dilatant_attention,
+    why_not,
+)
+from dilatant.attention.linear_rows import linear_layers
 from dilatant.attention.mask import AttentionMask
 from dilatant.attention.packing import TEXT, RowLayout, bidirectional_instances, document_causal, embedded
 from dilatant.config import UserError
@@ -38,11 +46,13 @@ class MediaTokens:
 class RowAttention:
     """A language unit's `row_attention`: the attention plan of samples packed in one row, as a keyword.
 
-    `media` is a key of `MEDIA_MASKS`, `units` says which tokens of a sample are media.
+    `media` is a key of `MEDIA_MASKS`, `units` says which tokens of a sample are media. `placement`: how
+    context-parallel ranks share a row, see `attention.placement.place_row`.
     """
 
     media: str
     units: Mapping[str, MediaTokens]
+    placement: str = "auto"
 
     def __call__(
         self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None
@@ -118,22 +128,39 @@ def use_row_attention(model: MultimodalModel) -> None:
     }
     generating = language.model.config._attn_implementation
     use_dilatant_attention(language.model)
-    language.row_attention = RowAttention(model.media_attention, units)
+    # States of linear attention pass along the row.
+    placement = "contiguous" if linear_layers(language.model) else "auto"
+    language.row_attention = RowAttention(model.media_attention, units, placement)
     language.generating_attention = generating
+
+
+def place_rows(model: MultimodalModel, placement: str) -> None:
+    """Let context-parallel ranks share rows as `placement` says (see `attention.placement.place_row`). Raises UserError
+    where they cannot."""
+    language = model.language
+    if language.row_attention is None or placement == "auto":
+        return
+    if linear_layers(language.model) and placement != "contiguous":
+        raise UserError(
+            f"parallel.placement: {placement!r} would scatter tokens along which linear attention passes its state; "
+            "leave it out, or set it to 'contiguous'"
+        )
+    language.row_attention = replace(cast(RowAttention, language.row_attention), placement=placement)
 
 
 def prefer_row_attention(model: MultimodalModel) -> None:
     """As `use_row_attention`, where the family allows it; else its packed rows keep transformers' dense mask, which
-    costs the square of the row, and a warning says so once."""
+    costs the square of the row, and a warning says so once. Raises UserError where that would be wrong."""
     reason = why_not(model.language.model)
     if reason is None:
         use_row_attention(model)
-    else:
-        warnings.warn(
-            f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
-            "(train.row_tokens) cost less",
-            stacklevel=2,
-        )
+        return
+    _refuse_leaks(model, reason)
+    warnings.warn(
+        f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
+        "(train.row_tokens) cost less",
+        stacklevel=2,
+    )
 
 
 def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) -> None:
@@ -145,3 +172,14 @@ def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) ->
             raise UserError(f"model.language_model: {reason}; set it to 0 in the model's config")
     elif config.attn_implementation is None:
         prefer_row_attention(model)
+    else:
+        _refuse_leaks(model, f"attn_implementation is {config.attn_implementation!r}")
+
+
+def _refuse_leaks(model: MultimodalModel, reason: str) -> None:
+    """Raise UserError if samples of a packed row would reach each other; reason: why there is no plan to part them."""
+    leak = leaks_between_samples(model.language.model)
+    if leak is not None:
+        raise UserError(
+            f"model.language_model: {leak}, and attention over plans, which parts them, cannot be used: {reason}"
+        )

@@ -20,6 +20,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
 from dilatant.models.random_draws import Spread
+from dilatant.models.token_shards import TokenShards
 from dilatant.models.weights import Weight
 
 Inputs = dict[str, Tensor]
@@ -122,6 +123,8 @@ class Stage(nn.Module):
 
     context = Context()
     """Which part of every microbatch it runs."""
+    shards: TokenShards | None = None
+    """Where ranks share blocks: which part of the tokens this rank has between their regions."""
 
     def __init__(self, unit: str, layers: tuple[str, ...], weights: tuple[Weight, ...]) -> None:
         super().__init__()
@@ -141,9 +144,7 @@ class Stage(nn.Module):
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         """Which of `size` context-parallel ranks runs each item (of a language model: each token) of a microbatch, by
         sample. Items are equally long, so each rank gets as many of them, one after the other."""
-        lengths = self.spread(data, samples).lengths
-        total = sum(lengths)
-        return np.split(np.arange(total) * size // max(1, total), np.cumsum(lengths)[:-1])
+        return share_evenly(self.spread(data, samples).lengths, size)
 
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
         """Those items, or tokens, of a microbatch that this rank runs; None for all of them."""
@@ -151,6 +152,10 @@ class Stage(nn.Module):
             return None
         owners = np.concatenate(self.owners(data, samples, self.context.size))
         return np.flatnonzero(owners == self.context.index)
+
+    def items(self, sizes: Mapping[str, int]) -> int:
+        """How many items, of equal length, a sample of these sizes has for an encoder or a generator."""
+        raise NotImplementedError
 
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         """How `samples` lie in the tensors of a forward."""
@@ -207,19 +212,35 @@ def _quiet_frozen(module: nn.Module) -> None:
         module.eval()
 
 
+def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:
+    """Which of `size` ranks has each item of samples with so many, by sample. Each rank has equally many, one after
+    the other."""
+    total = sum(counts)
+    return np.split(np.arange(total) * size // max(1, total), np.cumsum(counts)[:-1])
+
+
 def media_of(
     data: StepData,
     samples: Sequence[int],
-    unit: str,
+    stage: Stage,
     items: NDArray[np.int64] | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The media of `unit` of the samples that have any: keyword → tensor [items, ...], on the step's device.
+    """The media of the stage's unit of the samples that have any: keyword → tensor [items, ...], on the step's device.
+
+    items: which of all items of the samples; None for all. Media of samples without any of these need not be there.
     names: the keywords that are wanted, if not all.
 
-    Raises UserError where they were not loaded here.
+    Raises UserError where others were not loaded here.
     """
-    having = [data.samples[sample] for sample in samples if data.samples[sample].sizes.get(unit, 0)]
+    unit, chosen = stage.unit, samples
+    if items is not None:
+        counts = [stage.items(data.samples[sample].sizes) for sample in samples]
+        of_sample = np.repeat(np.arange(len(samples)), counts)
+        wanted = np.unique(of_sample[items])
+        chosen = [samples[number] for number in wanted]
+        items = np.flatnonzero(np.isin(np.arange(len(of_sample)), items)[np.isin(of_sample, wanted)])
+    having = [data.samples[sample] for sample in chosen if data.samples[sample].sizes.get(unit, 0)]
     missing = [repr(sample.id) for sample in having if not sample.media.get(unit)]
     if missing:
         raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -20,22 +20,31 @@ from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.experts import group_experts
 from dilatant.models.loss import IGNORED
+from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
 from dilatant.models.tensor_plan import Experts, Region
+from dilatant.models.token_shards import Product, Ranks, TokenShards
 
 
 class ParallelLinear(nn.Linear):
-    """A linear layer with a part of its weight. enter: takes its inputs in. leave: takes its products out, before the
-    bias is added."""
+    """A linear layer with a part of its weight.
+
+    enter: takes its inputs in. leave(inputs, product): takes its products out, before the bias is added. made: inputs
+    that it will be given next, and what it makes of them, where that has been computed by now.
+    """
 
     enter: Callable[[Tensor], Tensor] | None = None
-    leave: Callable[[Tensor], Tensor] | None = None
+    leave: Callable[[Tensor, Product], Tensor] | None = None
+    made: tuple[Tensor, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        made, self.made = self.made, None
+        if made is not None and made[0] is input:
+            return made[1]
         input = input if self.enter is None else self.enter(input)
         if self.leave is None:
             return self.product(input, self.bias)
-        output = self.leave(self.product(input, None))
+        output = self.leave(input, partial(self.product, bias=None))
         return output if self.bias is None else output + self.bias
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,12 +124,50 @@ def with_weights(model: nn.Module, weights: Mapping[nn.Parameter, nn.Parameter])
 
 
 def share_blocks(
-    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: TensorGroup
-) -> None:
-    """Make blocks with local weights those of one rank, in place. regions: of each block."""
+    blocks: Sequence[nn.Module],
+    regions: Sequence[Sequence[Region]],
+    experts: Sequence[Sequence[Experts]],
+    ranks: TensorGroup,
+) -> TokenShards | None:
+    """Make consecutive blocks with local weights those of one rank, in place. regions, experts: of each block.
+
+    Outside of regions each rank has its part of the tokens, which it is given before the first block and gives back
+    behind the last. None without blocks.
+    """
+    if not blocks:
+        return None
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
-            _share_region(block, region, ranks)
+            _share_heads(block, region, ranks.size)
+    mixtures = [{one.mixture for one in of_block} for of_block in experts]
+    within = [
+        [region for region in of_block if region.path.startswith(tuple(f"{path}." for path in paths))]
+        for of_block, paths in zip(regions, mixtures, strict=True)
+    ]
+    beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
+    shards = share_tokens(blocks, beside, ranks)
+    for block, paths, inner in zip(blocks, mixtures, within, strict=True):
+        for path in paths:  # all ranks choose experts for all tokens
+            mixture = block.get_submodule(path)
+            mixture.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+            mixture.register_forward_hook(_leaving(shards.split))
+        for region in inner:
+            _share_whole(block, region, ranks)
+    return shards
+
+
+def share_tokens(
+    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: Ranks
+) -> TokenShards:
+    """Let blocks of one rank, with its heads and features, take and give its part of the tokens between regions."""
+    shards = TokenShards(ranks)
+    for block, of_block in zip(blocks, regions, strict=True):
+        for region in of_block:
+            _share_region(block, region, shards)
+        add_contexts(block, shards.recompute_contexts)
+    blocks[0].register_forward_pre_hook(_entering(shards.split), with_kwargs=True)
+    blocks[-1].register_forward_hook(_leaving(shards.join))
+    return shards
 
 
 def share_experts(
@@ -156,21 +203,51 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
     return shard
 
 
-def _share_region(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
     columns = [_local(block.get_submodule(path)) for path in region.columns]
     for path in region.rows:
-        _local(block.get_submodule(path)).leave = ranks.sum
-    if region.path:
-        block.get_submodule(region.path).register_forward_pre_hook(_entering(ranks), with_kwargs=True)
-    else:
+        _local(block.get_submodule(path)).leave = shards.sum_products
+    if not region.path:
         for linear in columns:
-            linear.enter = ranks.copy
-    if region.heads and region.kv_heads:
-        counts = {"num_key_value_heads": max(1, region.kv_heads // ranks.size)}
-        counts |= dict.fromkeys(("num_heads", "num_attention_heads"), region.heads // ranks.size)
-        groups = counts["num_heads"] // counts["num_key_value_heads"]
-        for module in block.get_submodule(region.path).modules():
-            _count_heads(cast(Any, module), {**counts, "num_key_value_groups": groups})
+            linear.enter = shards.gather
+        return
+
+    def enter(own: Tensor) -> Tensor:
+        # Found anew: linear layers are replaced by others that share their weights.
+        linears = [cast(ParallelLinear, block.get_submodule(path)) for path in region.columns]
+        hidden, outputs = shards.gather_products(
+            own, [partial(linear.product, bias=linear.bias) for linear in linears]
+        )
+        for linear, output in zip(linears, outputs):
+            linear.made = hidden, output
+        return hidden
+
+    def forget(*_: Any) -> None:
+        for path in region.columns:
+            cast(ParallelLinear, block.get_submodule(path)).made = None
+
+    entry = block.get_submodule(region.path)
+    entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
+    entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
+
+
+def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
+    """A region where all ranks have all tokens before and behind it."""
+    for path in region.columns:
+        _local(block.get_submodule(path))
+    for path in region.rows:
+        _local(block.get_submodule(path)).leave = lambda input, product: ranks.sum(product(input))
+    block.get_submodule(region.path).register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
+
+
+def _share_heads(block: nn.Module, region: Region, size: int) -> None:
+    if not (region.heads and region.kv_heads):
+        return
+    counts = {"num_key_value_heads": max(1, region.kv_heads // size)}
+    counts |= dict.fromkeys(("num_heads", "num_attention_heads"), region.heads // size)
+    groups = counts["num_heads"] // counts["num_key_value_heads"]
+    for module in block.get_submodule(region.path).modules():
+        _count_heads(cast(Any, module), {**counts, "num_key_value_groups": groups})
 
 
 def _local(linear: nn.Module) -> ParallelLinear:
@@ -181,13 +258,20 @@ def _local(linear: nn.Module) -> ParallelLinear:
     return cast(ParallelLinear, linear)
 
 
-def _entering(ranks: TensorGroup) -> Any:
+def _entering(take: Callable[[Tensor], Tensor]) -> Any:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (ranks.copy(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": ranks.copy(kwargs["hidden_states"])}
+            return (take(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": take(kwargs["hidden_states"])}
 
     return enter
+
+
+def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return (give(output[0]), *output[1:]) if isinstance(output, tuple) else give(output)
+
+    return leave
 
 
 def _count_heads(module: Any, counts: Mapping[str, int]) -> None:

@@ -2,9 +2,10 @@
 
 Said by the family's own plan (`base_model_tp_plan` of transformers), by ours for encoders, which have none. A block
 consists of *regions*: between the entry and the exit of attention, or of the feed-forward, each rank computes its heads
-or features. Of a mixture of experts each rank has some features of every expert, or under expert parallelism some
-experts whole. All else (norms, routers, position tables, patch convolutions, projectors, modules of the user's own)
-ranks compute alike and hold whole; token embedding and head are divided by the vocabulary.
+or features; between regions (norms, residuals) it computes its tokens. Of a mixture of experts each rank has some
+features of every expert, or under expert parallelism some experts whole. What is outside of blocks (norms, position
+tables, patch convolutions, projectors, modules of the user's own), and routers, ranks compute alike; token embedding
+and head are divided by the vocabulary. Weights that are not divided each rank holds whole.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ _ROWS = ("rowwise", "rowwise_split_input")
 _PARTIAL = "replicated_with_grad_allreduce"
 _GATHERED = "colwise_gather_output"
 """transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
+
+_PER_TOKEN = ("Norm", "LayerScale")
+"""In the names of classes of modules between regions."""
 
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
 _DROPOUTS_OF_BLOCKS = ("activation_dropout",)
@@ -100,14 +104,12 @@ class Region:
     """Linear layers of a block that ranks share; all paths are within the block.
 
     path: the module at whose entry all ranks have the same hidden states; "" where the block calls the layers itself.
-    columns: layers whose outputs are divided. rows: those whose inputs are. partial: modules that each rank applies to
-    its own share. heads, kv_heads: of attention.
+    columns: layers whose outputs are divided. rows: those whose inputs are. heads, kv_heads: of attention.
     """
 
     path: str
     columns: Mapping[str, tuple[Part, ...]]
     rows: Mapping[str, Part]
-    partial: tuple[str, ...] = ()
     heads: int | None = None
     kv_heads: int | None = None
 
@@ -119,6 +121,11 @@ class Experts:
     path: str
     count: int
     inner: int
+
+    @property
+    def mixture(self) -> str:
+        """Path of the module that chooses among them."""
+        return self.path.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     of_experts = frozenset(cuts)
     rules = _rules(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    if getattr(unit, "taps", 0):
+        reason = reason or "its inner blocks take rows of an encoder, for all tokens"
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:
@@ -176,10 +185,13 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
             for path, part in region.rows.items():
                 cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
-            for path in region.partial:
-                partial |= {
-                    f"{layer}.{path}.{key}" for key, _ in block.get_submodule(path).named_parameters()
-                }
+        # The rest of a block has part of the tokens, or of the heads; only beside experts all ranks have all tokens.
+        mixtures_here = tuple(f"{layer}.{path}." for path in _mixtures(block))
+        partial |= {
+            name
+            for path, _ in block.named_parameters()
+            if not (name := f"{layer}.{path}").startswith(mixtures_here) and name not in cuts
+        }
     return TensorPlan(
         {**cuts, **_vocabulary(unit)},
         frozenset(partial),
@@ -308,12 +320,20 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
         name = path.rpartition(".")[2]
         if rule not in (*_COLUMNS, *_ROWS, _PARTIAL):
             yield f"layers such as {path!r} ({rule}) cannot be shared yet"
+        elif path.startswith("linear_attn."):
+            yield "linear attention cannot be shared by heads yet"
         elif rule == _GATHERED and name not in (_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
         elif hasattr(block.get_submodule(path), "base_layer"):
             yield f"layers with LoRA beside them, such as {path!r}, cannot be shared yet"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(block.get_submodule(path), nn.Linear):
             yield f"{path!r} is no linear layer"
+    if "" in _mixtures(block):
+        yield "its blocks choose experts themselves"
+    heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block))}
+    for name, child in block.named_children():
+        if name not in heads and not all(map(_is_per_token, child.modules())):
+            yield f"its plan says nothing of {name!r}, which may need more than a rank's tokens"
     for entry in {_entry(block, path) for path in covered} - {""}:
         for name, _ in block.get_submodule(entry).named_parameters():
             if not any(f"{entry}.{name}".startswith(one + ".") for one in covered):
@@ -326,6 +346,17 @@ def _experts(block: nn.Module) -> Iterator[Experts]:
         yield Experts(path, count, inner)
 
 
+def _mixtures(block: nn.Module) -> list[str]:
+    """Paths of the modules that choose experts."""
+    return [experts.mixture for experts in _experts(block)]
+
+
+def _is_per_token(module: nn.Module) -> bool:
+    """Whether a module surely makes of each token's hidden states what it makes, from these alone."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return not own or any(word in type(module).__name__ for word in _PER_TOKEN)
+
+
 def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
     groups: dict[str, dict[str, str]] = {}
     for path, rule in _rules_of(block, rules).items():
@@ -333,22 +364,18 @@ def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
     for entry, members in groups.items():
         columns = [path for path, rule in members.items() if rule in _COLUMNS]
         rows = [path for path, rule in members.items() if rule in _ROWS]
-        partial = tuple(path for path, rule in members.items() if rule == _PARTIAL)
         if any(_last(path) in (*_QUERY, _QKV) for path in columns):
-            yield _attention(block, entry, columns, rows, partial)
+            yield _attention(block, entry, columns, rows)
         else:
             outs = {path: _features(block, path)[0] for path in columns}
             yield Region(
                 entry,
                 {p: (Part(n // 2),) * 2 if _last(p) in _HALVES else (Part(n),) for p, n in outs.items()},
                 {path: Part(_features(block, path)[1]) for path in rows},
-                partial,
             )
 
 
-def _attention(
-    block: nn.Module, entry: str, columns: list[str], rows: list[str], partial: tuple[str, ...]
-) -> Region:
+def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]) -> Region:
     owner: Any = block.get_submodule(columns[0].rpartition(".")[0])
     head: int = getattr(owner, "head_dim", None) or owner.attention_head_size
     (row,) = rows
@@ -365,7 +392,7 @@ def _attention(
             parts[path] = (Part(kv_heads, head),)
         else:
             parts[path] = (Part(heads, out // heads),)
-    return Region(entry, parts, {row: Part(heads, head)}, partial, heads, kv_heads)
+    return Region(entry, parts, {row: Part(heads, head)}, heads, kv_heads)
 
 
 def _vocabulary(unit: Unit) -> dict[str, Cut]:

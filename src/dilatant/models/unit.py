@@ -39,6 +39,8 @@ class Unit(Stage):
     """What one item is for an encoder."""
     width: int
     """Numbers in a hidden state of its blocks."""
+    shared_by: int = 1
+    """How many tensor-parallel ranks share the layers of which this unit has one's part (see `layer_shards`)."""
     frozen: frozenset[str]
     """Logical names of the parameters that do not train (see `freeze`)."""
     unused: frozenset[str] = frozenset()

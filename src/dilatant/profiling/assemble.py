@@ -21,7 +21,7 @@ from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model, open_whole
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.row_attention import attend_as_configured
+from dilatant.models.row_attention import attend_as_configured, place_rows
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
 from dilatant.profiling.media_units import media_unit, units_of_whole
 
@@ -104,6 +104,7 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     if found := unit_problems(config.parallel, tuple(model.units)):
         raise list_problems("config has a mistake:", found)
     attend_as_configured(model, config.model.text)
+    place_rows(model, config.parallel.placement)
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
     if seen != model.placeholder_ids:
         raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")

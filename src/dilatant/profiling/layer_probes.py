@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from dilatant.attention.context_parallel import Pending
 from dilatant.attention.kept import keep_attention
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
 from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
+from dilatant.models.tensor_parallel import share_tokens
+from dilatant.models.tensor_plan import Region, tensor_plan
 from dilatant.models.unit import Unit
 from dilatant.profiling.describe_model import LayerType
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears
@@ -25,6 +29,7 @@ def layer_probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> L
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
         keep=keep_attention,
+        checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
     )
 
@@ -49,6 +54,10 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     if isinstance(unit, LanguageUnit):
         unit.loss_chunk = None
     stage = unit.stage(entry.index, entry.index + 1)
+    if regions := _regions(entry):
+        assert unit.structure is not None
+        blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
+        share_tokens([*blocks.children()], [regions], _Alone(unit.shared_by))
     for parameter in stage.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
@@ -57,6 +66,36 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
         stage, WeightGradients(), stage.undeferred
     )  # as the runtime runs them; tiny layers feel the difference
     return OneLayer(stage).to(device).train()
+
+
+def _regions(entry: LayerType) -> Sequence[Region]:
+    """Of a block that several ranks share. Not of one with experts, which ask for all tokens between its regions."""
+    if entry.unit.shared_by == 1:
+        return ()
+    plan = tensor_plan(entry.unit)
+    regions = () if any(plan.experts) else plan.regions
+    return regions[entry.index - 1] if 0 < entry.index <= len(regions) else ()
+
+
+class _Alone:
+    """In the place of `size` ranks: what the others would send is copied, so it takes memory and hardly time."""
+
+    index = 0
+    rows_of_piece: int | None = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, own: Tensor, what: str) -> tuple[Tensor, Pending]:
+        return own.expand(self.size, *own.shape).contiguous(), _Done()
+
+    def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]:
+        return parts.sum(0), _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
 
 
 def _inputs(

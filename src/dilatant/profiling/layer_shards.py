@@ -63,7 +63,9 @@ def tensor_shard(unit: Unit, degree: int) -> Unit:
     _refuse_whole(unit, model)
     if getattr(unit, "row_attention", None) is not None:
         use_dilatant_attention(model)
-    return copy.deepcopy(unit, {id(unit.model): model})  # all but the model is as it was
+    shard = copy.deepcopy(unit, {id(unit.model): model})  # all but the model is as it was
+    shard.shared_by = degree
+    return shard
 
 
 def _built(unit: Unit, degree: int, divide_heads: bool) -> PreTrainedModel:

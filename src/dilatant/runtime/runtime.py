@@ -126,6 +126,8 @@ class Runtime:
         self._owns_comm = owns_comm
         self._seed = seed or 0
         self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
+        attention = model.language.row_attention
+        self._placement_digest = digest("" if attention is None else attention.placement)
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
         self._replaced: list[Replaced] = []
@@ -411,6 +413,7 @@ class Runtime:
             self.comm,
             {
                 "the plan": self._plan_digest,
+                "how rows are placed on ranks": self._placement_digest,
                 **step.agreed(samples, number),
                 "the seed or the samples' draws": digest(str(data.seed), *data.draws),
             },

@@ -75,7 +75,8 @@ class SharedUnit:
         share_experts(blocks, experts, self._ranks, self._holders)
         if self._ranks is None:
             return
-        share_blocks(blocks, self._plan.regions[start : start + len(blocks)], self._ranks)
+        regions = self._plan.regions[start : start + len(blocks)]
+        stage.shards = share_blocks(blocks, regions, experts, self._ranks)
         if isinstance(stage, LanguageStage):
             rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
             stage.vocabulary = share_vocabulary(

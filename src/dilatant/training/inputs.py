@@ -128,7 +128,7 @@ class Inputs:
         return self._runtime.plan_step(samples, forwards=True)
 
     def _needed(self, step: PreparedStep) -> dict[int, frozenset[str]]:
-        return self._needs.of(step.assignment)
+        return self._needs.of(step)
 
     def _asked(self, step: PreparedStep) -> dict[int, frozenset[str]]:
         """As questions: the tokens' labels are those of the last answer."""

@@ -108,7 +108,7 @@ class Batches:
         def parts(step: Sequence[EncodedSample] | PreparedStep) -> dict[int, frozenset[str]]:
             if isinstance(step, PreparedStep):
                 assert needs is not None
-                return needs.of(step.assignment)
+                return needs.of(step)
             return dict.fromkeys(range(len(step)), everything)
 
         def plan(heads: Sequence[EncodedSample], step: int) -> Sequence[EncodedSample] | PreparedStep:

@@ -1,0 +1,227 @@
+"""Linear attention over packed rows: its state begins anew with every sample, and passes from rank to rank.
+
+Layers of linear attention (gated delta nets) keep of the tokens before a state and the last inputs of a convolution,
+and their forwards know one sequence. Here the family's own forward runs on the samples of a row one by one. Under
+context parallelism each rank has consecutive tokens of the row, and where a sample goes on at the next rank, so does
+its state: through the interface that the forward has for decoding. What a rank sends on it computes first, so only a
+sample of more than two ranks keeps one waiting for another. Gradients of states go back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.context_parallel import ContextParallelRow, Pending
+from dilatant.attention.mask import PADDING, SAMPLE, AttentionMask
+from dilatant.attention.scores import AttentionError
+
+_ATTRIBUTES = ("conv1d", "conv_dim", "conv_kernel_size", "A_log", "num_v_heads", "head_k_dim", "head_v_dim")
+"""What the layers have that are known here."""
+
+
+class State(NamedTuple):
+    """What linear attention knows of the tokens before: convolution, the last inputs of its kernel, [1, channels,
+    kernel - 1]; memory, float32 [1, heads, key size, value size]."""
+
+    convolution: Tensor
+    memory: Tensor
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of linear attention that packed rows can run through."""
+    return [module for module in model.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
+
+
+def run_over_rows(model: nn.Module, keyword: str) -> None:
+    """Let the linear attention of `model` run over the plan or share of a row that it is given as `keyword`."""
+    for module in linear_layers(model):
+        if not isinstance(module, _OverRows):
+            module.__class__ = _over_rows(cast(Any, type(module)), keyword)
+
+
+class _OverRows:
+    """Mixed into the class of a layer."""
+
+    keyword: str
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plan = kwargs.pop(self.keyword, None)
+        run = cast(Any, super()).forward
+        if not isinstance(plan, (AttentionPlan, ContextParallelRow)):
+            return run(hidden_states, *args, **kwargs)
+        kwargs |= {"attention_mask": None, "cache_params": None}
+        rows = hidden_states.flatten(0, 1)[None]
+        if isinstance(plan, AttentionPlan):
+            made = [run(rows[:, first:end], **kwargs) for first, end in _spans(_samples(plan.mask))]
+        else:
+            made = _run_share(cast(Any, self), partial(run, **kwargs), rows, plan)
+        return torch.cat(made, 1).view_as(hidden_states)
+
+
+@cache
+def _over_rows(own: Any, keyword: str) -> type[nn.Module]:
+    named = {"__module__": own.__module__, "__doc__": own.__doc__, "keyword": keyword}
+    return type(own.__name__, (_OverRows, own), named)
+
+
+def _samples(mask: AttentionMask) -> NDArray[np.int64]:
+    """The sample of each token, as a number of its own; -1 for padding."""
+    return np.where(mask.fields == PADDING, -1, mask.fields & SAMPLE)
+
+
+def _spans(numbers: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """First and end of each run of equal numbers."""
+    borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    return list(pairwise(borders))
+
+
+def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) -> list[Tensor]:
+    """What `run` makes of each piece of a sample in `rows`, [1, own tokens, width].
+
+    Raises AttentionError where the rank's tokens are not consecutive.
+    """
+    tokens = share.tokens
+    if not tokens.size:
+        return [run(rows)]
+    first, last = int(tokens[0]), int(tokens[-1])
+    if last - first + 1 != tokens.size:
+        raise AttentionError(
+            "linear attention passes states along a row: ranks must have consecutive tokens of it"
+        )
+    samples = _samples(share.mask)
+    spans = _spans(samples[tokens])
+    enters = first > 0 and samples[first - 1] == samples[first]
+    leaves = last + 1 < len(samples) and samples[last + 1] == samples[last]
+    made: dict[int, Tensor] = {}
+    # What others wait for goes first, what waits for others last; in the backward it is the other way round.
+    for number in (len(spans) - 1, *range(1, len(spans) - 1), 0):
+        if number in made:
+            continue
+        piece = rows[:, slice(*spans[number])]
+        comes, goes = enters and number == 0, leaves and number == len(spans) - 1
+        if not (comes or goes):
+            made[number] = run(piece)
+            continue
+        link = _Link(layer, share)
+        carry = _Carry(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
+        output = run(piece, cache_params=carry)
+        made[number] = link.send(output, carry.after()) if goes else output
+    return [made[number] for number in range(len(spans))]
+
+
+class _Carry:
+    """In the place of a cache: gives a layer the state before its tokens, and takes that after them."""
+
+    def __init__(self, before: State | None, kept: int) -> None:
+        self._before = before
+        self._kept = kept
+        self._convolution: Tensor | None = None
+        self._memory: Tensor | None = None
+
+    def after(self) -> State:
+        assert self._convolution is not None
+        assert self._memory is not None
+        return State(self._convolution, self._memory.float())
+
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
+        return None if self._before is None else self._before.convolution
+
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor | None:
+        return None if self._before is None else self._before.memory
+
+    def is_recording_past(self, layer: int) -> bool:
+        return True  # one token is no step of decoding, which would overwrite states
+
+    def update_conv_state(self, inputs: Tensor, layer: int, **kwargs: Any) -> Tensor:
+        """inputs: [1, channels, tokens]; returned behind those before."""
+        if self._before is not None:
+            inputs = torch.cat([self._before.convolution, inputs], -1)
+        missing = max(0, self._kept - inputs.shape[-1])
+        self._convolution = functional.pad(inputs, (missing, 0))[
+            ..., inputs.shape[-1] + missing - self._kept :
+        ]
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, layer: int, **kwargs: Any) -> Tensor:
+        self._memory = state
+        return state
+
+
+class _Link:
+    """The neighbours of a rank in a row."""
+
+    def __init__(self, layer: Any, share: ContextParallelRow) -> None:
+        self.group = share.group
+        self.before, self.after = share.group.index - 1, share.group.index + 1
+        self.layer = layer
+
+    def receive(self, piece: Tensor) -> State:
+        """The state before `piece`; its gradient goes back where it came from."""
+        # All ranks have the same weights and ask alike for gradients, so a state has one at both ends or at none.
+        return State(*_Receive.apply(self, piece, *self.layer.parameters()))
+
+    def send(self, output: Tensor, state: State) -> Tensor:
+        """`output`, whose gradient waits for that of `state`, which is on its way."""
+        return _Send.apply(self, output, state.convolution, state.memory)
+
+    def empty(self, like: Tensor) -> State:
+        layer = self.layer
+        return State(
+            like.new_empty(1, layer.conv_dim, layer.conv_kernel_size - 1),
+            like.new_empty(1, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, dtype=torch.float32),
+        )
+
+    def exchange(self, what: str, tensors: Sequence[Tensor], rank: int) -> list[Pending]:
+        """Start to send or receive."""
+        transfer = self.group.send if what == "send" else self.group.receive
+        return [transfer(each, self.group.ranks[rank], what="states of linear attention") for each in tensors]
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, piece: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.link, ctx.count = link, len(weights)
+        state = link.empty(piece)
+        for pending in link.exchange("receive", state, link.before):
+            pending.wait()
+        return tuple(state)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        for pending in ctx.link.exchange("send", [each.contiguous() for each in gradients], ctx.link.before):
+            pending.wait()
+        return (None,) * (2 + ctx.count)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, output: Tensor, convolution: Tensor, memory: Tensor) -> Tensor:
+        ctx.link, ctx.like = link, output.new_empty(0)
+        for pending in link.layer.__dict__.pop(_SENT, ()):
+            pending.wait()
+        state = convolution.contiguous(), memory.contiguous()
+        link.layer.__dict__[_SENT] = link.exchange("send", state, link.after)
+        return output.view_as(output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        state = ctx.link.empty(ctx.like)
+        for pending in ctx.link.exchange("receive", state, ctx.link.after):
+            pending.wait()
+        return None, gradient, *state
+
+
+_SENT = "states_under_way"
+"""Attribute of a layer: its sends that have not been waited for, which keep what they send."""
