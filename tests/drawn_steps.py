@@ -22,6 +22,7 @@ from engine_case import (
     HIDDEN,
     LANGUAGE,
     NAMES,
+    NET_WIDTH,
     OWN,
     UNDIVIDED,
     Case,
@@ -31,8 +32,11 @@ from engine_case import (
 
 
 @st.composite
-def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) -> Case:
-    """Any valid step of up to `most_ranks` ranks."""
+def cases(
+    draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32, nets: tuple[str, ...] = ()
+) -> Case:
+    """Any valid step of up to `most_ranks` ranks. nets: families of which its generators are, at least one; without
+    any they are modules of our own."""
     encoders = tuple(
         (
             NAMES[index],
@@ -48,12 +52,20 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     generators = tuple(
         (
             GENERATORS[index],
-            width := draw(st.sampled_from([6, HIDDEN])),
+            width := NET_WIDTH if nets else draw(st.sampled_from([6, HIDDEN])),
             draw(st.sampled_from(["linear", "mlp", "identity"] if width == HIDDEN else ["linear", "mlp"])),
             draw(st.sampled_from([1.0, 0.25, 3.0])),
         )
-        for index in range(draw(st.sampled_from([0, 1, 1, 2])))
+        for index in range(draw(st.sampled_from([1, 2] if nets else [0, 1, 1, 2])))
     )
+    drawing = {
+        name: (
+            draw(st.sampled_from(nets)),
+            draw(st.sampled_from(["flow", "epsilon", "velocity"])),
+            draw(st.booleans()),
+        )
+        for name, *_ in (generators if nets else ())
+    }
     texts = tuple(
         (draw(st.integers(2, 20)), tuple(draw(st.sampled_from([0, 0, 1, 1, 2, 3])) for _ in encoders))
         for _ in range(draw(st.integers(2, 8)))
@@ -64,7 +76,8 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
         tied=draw(st.booleans()),
         encoders=encoders,
         generators=generators,
-        frozen=_draw_frozen(draw, encoders, generators),
+        nets=drawing,
+        frozen=_draw_frozen(draw, encoders, generators, drawing),
         recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
         loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
         placement=draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous", "document_affine"])),
@@ -110,14 +123,18 @@ def cases(draw: Any, most_ranks: int = 8, dtype: torch.dtype = torch.float32) ->
     )
 
 
-def _draw_frozen(draw: Any, encoders: tuple, generators: tuple) -> tuple[str, ...]:
+def _draw_frozen(
+    draw: Any, encoders: tuple, generators: tuple, nets: dict[str, tuple[str, str, bool]]
+) -> tuple[str, ...]:
     patterns = ["language", "language.layers.0", "language.layers.*.mlp*", "language.*norm*"]
     for name, kind, *_ in encoders:
         patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector"]
         patterns += [] if kind == OWN else [f"{name}.layers.0"]
     for name, _, connector, _ in generators:
-        patterns += [name, f"{name}.generator", f"{name}.generator.inner"]
+        patterns += [name, f"{name}.generator", f"{name}.generator.{'net' if name in nets else 'inner'}"]
         patterns += [f"{name}.connector"] if connector != "identity" else []
+    if any(asks for *_, asks in nets.values()):
+        patterns += ["language.model", "language.queries"]
     chosen = draw(st.lists(st.sampled_from(patterns), max_size=4, unique=True))
     wholes = {"language", *(name for name, *_ in (*encoders, *generators))}
     if wholes <= set(chosen):

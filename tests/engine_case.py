@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.schedule import Assignment, Schedule
+from tiny_nets import NETS
 
 VOCABULARY = 30
 HIDDEN = 16
@@ -77,6 +78,9 @@ NAMES = ("vision", "audio", "depth")
 GENERATORS = ("height", "weight")
 PLACES = 2
 """Tokens of the text that a generator takes for one item."""
+NET_WIDTH = 12
+"""Of the condition of every net that draws pictures."""
+PIXELS = {"sd3": (1, 4, 4), "pixart": (3, 8, 8), "sana": (3, 8, 8), "unet": (3, 8, 8)}
 TARGETS = 3
 """Numbers that it is to say about an item."""
 
@@ -146,6 +150,8 @@ class Case:
     """Of what tensor-parallel ranks exchange."""
     placement: str = "auto"
     """How context-parallel ranks share a row."""
+    nets: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
+    """Of generators that draw pictures: family of their net, objective, whether learned queries ask for them."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the language model, besides its family's."""
 
@@ -187,8 +193,8 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     with torch.device("meta"):
         generators = {
             name: Generator(
-                Regression(width, case.dropout),
-                token_id(case, name),
+                _net(case, name) if name in case.nets else Regression(width, case.dropout),
+                None if asks(case, name) else token_id(case, name),
                 width,
                 connector,
                 PLACES,
@@ -225,9 +231,26 @@ def _own_encoder(projector: str, dropout: float) -> Encoder:
     return Encoder(module, inner, kind="image", row_shape=(3, 8, 8), width=12, tokens_per_row=4)
 
 
+def _net(case: Case, generator: str) -> torch.nn.Module:
+    from dilatant.models.picture_nets import build_diffusion, look_at, read_source
+
+    family, objective, _ = case.nets[generator]
+    settings, vae = NETS[family]
+    seen = look_at(read_source(family, None, settings, vae), family)
+    return build_diffusion(seen, family, cast(Any, objective), 0.3, hollow=True)
+
+
+def asks(case: Case, generator: str) -> bool:
+    """Whether learned queries stand at its places."""
+    return generator in case.nets and case.nets[generator][2]
+
+
 def token_id(case: Case, generator: str) -> int:
-    """The last ids of the vocabulary; text is drawn from those before."""
-    return VOCABULARY - 1 - [name for name, *_ in case.generators].index(generator)
+    """The last ids of the vocabulary; text is drawn from those before. Those of queries lie beyond."""
+    position = [name for name, *_ in case.generators].index(generator)
+    if asks(case, generator):
+        return VOCABULARY + len(case.encoders) + position
+    return VOCABULARY - 1 - position
 
 
 def build_samples(case: Case) -> list[EncodedSample]:
@@ -253,13 +276,14 @@ def build_samples(case: Case) -> list[EncodedSample]:
         for (name, *_), count in zip(case.generators, drawn):
             if not count:
                 continue
-            media[name] = {"numbers": random.standard_normal((count, TARGETS)).astype(np.float32)}
+            media[name] = _targets(case, name, count, random)
             sizes[name] = count * PLACES
             for _ in range(count * PLACES):
                 # Not into an item of an encoder: whole items are what media attention tells apart.
                 place = int(random.choice([at for at in range(len(ids) + 1) if not _inside(ids, at)]))
                 ids[place:place] = [token_id(case, name)]
-                labels[place:place] = [token_id(case, name) if random.random() < 0.5 else -100]
+                is_said = random.random() < 0.5 and token_id(case, name) < VOCABULARY
+                labels[place:place] = [token_id(case, name) if is_said else -100]
         # Every sample has a target: a weight that only target-less samples pass has a zero gradient here, and none
         # where each sample is differentiated alone; AdamW decays one and not the other.
         last = max(place for place, token in enumerate(ids) if token < VOCABULARY)
@@ -277,6 +301,13 @@ def build_samples(case: Case) -> list[EncodedSample]:
             )
         )
     return samples
+
+
+def _targets(case: Case, generator: str, count: int, random: np.random.Generator) -> dict[str, Any]:
+    if generator not in case.nets:
+        return {"numbers": random.standard_normal((count, TARGETS)).astype(np.float32)}
+    pixels = PIXELS[case.nets[generator][0]]
+    return {"pixel_values": random.uniform(-1, 1, (count, *pixels)).astype(np.float32)}
 
 
 def _inside(ids: list[int], at: int) -> bool:

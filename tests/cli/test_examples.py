@@ -37,6 +37,45 @@ def test_the_quickstart_reads_handwritten_digits(
     assert accuracy(tmp_path / "run") >= (0.95 if steps is None else 0.0)
 
 
+@pytest.mark.parametrize(
+    ("example", "data", "steps"),
+    [
+        ("draw", "train", 25),
+        pytest.param("see_and_draw", "see", 25, marks=pytest.mark.slow),
+        pytest.param("draw", "train", None, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(3600)
+def test_digits_are_drawn(
+    example: str,
+    data: str,
+    steps: int | None,
+    tmp_path: Path,
+    dilatant: Dilatant,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After some steps the losses of text and pictures have fallen; after all of them the judge knows the digits."""
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    subprocess.run([sys.executable, ROOT / "examples" / "digits_to_draw.py", tmp_path / "digits"], check=True)
+    code, _, _ = dilatant(
+        "train", ROOT / "examples" / f"{example}.yaml", "--set", f"output_dir={tmp_path / 'run'}",
+        "--set", f"data.train.0.path={tmp_path / 'digits' / f'{data}.jsonl'}", "--set", "parallel=single",
+        *(() if steps is None else ("--set", f"train.steps={steps}")),
+    )  # fmt: skip
+    assert code == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("language", "image"):
+        assert records[-1]["losses"][name] < 0.8 * records[0]["losses"][name], name
+    if steps is None:
+        from judge_drawings import recognised
+
+        from dilatant.training.export import load_exported
+
+        assert recognised(load_exported(tmp_path / "run" / "export"), 30)[0] >= 0.95
+
+
 @pytest.mark.slow
 def test_the_training_loop_runs_on_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")

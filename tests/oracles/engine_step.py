@@ -17,6 +17,7 @@ from engine_case import (
     PLACES,
     VOCABULARY,
     Case,
+    asks,
     build_model,
     build_samples,
     merged_tokens,
@@ -39,9 +40,25 @@ def expected(
         name: (units[name].model, units[name].projector, units[name].skip_tokens)
         for name, *_ in case.encoders
     }
+    key = ""
+
+    def net(name: str) -> Any:
+        if name not in case.nets:
+            return units[name].model
+
+        def run(rows: torch.Tensor, **targets: torch.Tensor) -> torch.Tensor:
+            keys = [f"{key} item {item}" for item in range(len(rows))]
+            return units[name].model(rows, seed=case.seed, keys=keys, place=name, **targets)
+
+        return run
+
     generators = {
-        name: (units[name].connector, units[name].model, token_id(case, name), PLACES)
+        name: (units[name].connector, net(name), token_id(case, name), PLACES) for name, *_ in case.generators
+    }
+    queries = {
+        token_id(case, name): units["language"].queries.get_parameter(name)
         for name, *_ in case.generators
+        if asks(case, name)
     }
     router = (LANGUAGE | MORE_LANGUAGES)[case.language].get("router_aux_loss_coef", 0.0)
     weights = {
@@ -63,13 +80,22 @@ def expected(
     for step in range(3):
 
         def begin(number: int, step: int = step) -> None:
+            nonlocal key
+            key = f"draw {100 - number}" if case.numbered else f"step {step} place {number}"
             if dropout is not None:
-                dropout.begin(f"draw {100 - number}" if case.numbered else f"step {step} place {number}")
+                dropout.begin(key)
 
         seen_in = None if case.attention in (None, "causal") else partial(_seen_in, case)
         with dropout or nullcontext():
             parts = losses_of_batch(
-                units["language"].model, encoders, model.placeholder_ids, samples, seen_in, generators, begin
+                units["language"].model,
+                encoders,
+                model.placeholder_ids,
+                samples,
+                seen_in,
+                generators,
+                begin,
+                queries,
             )
         loss = sum((weights[name] * part for name, part in parts.items()), start=torch.zeros(()))
         if loss.requires_grad:
@@ -100,7 +126,7 @@ def _seen_in(case: Case, sample: EncodedSample) -> np.ndarray:
     the next so many placeholders of its unit."""
     tokens = []
     for place, token in enumerate(sample.input_ids.tolist()):
-        if token < VOCABULARY:
+        if not 0 <= token - VOCABULARY < len(case.encoders):
             tokens.append(Token(0, "text", None, place, place))
         else:
             name, kind, _, _, features = case.encoders[token - VOCABULARY]

@@ -6,6 +6,7 @@ Shares no code with the runtime, nor with the stages, merging and loss of the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def losses_of_batch(
     seen_in: Callable[[Any], Any] | None = None,
     generators: Mapping[str, tuple[Any, Any, int, int]] | None = None,
     begin: Callable[[int], Any] = lambda number: None,
+    queries: Mapping[int, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The global batch's losses: "language", the sum over all target tokens divided by their number, for every
     generator the sum over all its items divided by their number, and "language.router" where experts are chosen: each
@@ -34,7 +36,8 @@ def losses_of_batch(
     `labels` (not shifted) and `media` (name → input name → array with one row an item). seen_in: sample → which token
     sees which, bool [tokens, tokens]; default: those before it. generators: name → (connector, module, token at whose
     places it takes hidden states, places of an item); the module makes one loss of the places and targets of an item.
-    begin: called with a sample's number before its turn.
+    begin: called with a sample's number before its turn. queries: id beyond the vocabulary → what stands at its places,
+    one after another and over again: [places of an item, width].
     """
     targets = sum(int((torch.as_tensor(sample.labels)[1:] != -100).sum()) for sample in samples)
     generators = generators or {}
@@ -59,7 +62,11 @@ def losses_of_batch(
                 projected = projector(encoded[:, skip:])
                 rows[name] = iter(projected.reshape(-1, projected.shape[-1]))
         tokens = []
+        asked = {token: cycle(table) for token, table in (queries or {}).items()}
         for token in ids.tolist():
+            if token in asked:
+                tokens.append(next(asked[token]))
+                continue
             found = [name for name, placeholder in placeholder_ids.items() if placeholder == token]
             tokens.append(next(rows[found[0]]) if found else embed(torch.tensor(token)))
         mask = None if seen_in is None else torch.as_tensor(seen_in(sample))[None, None]

@@ -229,3 +229,28 @@ def test_two_hundred_steps_give_the_loss_and_the_gradients_of_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
 ) -> None:
     check_case(workers, case, zero, nodes)
+
+
+NETS = ("sd3", "pixart", "sana", "unet")
+
+
+@pytest.mark.timeout(900)  # every process of the pool first imports diffusers, for 4 s of a core
+@settings(max_examples=3, **COMMON)
+@given(case=cases(most_ranks=3, nets=("sd3", "pixart")), zero=SHARING, nodes=NODES)
+def test_any_step_that_draws_gives_what_one_process_gives(
+    workers: WorkerPool, case: Case, zero: Zero, nodes: int
+) -> None:
+    """Noise, moments and dropped conditions are the same in every layout, and learned queries learn alike."""
+    pytest.importorskip("diffusers")
+    check_case(workers, case, zero, nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=80, **COMMON)
+@given(case=cases(nets=NETS), zero=SHARING, nodes=NODES)
+def test_eighty_steps_that_draw_give_what_one_process_gives(
+    workers: WorkerPool, case: Case, zero: Zero, nodes: int
+) -> None:
+    pytest.importorskip("diffusers")
+    check_case(workers, case, zero, nodes)

@@ -31,6 +31,13 @@ def generate(
         typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where a picture goes; more of them become NAME-2.png and so on.")
+    ] = None,
+    guidance: Annotated[
+        float, typer.Option(min=0.0, help="How much pictures follow the prompt; 1 is as they were learned.")
+    ] = 2.0,
+    drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -47,6 +54,10 @@ def generate(
         problems.append(f"--temperature must be 0, or a number from {_COLDEST} on (given: {temperature:g})")
     if temperature == 0 and (top_p is not None or top_k is not None):
         problems.append("--top-p and --top-k choose what is drawn from; give a --temperature, such as 0.7")
+    if not math.isfinite(guidance):
+        problems.append(f"--guidance must be a number (given: {guidance:g})")
+    if out is not None:
+        problems += _about_out(out)
     if problems:
         raise list_problems("the prompt has a mistake:", problems)
 
@@ -55,11 +66,16 @@ def generate(
     from dilatant.data.encode import encode_prompt
     from dilatant.data.errors import SampleError
     from dilatant.data.sample import Media, Sample, Turn
+    from dilatant.models.multimodal import MultimodalModel
+    from dilatant.models.sampling import Drawing
     from dilatant.runtime.precision import pick_device
+    from dilatant.training.drawing import answer_with_pictures
     from dilatant.training.export import load_exported
     from dilatant.training.generation import generate_answers
 
     exported = load_exported(folder)
+    if out is not None and not exported.encoding.targets:
+        raise UserError(f"--out {str(out)!r}: this model has no generator, so it draws nothing")
     kinds = {unit.kind for unit in exported.encoding.units}
     for kind, path in given:
         if kind not in kinds:
@@ -77,10 +93,50 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
     device = pick_device()
     torch.manual_seed(seed)
-    (answer,) = generate_answers(
-        exported.model.to(device), exported.tokenizer, [encoded], device, max_new_tokens, **sampling
+    model = exported.model.to(device)
+    if not exported.encoding.targets:
+        (answer,) = generate_answers(model, exported.tokenizer, [encoded], device, max_new_tokens, **sampling)
+        print(json.dumps({"answer": answer}) if as_json else answer)
+        return
+    assert isinstance(model, MultimodalModel)  # whole models draw nothing
+    parts = answer_with_pictures(
+        model,
+        exported.tokenizer,
+        encoded,
+        exported.encoding.targets,
+        device,
+        max_new_tokens,
+        Drawing(drawing_steps, guidance),
+        seed,
+        **sampling,
     )
-    print(json.dumps({"answer": answer}) if as_json else answer)
+    pictures = [part for part in parts if not isinstance(part, str)]
+    paths = [] if out is None else _numbered(out, len(pictures))
+    try:
+        for path, picture in zip(paths, pictures):
+            picture.save(path)
+    except OSError as error:
+        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from None
+    named = iter(paths)
+    shown = "".join(
+        part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts
+    )
+    print(json.dumps({"answer": shown, "images": [*map(str, paths)]}) if as_json else shown)
+
+
+def _about_out(out: Path) -> list[str]:
+    from PIL import Image
+
+    Image.init()
+    if out.suffix.lower() not in Image.EXTENSION or Image.EXTENSION[out.suffix.lower()] not in Image.SAVE:
+        return [f"--out {str(out)!r} must end with an image format, such as .png"]
+    if not out.absolute().parent.is_dir():
+        return [f"--out {str(out)!r}: the folder does not exist"]
+    return [f"--out {str(out)!r} is a folder"] if out.is_dir() else []
+
+
+def _numbered(out: Path, count: int) -> list[Path]:
+    return [out if not number else out.with_stem(f"{out.stem}-{number + 1}") for number in range(count)]
 
 
 def _is_text(text: str) -> bool:

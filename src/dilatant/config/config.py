@@ -284,6 +284,15 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
         )
         for name, encoder in config.model.encoders.items()
     }
+    generators = {
+        name: entry.model_copy(
+            update={
+                "id": local(entry.id),
+                "vae": local(entry.vae) if isinstance(entry.vae, str) else entry.vae,
+            }
+        )
+        for name, entry in config.model.generators.items()
+    }
     data = config.data.model_copy(
         update={
             "train": sources(config.data.train),
@@ -306,7 +315,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     return config.model_copy(
         update={
             "output_dir": absolute(config.output_dir),
-            "model": whole.model_copy(update={"language_model": language, "encoders": encoders}),
+            "model": whole.model_copy(
+                update={"language_model": language, "encoders": encoders, "generators": generators}
+            ),
             "data": data,
             "train": train,
             "parallel": parallel,

@@ -78,6 +78,52 @@ class EncoderConfig(Source):
         return self.placeholder or f"<{self.kind}>"
 
 
+class GeneratorConfig(Section):
+    """A net of diffusers that draws what the language model asks for. Needs the extra `generators`."""
+
+    id: str | None = None
+    """A net or a whole pipeline in diffusers' layout: a local folder or an id on the hub."""
+    config: dict[str, Any] | None = None
+    """A diffusers config with its `_class_name` (SD3Transformer2DModel, PixArtTransformer2DModel,
+    SanaTransformer2DModel, UNet2DConditionModel); the net starts from random weights."""
+    kind: Literal["image"] = "image"
+    """What it draws: images in an assistant's turns are its targets."""
+    connector: Literal["linear", "mlp", "identity"] = "mlp"
+    """What maps the language model's hidden states to the net's condition."""
+    tokens_per_item: int = Field(4, ge=1)
+    """Tokens in the text by which the language model says what a picture is to show."""
+    token: str | None = None
+    """The token of the vocabulary that these are. Default: learned queries (`language.queries`)."""
+    start: str = Field("<draw>", min_length=1)
+    """What the assistant writes before a picture; a token of yours where the tokenizer has one."""
+    placeholder: str = ""
+    """The marker in an assistant's text that stands for a picture beside it. Default: `<image>`."""
+    vae: str | dict[str, Any] | None = None
+    """The frozen autoencoder whose latents the net draws: an id or folder, or a diffusers config. Default: that of the
+    pipeline; without any the net draws pixels."""
+    objective: Literal["flow", "epsilon", "velocity"] | None = None
+    """What the net learns to say: the direction from picture to noise (rectified flow), the noise, or the velocity.
+    Default: what the pipeline's scheduler says, else flow."""
+    drop: float = Field(0.1, ge=0, le=1)
+    """How often a picture is learned without its condition, which is what guidance needs."""
+    loss_weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Of its loss, the mean over all pictures of a step, beside the language model's."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.id is None) == (self.config is None):
+            raise ValueError("give either 'id' (a hub id or a local folder) or 'config' (from scratch)")
+        for key, settings in (("config", self.config), ("vae", self.vae)):
+            if isinstance(settings, dict) and "_class_name" not in settings:
+                example = "AutoencoderKL" if key == "vae" else "SD3Transformer2DModel"
+                raise ValueError(f"{key!r} needs '_class_name', for example _class_name: {example}")
+        return self
+
+    @property
+    def marker(self) -> str:
+        return self.placeholder or f"<{self.kind}>"
+
+
 class LoraConfig(Section):
     """Small matrices beside linear layers, which alone train (LoRA); names as in peft."""
 
@@ -119,9 +165,11 @@ class ModelConfig(Section):
     """Of a whole model: what computes attention in its text model, as `language_model.attn_implementation`."""
     language_model: LanguageModelConfig | None = None
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
+    generators: dict[str, GeneratorConfig] = Field(default_factory=dict)
     freeze: tuple[str, ...] = ()
-    """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`),
-    or a pattern over parameter names (`language.layers.0.*`)."""
+    """What does not train: a unit (`vision`), its encoder or projector (`vision.encoder`, `vision.projector`), a
+    generator's connector or net (`image.connector`, `image.generator`), beside learned queries the language model alone
+    (`language.model`), or a pattern over parameter names (`language.layers.0.*`)."""
 
     lora: LoraConfig | None = None
     """LoRA, of a whole model."""
@@ -144,7 +192,7 @@ class ModelConfig(Section):
     @property
     def units(self) -> tuple[str, ...]:
         """What the units are called, in the order of computation; of a whole model its config must be read first."""
-        return () if self.is_whole else (*self.encoders, LANGUAGE)
+        return () if self.is_whole else (*self.encoders, LANGUAGE, *self.generators)
 
     @model_validator(mode="after")
     def _whole_or_parts(self) -> Self:
@@ -158,6 +206,10 @@ class ModelConfig(Section):
             raise ValueError("'config' needs 'model_type', for example model_type: llava")
         if self.is_whole and self.encoders:
             raise ValueError("'encoders' belong to 'language_model'; a whole model brings its own")
+        if self.is_whole and self.generators:
+            raise ValueError(
+                "'generators' belong to 'language_model' with its 'encoders'; a whole model cannot be given any yet"
+            )
         alone = [
             k
             for k in ("tokenizer", "processor", "attn_implementation", "lora")
@@ -172,13 +224,23 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _names(self) -> Self:
-        if LANGUAGE in self.encoders:
-            raise ValueError(f"an encoder cannot be called {LANGUAGE!r}; that is the language model's unit")
-        if "tokens" in self.encoders:
-            raise ValueError("an encoder cannot be called 'tokens'; that is what texts become")
-        for name in self.encoders:
-            if not name.isidentifier():
-                raise ValueError(f"encoder name {name!r} must be a plain word, as in 'vision' or 'audio_2'")
+        for what, names in (("an encoder", self.encoders), ("a generator", self.generators)):
+            if LANGUAGE in names:
+                raise ValueError(f"{what} cannot be called {LANGUAGE!r}; that is the language model's unit")
+            if "tokens" in names:
+                raise ValueError(f"{what} cannot be called 'tokens'; that is what texts become")
+            for name in names:
+                if not name.isidentifier():
+                    raise ValueError(
+                        f"{what.partition(' ')[2]} name {name!r} must be a plain word, as in 'vision' or 'audio_2'"
+                    )
+        for name in self.generators:
+            if name in self.encoders:
+                raise ValueError(f"{name!r} is an encoder and a generator; give one of them another name")
+        if len(self.generators) > 1:
+            markers = [entry.marker for entry in self.generators.values()]
+            if len(set(markers)) < len(markers):
+                raise ValueError("generators share a marker; give each a 'placeholder' of its own")
         owners: dict[str, str] = {}
         for name, encoder in self.encoders.items():
             if owners.setdefault(encoder.marker, name) != name:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,20 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
 from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
+from dilatant.data.image_target import ImageTarget
 from dilatant.data.media import media_size
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.pixels import EncoderInput, joined
-from dilatant.data.sample import EncodedSample, Media, MediaKind, MediaUnit, Sample, Written, content_digest
+from dilatant.data.sample import (
+    EncodedSample,
+    Media,
+    MediaKind,
+    MediaUnit,
+    Role,
+    Sample,
+    Written,
+    content_digest,
+)
 
 NO_LOSS = -100
 
@@ -29,6 +39,9 @@ TOKENS = "tokens"
 """The part of a sample that is its ids and labels; its other parts are the media units by their names."""
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
+
+Unit = MediaUnit | ImageTarget
+"""What a media item is for the model: an input of an encoder, or a target of a generator."""
 
 
 def grid_part(unit: str) -> str:
@@ -40,7 +53,8 @@ def grid_part(unit: str) -> str:
 class Encoding:
     """How samples become tokens: everything `encode_sample` needs besides the sample. Picklable.
 
-    max_length: most tokens of a sample in the language model, media included. held_out: samples are judged by their
+    targets: what images in an assistant's turns are, where the model draws. max_length: most tokens of a sample in the
+    language model, media included. held_out: samples are judged by their
     last answers, so each that has no question is a problem.
     """
 
@@ -49,6 +63,7 @@ class Encoding:
     train_on: Literal["assistant", "all"] = "assistant"
     max_length: int | None = None
     held_out: bool = False
+    targets: Sequence[ImageTarget] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -58,29 +73,40 @@ class Encoding:
             [unit.fingerprint for unit in self.units],
             self.train_on,
             self.held_out,
+            [target.fingerprint for target in self.targets],
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
     def unit_names(self) -> tuple[str, ...]:
-        """The columns of sizes: the language model, then the encoders."""
-        return (LANGUAGE, *(unit.name for unit in self.units))
+        """The columns of sizes: the language model, then encoders and generators."""
+        return (LANGUAGE, *(unit.name for unit in self.units), *(target.name for target in self.targets))
 
     @cached_property
     def around(self) -> dict[str, tuple[str, str]]:
-        """Unit → what is written before and after its items: by the chat template, and by the model's processor."""
-        found = {}
+        """Unit → what is written before and after its items: by the chat template, and by the model's processor; before
+        a target, by the assistant."""
+        found = {target.name: (target.start, "") for target in self.targets}
         for unit in self.units:
             written = unit.written or Written(unit.marker)
             before, after = self.chat.template.around_media(unit.kind, written.token)
             found[unit.name] = before + written.opens, written.closes + after
         return found
 
+    def units_in(self, role: Role) -> Sequence[Unit]:
+        """What media in a turn of this role may be, those that come first first."""
+        return (*self.targets, *self.units) if role == "assistant" else self.units
+
     @cached_property
-    def markers(self) -> re.Pattern[str] | None:
-        """Finds the markers of all units in a text, the longest first."""
-        markers = sorted({unit.marker for unit in self.units}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, markers))) if markers else None
+    def markers(self) -> Mapping[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None]:
+        """By role, what finds the markers of media in a text, the longest first, and whose they are."""
+        found: dict[Role, tuple[re.Pattern[str], Mapping[str, Unit]] | None] = {}
+        for role in get_args(Role):
+            unit_of = {unit.marker: unit for unit in reversed(self.units_in(role))}
+            longest_first = sorted(unit_of, key=len, reverse=True)
+            pattern = re.compile("|".join(map(re.escape, longest_first))) if unit_of else None
+            found[role] = None if pattern is None else (pattern, unit_of)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +147,33 @@ def encode_prompt(sample: Sample, encoding: Encoding) -> EncodedPrompt:
 
     Raises SampleError naming it.
     """
-    prompt, answer = _without_answer(sample)
+    prompt, answer = _without_answer(sample, encoding)
     return EncodedPrompt(_encoded(prompt, encoding, _lay_out(prompt, encoding, for_generation=True)), answer)
 
 
-def _without_answer(sample: Sample) -> tuple[Sample, str]:
+def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
     """The sample up to its last answer, and that answer's text. Raises SampleError where nothing is asked."""
-    turns, answer = sample.turns, ""
+    turns, answer, unplaced = sample.turns, "", sample.unplaced
     if turns and turns[-1].role == "assistant":
         answer = "".join(part for part in turns[-1].content if isinstance(part, str))
         turns = turns[:-1]
+        if encoding.targets:
+            unplaced = _without_drawn(unplaced, answer, encoding)
     if not turns:
         raise SampleError(sample.id, "has no question, so nothing to answer", "remove it from data.eval")
-    return Sample(sample.id, turns, sample.unplaced), answer
+    return Sample(sample.id, turns, unplaced), answer
+
+
+def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
+    """Without the media that the markers of the last answer stand for, which are the last of their kind."""
+    markers = encoding.markers["assistant"]
+    left = list(unplaced)
+    for marker in () if markers is None else markers[0].findall(answer):
+        assert markers is not None
+        of_kind = [at for at, media in enumerate(left) if media.kind == markers[1][marker].kind]
+        if of_kind:
+            del left[of_kind[-1]]
+    return tuple(left)
 
 
 def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[SampleError]:
@@ -186,10 +226,10 @@ def media_of(sample: Sample, encoding: Encoding) -> Iterator[tuple[int, int, Med
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A media item and the unit that reads it, with tokens in the encoder and in the language model."""
+    """A media item and the unit that reads or draws it, with tokens in that unit and in the language model."""
 
     media: Media
-    unit: MediaUnit
+    unit: Unit
     encoder_tokens: int
     merged_tokens: int
     grid: Mapping[str, EncoderInput]
@@ -255,7 +295,7 @@ def _encoded(
 
 def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int64]) -> NDArray[np.int64]:
     """The labels with no loss but on the last answer. Raises SampleError where nothing is asked."""
-    before = len(_lay_out(_without_answer(sample)[0], encoding, for_generation=True).ids)
+    before = len(_lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True).ids)
     answer = np.where(np.arange(len(labels)) < before, NO_LOSS, labels)
     ends = np.flatnonzero(answer == encoding.chat.eos_id)
     if len(ends):  # what a template writes behind the answer is not judged
@@ -266,7 +306,7 @@ def _labels_of_answer(sample: Sample, encoding: Encoding, labels: NDArray[np.int
 def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> _Layout:
     """`_lay_out`; a sample that is held out must have a question which can be laid out, too. Raises SampleError."""
     if encoding.held_out:
-        _lay_out(_without_answer(sample)[0], encoding, for_generation=True)
+        _lay_out(_without_answer(sample, encoding)[0], encoding, for_generation=True)
     return _lay_out(sample, encoding)
 
 
@@ -277,6 +317,13 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
         tokens = encoding.chat.tokens(messages, for_generation)
     except UserError as error:
         raise SampleError(sample.id, str(error)) from None
+    for target in encoding.targets:
+        if bool((tokens.ids == target.placeholder_id).any()):
+            raise SampleError(
+                sample.id,
+                f"the text holds the token by which the model asks {target.name!r} for an image",
+                "remove it; an image in an assistant's turn stands for itself",
+            )
     items = tuple(_sized(sample, media, unit) for media, unit in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
@@ -305,7 +352,7 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
     return _Layout(ids, targets, items)
 
 
-def _sized(sample: Sample, media: Media, unit: MediaUnit) -> _Item:
+def _sized(sample: Sample, media: Media, unit: Unit) -> _Item:
     try:
         size = media_size(media)
     except MediaError as error:
@@ -333,23 +380,27 @@ def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:
         ) from None
 
 
-_Placed = list[tuple[Media, MediaUnit]]
+_Placed = list[tuple[Media, Unit]]
 
 
 def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Placed, _Placed]:
     """Messages with a `MEDIA` character for every item, those items in order, and the items that go before all text.
 
     Markers in the text take the unplaced media of their unit's kind, in order. Media of a kind that has no marker in
-    the text go before the first user turn.
+    the text go before the first user turn. A model that draws learns to draw the images in an assistant's turn; where
+    another turn follows, its encoder reads them, too.
     """
     waiting: dict[MediaKind, deque[Media]] = {"image": deque(), "audio": deque()}
     for media in sample.unplaced:
         waiting[media.kind].append(media)
-    marked = {unit.kind for unit in encoding.units for turn in sample.turns for part in turn.content
+    marked = {unit.kind for turn in sample.turns for unit in encoding.units_in(turn.role) for part in turn.content
               if isinstance(part, str) and unit.marker in part}  # fmt: skip
-    first_of_kind: dict[MediaKind, MediaUnit] = {}
+    read_by: dict[MediaKind, MediaUnit] = {}
     for unit in encoding.units:
-        first_of_kind.setdefault(unit.kind, unit)
+        read_by.setdefault(unit.kind, unit)
+    drawn_by: dict[MediaKind, ImageTarget] = {}
+    for target in encoding.targets:
+        drawn_by.setdefault(target.kind, target)
     leading = tuple(media for media in sample.unplaced if media.kind not in marked)
     for media in leading:
         waiting[media.kind].popleft()
@@ -361,29 +412,40 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
     placed: _Placed = []
     prepended: _Placed = []
 
-    def put(media: Media, unit: MediaUnit | None) -> str:
+    def put(media: Media, unit: Unit | None) -> str:
         if unit is None:
+            remedy = "add one under 'model.encoders'"
+            if media.kind == "image":
+                remedy += ", or a generator that draws what stands in an assistant's turn"
             raise SampleError(
                 sample.id,
                 f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder",
-                "add one under 'model.encoders'",
+                remedy,
             )
+        if isinstance(unit, ImageTarget):
+            placed.append((media, unit))
+            drawn = f"{unit.start}{MEDIA}"
+            reader = read_by.get(media.kind) if is_followed else None
+            return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
         (prepended if unit.merge == "prepend" else placed).append((media, unit))
         before, after = encoding.around[unit.name]
         return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
 
+    is_followed = True
     for position, turn in enumerate(sample.turns):
+        is_followed = position + 1 < len(sample.turns)
         content = (*leading, *turn.content) if position == first_user else turn.content
         text = []
         for part in content:
             if isinstance(part, Media):
-                text.append(put(part, first_of_kind.get(part.kind)))
+                drawn = drawn_by.get(part.kind) if turn.role == "assistant" and part not in leading else None
+                text.append(put(part, drawn or read_by.get(part.kind)))
                 continue
             if reserved := RESERVED.search(part):
                 code = ord(reserved.group())
                 kind = "half a character" if code < 0xE000 else "a private character that is used internally"
                 raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
-            text.append(_fill_markers(part, encoding, waiting, used, put))
+            text.append(_fill_markers(part, encoding.markers[turn.role], waiting, used, put))
         messages.append(Message(turn.role, "".join(text)))
     problems = [
         f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
@@ -403,18 +465,18 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
 
 def _fill_markers(
     text: str,
-    encoding: Encoding,
+    markers: tuple[re.Pattern[str], Mapping[str, Unit]] | None,
     waiting: Mapping[MediaKind, deque[Media]],
     used: dict[MediaKind, int],
-    put: Callable[[Media, MediaUnit], str],
+    put: Callable[[Media, Unit], str],
 ) -> str:
-    if encoding.markers is None:
+    if markers is None:
         return text
-    unit_of = {unit.marker: unit for unit in reversed(encoding.units)}
+    pattern, unit_of = markers
 
     def fill(match: re.Match[str]) -> str:
         unit = unit_of[match.group()]
         used[unit.kind] += 1
         return put(waiting[unit.kind].popleft(), unit) if waiting[unit.kind] else ""
 
-    return encoding.markers.sub(fill, text)
+    return pattern.sub(fill, text)

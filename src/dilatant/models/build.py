@@ -8,13 +8,22 @@ from typing import Any
 import torch
 
 from dilatant.config.errors import UserError
-from dilatant.config.model import LANGUAGE, EncoderConfig, LanguageModelConfig, ModelConfig
+from dilatant.config.model import (
+    LANGUAGE,
+    EncoderConfig,
+    GeneratorConfig,
+    LanguageModelConfig,
+    ModelConfig,
+)
+from dilatant.models.diffusion import Objective
 from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.freeze import thaw
+from dilatant.models.generator import Generator
 from dilatant.models.geometry import encoder_geometry
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at, read_source
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
 from dilatant.models.whole import Whole
 
@@ -79,6 +88,21 @@ def build_model(
             features=entry.features,
             processor=(processors or {}).get(name),
         )
+    generators: dict[str, Generator] = {}
+    for name, seen in picture_nets(config).items():
+        drawn, where = config.generators[name], f"model.generators.{name}"
+        with seeded(seed, name):
+            module = build_diffusion(
+                seen, where, objective_of(drawn, seen), drawn.drop, hollow is not None and name in hollow
+            )
+        generators[name] = Generator(
+            module,
+            token_of(drawn, tokenizer, where, len(generators)),
+            seen.width,
+            drawn.connector,
+            drawn.tokens_per_item,
+            drawn.loss_weight,
+        )
     mllm = MultimodalModel(
         encoders,
         language_model,
@@ -86,9 +110,40 @@ def build_model(
         seed=seed,
         device="cpu" if hollow is None else "meta",
         media_attention=source.media_attention,
+        generators=generators,
     )
     mllm.freeze(config.freeze)
     return mllm
+
+
+def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
+    """What each generator draws, told without weights. Raises UserError that names the key."""
+    return {
+        name: look_at(read_source(where, entry.id, entry.config, entry.vae), where)
+        for name, entry in config.generators.items()
+        for where in [f"model.generators.{name}"]
+    }
+
+
+def objective_of(entry: GeneratorConfig, seen: PictureNet) -> Objective:
+    """What a generator learns to say. Raises nothing: without a word of the user's or the source's it is flow."""
+    return entry.objective or seen.source.objective or "flow"
+
+
+def token_of(entry: GeneratorConfig, tokenizer: Any, where: str, position: int) -> int | None:
+    """The id at whose places a generator takes rows; None for learned queries. tokenizer: where there is none, as in
+    planning, any id will do. Raises UserError for what is not one token."""
+    if entry.token is None:
+        return None
+    if tokenizer is None:
+        return position
+    ids = tokenizer.encode(entry.token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise UserError(
+            f"{where}.token: {entry.token!r} is {len(ids)} tokens; name one of the tokenizer's own, or leave it out "
+            "for learned queries"
+        )
+    return int(ids[0])
 
 
 def open_whole(config: ModelConfig, **options: Any) -> Whole:
@@ -139,7 +194,7 @@ def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
     sources = {LANGUAGE: (language.id, language.config, language.trust_remote_code, where)}
     for name, entry in config.encoders.items():
         sources[name] = (entry.id, entry.config, entry.trust_remote_code, f"model.encoders.{name}")
-    dtypes = {}
+    dtypes = dict.fromkeys(config.generators, torch.float32)
     for name, (id_, settings, own_code, where) in sources.items():
         source = load_pretrained_config(id_, where, own_code) if id_ else parse_config(settings or {}, where)
         dtypes[name] = dtype_of_config(source)

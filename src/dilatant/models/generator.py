@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
+from dilatant.models.diffusion import Diffusion
 from dilatant.models.projector import build_projector
 from dilatant.models.random_draws import Spread
 from dilatant.models.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
@@ -26,14 +27,17 @@ class Generator:
     """What a user says about a unit behind the language model.
 
     model: a module, `model(rows, **targets)` → losses [items]; rows: [items, tokens_per_item, width], targets: the
-    samples' media under the unit's name, keyword → [items, ...]. token_id: the token of the text at whose places the
-    language model's last hidden states are taken, `tokens_per_item` of them for an item. connector: "linear", "mlp",
+    samples' media under the unit's name, keyword → [items, ...]. One that draws random numbers says `takes_keys = True`
+    and is also given `seed`, `keys` (one for each item, whatever the layout) and `place` (its unit). token_id: the
+    token of the text at whose places the language model's last hidden states are taken, `tokens_per_item` of them for
+    an item; None: learned queries stand there, a weight of the language model's embedding layer, and the id is one
+    beyond the vocabulary. connector: "linear", "mlp",
     "identity" or a module from the language model's width to `width`. The loss is the sum over all items of the global
     batch over their number, and counts `loss_weight` times.
     """
 
     model: nn.Module
-    token_id: int
+    token_id: int | None
     width: int
     connector: str | nn.Module = "linear"
     tokens_per_item: int = 1
@@ -74,9 +78,23 @@ class GeneratorStage(Stage):
         own = self.own(data, samples)
         loaded = [data.samples[s] for s in samples if own is None or data.samples[s].media.get(self.unit)]
         self._check_items(loaded)
-        targets = media_of(data, samples, self, own)
+        targets: dict[str, Any] = dict(media_of(data, samples, self, own))
+        if getattr(self.model, "takes_keys", False):
+            targets |= self._keys(data, samples, own)
         total = self(rows, **targets).float().sum()
         return StageOutput(losses={self.unit: total / data.counts[self.unit]})
+
+    def _keys(
+        self, data: StepData, samples: tuple[int, ...], own: NDArray[np.int64] | None
+    ) -> dict[str, Any]:
+        """What random numbers of the items follow from."""
+        items = zip(samples, self.spread(data, samples).lengths)
+        keys = [f"{data.draws[sample]} item {item}" for sample, count in items for item in range(count)]
+        return {
+            "seed": data.seed,
+            "keys": keys if own is None else [keys[item] for item in own],
+            "place": self.unit,
+        }
 
     def _check_items(self, samples: Sequence[EncodedSample]) -> None:
         """Raise UserError for samples whose places in the text are not those of their targets."""
@@ -100,10 +118,9 @@ class GeneratorStage(Stage):
         return sizes.get(self.unit, 0) // self.tokens_per_item
 
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
-        assert self.connector is not None
-        return self.connector(value)
+        return self(value, **given).sum() if self.connector is None else self.connector(value)
 
-    def forward(self, rows: Tensor, **targets: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, **targets: Any) -> Tensor:
         """The losses of items: [items]. rows: [items * tokens_per_item, width], behind the connector.
 
         Raises UserError where the module does not return one loss for each item.
@@ -134,6 +151,7 @@ class GeneratorUnit(Unit, GeneratorStage):
                 connector = build_projector(
                     connector, width_in, generator.width, f"generator {name!r}: connector"
                 )
+        assert generator.token_id is not None
         super().__init__(
             unit=name,
             layers=(f"{name}.connector", f"{name}.generator"),
@@ -154,11 +172,15 @@ class GeneratorUnit(Unit, GeneratorStage):
         self._freeze_at_start()
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        if layer:
+        if not layer:
+            return torch.randn(tokens, self.width_in, device=device), {}
+        if not isinstance(self.model, Diffusion):
             raise UserError(
                 f"{self.unit}: its module cannot be measured alone, for its targets are not known"
             )
-        return torch.randn(tokens, self.width_in, device=device), {}
+        items = max(1, tokens // self.tokens_per_item)
+        rows = torch.randn(items * self.tokens_per_item, self.width, device=device)
+        return rows, self.model.example(items, device)
 
     def part_name(self, part: str) -> str:
         return f"{self.unit}.connector" if part == "connector" else f"{self.unit}.generator"

@@ -29,6 +29,7 @@ from dilatant.models.chunked_head import (
 from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, Positions, token_places
+from dilatant.models.queries import Queries, number_queries
 from dilatant.models.random_draws import Spread
 from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
@@ -74,7 +75,8 @@ class LanguageStage(Stage):
     """Layers of the language model.
 
     model: slice of the causal language model. placeholder_ids: unit → the id that stands for one token of it.
-    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. container:
+    outputs: unit that takes rows from here → the id of the tokens whose last hidden states it takes. queries: what
+    stands at those of some units on the first stage; their ids are beyond the vocabulary. container:
     path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
     where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
     vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
@@ -105,6 +107,7 @@ class LanguageStage(Stage):
         is_last: bool = True,
         loss_chunk: int | None = LOSS_CHUNK,
         routers: str | None = None,
+        queries: Queries | None = None,
         decoder: str | None = None,
         positions: Positions | None = None,
         grids: frozenset[str] = frozenset(),
@@ -113,6 +116,7 @@ class LanguageStage(Stage):
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
+        self.queries = queries
         self.placeholder_ids = dict(placeholder_ids)
         self.outputs = dict(outputs)
         self.container = container
@@ -140,12 +144,17 @@ class LanguageStage(Stage):
         row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
         attention = self.attention_of([sample.input_ids for sample in packed])
+        query_of = None
+        if self.is_first and self.queries is not None:
+            query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
         if self.context.ranks is not None:
             mask = attention[PLAN_KEYWORD].mask
             assert self.row_attention is not None
             row = row.shared(
                 mask, self.context.ranks, [*self.placeholder_ids.values()], self.row_attention.placement
             )
+            assert row.share is not None
+            query_of = None if query_of is None else row.share.take(query_of, -1)
             attention = {PLAN_KEYWORD: row.share}
             # Also those of which this rank has no row, so that all ranks have the same to differentiate.
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
@@ -166,6 +175,7 @@ class LanguageStage(Stage):
             places=find_places(row.ids.numpy(), self.placeholder_ids, data.device) if self.is_first else None,
             predicted_at=None if wanted is None else to_device(wanted, data.device),
             router_logits=router_logits,
+            query_of=query_of,
             **attention,
         )
         losses = {}
@@ -225,6 +235,7 @@ class LanguageStage(Stage):
         sample_ids: Sequence[str] | None = None,
         places: Mapping[str, Tensor] | None = None,
         router_logits: list[Tensor] | None = None,
+        query_of: Tensor | None = None,
         **attention_kwargs: Any,
     ) -> Tensor | MultimodalOutput:
         """The first stage takes `input_ids` [batch, tokens] and `rows`, unit → [encoder tokens, hidden]; later
@@ -233,10 +244,10 @@ class LanguageStage(Stage):
 
         Returns hidden states, and on the last stage loss, logits and, if wanted, what the head is given.
         predicted_at: int64 [positions] of a packed row, for which the likeliest next tokens are wanted, and
-        nothing else. places: see `merge_rows`. router_logits: a list that takes those of each router here,
-        [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already. They may
-        lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the device
-        to find the targets. Raises UserError where rows do not fit.
+        nothing else. places: see `merge_rows`; query_of: see `Queries.put`. router_logits: a list that takes those of
+        each router here, [tokens, experts]. targets: int64 [tokens] of a packed row, labels that are shifted already.
+        They may lie on the host, as labels may if `lengths` of a packed row are given: then nothing waits for the
+        device to find the targets. Raises UserError where rows do not fit.
         """
         if self.is_first:
             assert input_ids is not None
@@ -248,6 +259,7 @@ class LanguageStage(Stage):
                 lengths=lengths,
                 sample_ids=sample_ids,
                 places=places,
+                query_of=query_of,
             )
         run: dict[str, Any] = {
             "inputs_embeds": hidden,
@@ -300,6 +312,12 @@ class LanguageStage(Stage):
             logits = logits_of(head, hidden)
         return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted)
 
+    @property
+    def _outside_vocabulary(self) -> dict[str, int]:
+        """The ids whose embeddings are not looked up."""
+        asked = () if self.queries is None else self.queries.counts
+        return {**self.placeholder_ids, **{name: self.outputs[name] for name in asked}}
+
     def embed(
         self,
         input_ids: Tensor,
@@ -307,9 +325,10 @@ class LanguageStage(Stage):
         lengths: Sequence[int] | None = None,
         sample_ids: Sequence[str] | None = None,
         places: Mapping[str, Tensor] | None = None,
+        query_of: Tensor | None = None,
         **inputs: Tensor | None,
     ) -> Tensor:
-        """Token embeddings with encoder rows merged in: [batch, tokens, hidden]."""
+        """Token embeddings with encoder rows and queries merged in: [batch, tokens, hidden]."""
         if self.before_language_model is not None:
             given = {"input_ids": input_ids, **{k: v for k, v in inputs.items() if v is not None}}
             given = self.before_language_model(dict(rows), given)
@@ -318,7 +337,12 @@ class LanguageStage(Stage):
             if given["input_ids"] is not input_ids:
                 input_ids, places = given["input_ids"], None
         look_up = self.model.get_input_embeddings()
-        embeddings = look_up(without_placeholders(input_ids, self.placeholder_ids))
+        embeddings = look_up(without_placeholders(input_ids, self._outside_vocabulary))
+        if self.queries is not None:
+            if query_of is None:
+                ids = input_ids.flatten().cpu().numpy()
+                query_of = number_queries(ids, self.outputs, self.queries.counts)
+            embeddings = self.queries.put(embeddings, query_of)
         width = embeddings.shape[-1]
         first = {name: each[:, :width] for name, each in rows.items()} if self.taps else rows
         merged = merge_rows(embeddings, input_ids, self.placeholder_ids, first, lengths, sample_ids, places)
@@ -333,7 +357,7 @@ class LanguageStage(Stage):
 class LanguageUnit(Unit, LanguageStage):
     """The language model: layers `embedding`, `layers.<i>`, `head` (final norm and language-model head)."""
 
-    parts = ("model",)
+    parts: tuple[str, ...] = ("model",)
     model: PreTrainedModel
     generating_attention: str | None
     """The attention implementation that `generate` decodes with, where it is not the model's own."""
@@ -345,22 +369,33 @@ class LanguageUnit(Unit, LanguageStage):
         placeholder_ids: Mapping[str, int],
         before_language_model: BeforeLanguageModel | None = None,
         outputs: Mapping[str, int] | None = None,
+        queries: Mapping[str, int] | None = None,
         decoder: str | None = None,
         positions: Positions | None = None,
         taps: int = 0,
     ) -> None:
+        """queries: unit of `outputs` that learned queries ask for → how many for an item."""
         structure = find_structure(model)
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        asked = None
+        if queries:
+            with torch.device("meta"):
+                asked = Queries(queries, width)
+        weights = name_weights(name, model, structure, "head", None)
+        layer = f"{name}.embedding"
+        own = tuple(Weight(f"{layer}.queries.{unit}", layer, "queries", unit) for unit in queries or ())
         super().__init__(
             unit=name,
             layers=tuple(f"{name}.{layer}" for layer in ("embedding", *blocks, "head")),
-            weights=name_weights(name, model, structure, "head", None),
+            weights=(*own, *weights),
             model=model,
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
             # Of a whole model, its head runs behind all that it does between towers and text model.
             container=structure.containers[-1] if decoder is None else model.base_model_prefix,
             before_language_model=before_language_model,
+            queries=asked,
             decoder=decoder,
             positions=positions,
             grids=frozenset() if positions is None else frozenset(map(grid_part, placeholder_ids)),
@@ -368,7 +403,8 @@ class LanguageUnit(Unit, LanguageStage):
             blocks_path=structure.blocks,
         )
         self.structure = structure
-        self.width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        self.width = width
+        self.parts = ("model",) if asked is None else ("model", "queries")
         self.inputs = tuple(placeholder_ids)
         self.losses = {name: Loss(_target_tokens)}
         self.routers = f"{name}.router" if has_router_loss(model) else None
@@ -401,7 +437,14 @@ class LanguageUnit(Unit, LanguageStage):
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
 
     def part_name(self, part: str) -> str:
-        return self.unit
+        if self.queries is None:
+            return self.unit
+        return f"{self.unit}.{part}"
+
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        yield from super().pieces()
+        if self.queries is not None:
+            yield self.layers[0], "queries"
 
     def freeze(self) -> None:
         """Stop the language model from training."""
@@ -442,6 +485,7 @@ class LanguageUnit(Unit, LanguageStage):
             is_last=is_last,
             loss_chunk=self.loss_chunk,
             routers=self.routers,
+            queries=self.queries if is_first else None,
             decoder=self.decoder,
             positions=self.positions,
             grids=self.grids,

@@ -136,6 +136,9 @@ def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
 
 def _reset(piece: nn.Module, layer: str) -> None:
     """torch's own initialisation, for what belongs to no family. Raises UserError where a module has none."""
+    if hasattr(piece, "draw_weights"):  # it draws all that is in it, and what is computed once
+        cast(Any, piece).draw_weights()
+        return
     for name, module in piece.named_modules():
         if hasattr(module, "reset_parameters"):
             cast(Any, module).reset_parameters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -23,6 +24,7 @@ from dilatant.models.language import BeforeLanguageModel, LanguageUnit, Multimod
 from dilatant.models.materialize import materialize
 from dilatant.models.merge import prepend_placeholders
 from dilatant.models.saving import load_model, save_model
+from dilatant.models.saving_generators import read_connectors
 from dilatant.models.sources import load_language_model
 from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
@@ -76,25 +78,36 @@ class MultimodalModel(nn.Module):
             else encoder.placeholder_id
             for position, (name, encoder) in enumerate(self.encoders.items())
         }
-        _check_names(self.encoders, generators, self.placeholder_ids, embedding.num_embeddings)
+        self.generators = {
+            name: replace(generator, token_id=embedding.num_embeddings + len(self.encoders) + position)
+            if generator.token_id is None
+            else generator
+            for position, (name, generator) in enumerate(generators.items())
+        }
+        queries = {
+            name: given.tokens_per_item for name, given in generators.items() if given.token_id is None
+        }
+        _check_names(
+            self.encoders, self.generators, [*queries], self.placeholder_ids, embedding.num_embeddings
+        )
         units: dict[str, Unit] = {
             name: build_encoder(name, encoder, embedding.embedding_dim)
             if self.whole is None
             else self.whole.encoder(name)
             for name, encoder in self.encoders.items()
         }
-        outputs = {name: generator.token_id for name, generator in generators.items()}
         units[LANGUAGE] = LanguageUnit(
             LANGUAGE,
             llm,
             self.placeholder_ids,
             before_language_model,
-            outputs,
+            self.output_ids,
+            queries,
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
             taps=0 if self.whole is None else self.whole.taps,
         )
-        for name, generator in generators.items():
+        for name, generator in self.generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
         self.graph = ModelGraph.of(units.values(), anchor=LANGUAGE)
         if device == "cpu":
@@ -107,6 +120,11 @@ class MultimodalModel(nn.Module):
         if name not in self.units:
             raise KeyError(f"no unit {name!r}; there are {', '.join(self.units)}")
         return self.units[name]
+
+    @property
+    def output_ids(self) -> dict[str, int]:
+        """Generator → the id at whose places it takes rows of the language model."""
+        return {name: given.token_id for name, given in self.generators.items() if given.token_id is not None}
 
     @property
     def language(self) -> LanguageUnit:
@@ -244,12 +262,11 @@ class MultimodalModel(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
-        if self.graph.behind_anchor:
-            raise UserError(
-                f"{', '.join(self.graph.behind_anchor)}: a model with generators cannot be saved yet"
-            )
         units = {name: (encoder, cast(EncoderUnit, self[name])) for name, encoder in self.encoders.items()}
-        save_model(Path(folder), self.language, units, self.tokenizer, self.media_attention)
+        drawn = {
+            name: (generator, cast(GeneratorUnit, self[name])) for name, generator in self.generators.items()
+        }
+        save_model(Path(folder), self.language, units, drawn, self.tokenizer, self.media_attention)
 
     @classmethod
     def from_pretrained(
@@ -269,7 +286,9 @@ class MultimodalModel(nn.Module):
             before_language_model=before_language_model,
             seed=0,
             media_attention=saved.media_attention,
+            generators=saved.generators,
         )
+        read_connectors(Path(folder), model.language, {name: model[name] for name in saved.generators})
         for name, state in saved.projectors.items():
             try:
                 model[name].projector.load_state_dict(state, assign=True)
@@ -279,6 +298,10 @@ class MultimodalModel(nn.Module):
                     f"{str(folder)!r}: {name}: the file does not hold the projector's weights: {reason}"
                 ) from None
         return model
+
+    def attention_of_batch(self, input_ids: Tensor) -> Mapping[str, Any]:
+        """Keywords for the attention over texts without padding: [batch, tokens]."""
+        return self._attention_of(input_ids, None, torch.ones_like(input_ids))
 
     def _attention_of(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
@@ -345,9 +368,11 @@ class MultimodalModel(nn.Module):
 def _check_names(
     encoders: Mapping[str, Encoder],
     generators: Mapping[str, Generator],
+    asked: Sequence[str],
     placeholder_ids: Mapping[str, int],
     vocabulary: int,
 ) -> None:
+    """asked: generators with learned queries, whose ids are ours."""
     names = [*encoders, *generators]
     problems = [
         f"name {name!r} cannot be used; take a plain word such as 'vision'"
@@ -358,7 +383,11 @@ def _check_names(
     problems += [
         f"generator {name!r}: token_id {generator.token_id} is not in the vocabulary of {vocabulary}"
         for name, generator in generators.items()
-        if not 0 <= generator.token_id < vocabulary or generator.token_id in placeholder_ids.values()
+        if generator.token_id is not None
+        and (
+            (name not in asked and not 0 <= generator.token_id < vocabulary)
+            or generator.token_id in placeholder_ids.values()
+        )
     ]
     problems += [
         f"generator {name!r}: {key} is {value}; it must be {wanted}"

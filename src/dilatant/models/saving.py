@@ -5,6 +5,7 @@
       language/                the language model and its tokenizer, as transformers saves them
       <encoder>/               each encoder and its processor, as transformers saves them
       projectors/<encoder>.safetensors
+      <generator>/, connectors/   see `saving_generators`
 
 Nothing is pickled. What is code (callbacks, projectors that are modules of the user's) is named, and must be given
 again when the model is loaded.
@@ -27,7 +28,9 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
+from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.language import LanguageUnit
+from dilatant.models.saving_generators import load_generators, save_generators
 from dilatant.models.sources import load_encoder, load_language_model
 
 FORMAT = 1
@@ -38,25 +41,27 @@ _CODE = ("projector", "adapter", *_CALLBACKS)
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """What a folder holds. projectors: encoder → state dict."""
+    """What a folder holds. projectors: encoder → state dict. What joins generators is read by `read_connectors`."""
 
     encoders: dict[str, Encoder]
     language_model: PreTrainedModel
     tokenizer: Any
     media_attention: str
     projectors: dict[str, dict[str, Tensor]]
+    generators: dict[str, Generator]
 
 
 def save_model(
     folder: Path,
     language: LanguageUnit,
     encoders: Mapping[str, tuple[Encoder, EncoderUnit]],
+    generators: Mapping[str, tuple[Generator, GeneratorUnit]],
     tokenizer: Any,
     media_attention: str,
 ) -> None:
     """Write the layout above into `folder`, made if need be; tokenizer and processors where the model has them.
 
-    Raises UserError for an encoder that is no transformers model.
+    Raises UserError for an encoder that is no transformers model, and a generator that is not of diffusers.
     """
     own = [name for name, (_, unit) in encoders.items() if unit.structure is None]
     if own:
@@ -85,6 +90,7 @@ def save_model(
     manifest = {
         "format": FORMAT,
         "encoders": entries,
+        "generators": save_generators(folder, language, generators),
         "code": ["before_language_model"] if language.before_language_model is not None else [],
         "media_attention": media_attention,
     }
@@ -129,6 +135,11 @@ def load_model(
         _load_tokenizer(folder / "language"),
         manifest.get("media_attention", "causal"),
         {name: _read_projector(folder / "projectors" / f"{name}.safetensors", dtype) for name in encoders},
+        load_generators(
+            folder,
+            manifest.get("generators", {}),
+            {name: given.get("connector") for name, given in code.items()},
+        ),
     )
 
 
@@ -151,8 +162,14 @@ def _check_code(
     before_language_model: Callable[..., Any] | None,
 ) -> None:
     entries = manifest["encoders"]
-    problems = [f"there is no encoder {name!r} to give code to" for name in code if name not in entries]
+    drawn = manifest.get("generators", {})
+    problems = [
+        f"there is no encoder {name!r} to give code to" for name in code if name not in (*entries, *drawn)
+    ]
     for name, given in code.items():
+        if name in drawn:
+            problems += [f"{name}: {key!r} is not 'connector'" for key in given if key != "connector"]
+            continue
         problems += [f"{name}: {key!r} is not one of {', '.join(_CODE)}" for key in given if key not in _CODE]
     for name, entry in entries.items():
         needed = [*entry["code"], *(["projector"] if entry["projector"] is None else [])]

@@ -15,10 +15,11 @@ from dilatant.config.recompute import Recompute
 from dilatant.data.blend import Blend, StreamBlend, open_blend
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
+from dilatant.data.image_target import ImageTarget, image_target
 from dilatant.data.sample import MediaUnit
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.tokenizer import load_tokenizer
-from dilatant.models.build import build_model, open_whole
+from dilatant.models.build import build_model, open_whole, picture_nets, token_of
 from dilatant.models.geometry import EncoderGeometry, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured, place_rows
@@ -53,6 +54,7 @@ def assemble_samples(config: Config) -> Samples:
         units=media_units(config.model, tokenizer),
         train_on=config.data.train_on,
         max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
+        targets=image_targets(config.model, tokenizer),
     )
     return Samples(tokenizer, encoding, train, held_out)
 
@@ -79,6 +81,13 @@ def with_sizes(config: Config, samples: Samples, progress: Progress = lambda don
         train_sizes=sizes(samples.train, samples.encoding),
         held_out_sizes=sizes(samples.held_out, samples.held_out_encoding),
     )
+    for target in samples.encoding.targets:
+        sizes_of = sized.train_sizes
+        if sizes_of is not None and not sizes_of.of(target.name).any():
+            raise UserError(
+                f"model.generators.{target.name}: no sample of data.train has an {target.kind} in an assistant's turn, "
+                "so it would never learn to draw; add such samples, or remove the generator"
+            )
     if config.data.on_error == "error":
         found = [
             f"{name}: {why}"
@@ -106,8 +115,10 @@ def assemble_model(config: Config, samples: Samples, hollow: bool = False) -> Mu
     attend_as_configured(model, config.model.text)
     place_rows(model, config.parallel.placement)
     seen = {unit.name: unit.placeholder_id for unit in samples.encoding.units}
-    if seen != model.placeholder_ids:
-        raise RuntimeError(f"data places {seen}, the model expects {model.placeholder_ids}")
+    seen |= {target.name: target.placeholder_id for target in samples.encoding.targets}
+    expected = {**model.placeholder_ids, **model.output_ids}
+    if seen != expected:
+        raise RuntimeError(f"data places {seen}, the model expects {expected}")
     for name, how in recompute_by_unit(config, model.units).items():
         model.units[name].recompute(how or "none")
     model.language.loss_chunk = config.train.loss_chunk
@@ -151,6 +162,28 @@ def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
         _media_unit(name, entry, vocabulary + position)
         for position, (name, entry) in enumerate(config.encoders.items())
     )
+
+
+def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...]:
+    """What each generator draws, from configs alone. Raises UserError that names the key."""
+    if not config.generators:
+        return ()
+    first = _vocabulary(config, len(tokenizer)) + len(config.encoders)
+    targets = []
+    for position, (name, seen) in enumerate(picture_nets(config).items()):
+        entry = config.generators[name]
+        token = token_of(entry, tokenizer, f"model.generators.{name}", position)
+        targets.append(
+            image_target(
+                name,
+                placeholder_id=first + position if token is None else token,
+                tokens_per_item=entry.tokens_per_item,
+                start=entry.start,
+                marker=entry.marker,
+                pixels=seen.pixels,
+            )
+        )
+    return tuple(targets)
 
 
 def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:

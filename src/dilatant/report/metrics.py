@@ -10,10 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`step` counts from 1. `tokens` by unit; `tokens_per_second` counts the language model's tokens. skipped_updates:
-    steps so far whose loss or gradient was not finite, which changed nothing. `busy` and `waited` are those of
-    `StepShares`. predicted_seconds: of the step's actions and gradient sync, which `step_seconds` holds with the wait
-    for data and the update. drift: unit → measured over predicted seconds of its actions. warning: of it, once."""
+    """`step` counts from 1. losses: what `loss` is the weighted sum of, by name, where that is more than one. `tokens`
+    by unit; `tokens_per_second` counts the language model's tokens. skipped_updates: steps so far whose loss or
+    gradient was not finite, which changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of
+    the step's actions and gradient sync, which `step_seconds` holds with the wait for data and the update. drift:
+    unit → measured over predicted seconds of its actions. warning: of it, once."""
 
     step: int
     total_steps: int
@@ -31,6 +32,7 @@ class StepMetrics:
     epoch: float
     busy: Mapping[str, float] = field(default_factory=dict)
     waited: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
     predicted_seconds: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
@@ -42,6 +44,9 @@ class StepMetrics:
             record.pop(name)
         for name in ("loss", "grad_norm"):  # JSON has no word for what is not finite
             record[name] = record[name] if math.isfinite(record[name]) else None
+        record["losses"] = {
+            name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
+        }
         unknown = {"predicted_seconds"} if self.predicted_seconds is None else set()
         return {name: value for name, value in record.items() if value != {} and name not in unknown}
 
@@ -52,7 +57,9 @@ class StepMetrics:
             if name == "step" or value is None:
                 continue
             if isinstance(value, Mapping):
-                flat |= {f"{name}/{key}": float(number) for key, number in value.items()}
+                flat |= {
+                    f"{name}/{key}": float(number) for key, number in value.items() if number is not None
+                }
             else:
                 flat[f"train/{name}"] = float(value)
         return flat

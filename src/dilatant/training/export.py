@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError
 from transformers.utils import logging
@@ -20,12 +20,14 @@ from dilatant.config import Config, UserError
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
+from dilatant.data.image_target import image_target
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processor_settings import processor_settings, size_limits
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import source_dtypes
+from dilatant.models.diffusion import Diffusion
 from dilatant.models.dtype import hold_in
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
@@ -98,7 +100,11 @@ def export_model(
                 {
                     "encoders": {
                         unit.name: {"kind": unit.kind, "marker": unit.marker} for unit in encoding.units
-                    }
+                    },
+                    "generators": {
+                        target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}
+                        for target in encoding.targets
+                    },
                 },
             )
             if model.whole is None or source is None:
@@ -109,18 +115,19 @@ def export_model(
 
 def load_exported(folder: Path) -> Exported:
     """Read what `export_model` wrote. Raises UserError."""
-    markers = _read_markers(folder)
     if (folder / "config.json").is_file():
+        _read_conversation(folder)
         return _load_whole(folder)
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{str(folder)!r} holds an adapter alone (model.lora.merge: false); load it with peft on its base model, "
             "or export the merged model"
         )
+    markers, drawn = _read_conversation(folder)
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
-    if markers.keys() != model.encoders.keys():
-        raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other encoders")
+    if markers.keys() != model.encoders.keys() or drawn.keys() != model.generators.keys():
+        raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other units")
     if model.media_attention != "causal":
         use_row_attention(model)
     units = []
@@ -137,7 +144,18 @@ def load_exported(folder: Path) -> Exported:
             )
         )
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
-    return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units)))
+    targets = tuple(
+        image_target(
+            name,
+            placeholder_id=model.output_ids[name],
+            tokens_per_item=model.generators[name].tokens_per_item,
+            start=entry["start"],
+            marker=entry["marker"],
+            pixels=cast(Diffusion, model[name].model).pixels,
+        )
+        for name, entry in drawn.items()
+    )
+    return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units), targets=targets))
 
 
 def _load_whole(folder: Path) -> Exported:
@@ -150,13 +168,18 @@ def _load_whole(folder: Path) -> Exported:
     return Exported(model, tokenizer, encoding)
 
 
-def _read_markers(folder: Path) -> dict[str, str]:
-    """Encoder → the text that stands for its media in a prompt."""
+def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Encoder → the text that stands for its media in a prompt; generator → marker, and what is written before it."""
     try:
-        entries = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))["encoders"]
-        markers = {name: entry["marker"] for name, entry in entries.items()}
-        if all(isinstance(marker, str) for marker in markers.values()):
-            return markers
+        content = json.loads((folder / CONVERSATION).read_text(encoding="utf-8"))
+        markers = {name: entry["marker"] for name, entry in content["encoders"].items()}
+        drawn = {
+            name: {key: entry[key] for key in ("marker", "start")}
+            for name, entry in content.get("generators", {}).items()
+        }
+        texts = [*markers.values(), *(text for entry in drawn.values() for text in entry.values())]
+        if all(isinstance(text, str) for text in texts):
+            return markers, drawn
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise UserError(

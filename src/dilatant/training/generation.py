@@ -46,7 +46,7 @@ def generate_answers(
         attention_mask[row, longest - len(ids) :] = 1
     written = model.generate(
         input_ids.to(device),
-        encoder_inputs=_encoder_inputs(prompts, device),
+        encoder_inputs=encoder_inputs(prompts, device),
         attention_mask=attention_mask.to(device),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
@@ -56,9 +56,10 @@ def generate_answers(
     return tokenizer.batch_decode(written, skip_special_tokens=True)
 
 
-def _encoder_inputs(
+def encoder_inputs(
     prompts: Sequence[EncodedPrompt], device: torch.device
 ) -> dict[str, dict[str, torch.Tensor]]:
+    """The media of all prompts, as encoders take them: unit → keyword → [items, ...]."""
     collected: dict[str, dict[str, list[EncoderInput]]] = {}
     for prompt in prompts:
         for unit, inputs in prompt.sample.media.items():

@@ -20,9 +20,11 @@ from transformers.utils.hub import cached_file
 
 from dilatant.config import ModelConfig
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.model import GeneratorConfig
 from dilatant.models.lora import PREFIX, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.picture_nets import pretrained_weights, read_source
 from dilatant.models.sources import load_encoder, load_language_model
 from dilatant.models.unit import Unit
 from dilatant.models.whole_files import stored_keys
@@ -72,7 +74,23 @@ def read_pretrained(
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
+    for name, entry in config.generators.items():
+        weights |= _of_generator(model, name, entry, held)
     return weights
+
+
+def _of_generator(
+    model: MultimodalModel, name: str, entry: GeneratorConfig, held: Mapping[str, Box]
+) -> dict[str, Tensor]:
+    """A generator is one stage: whoever holds any of its net holds all of it, and diffusers reads it whole."""
+    unit = model.units[name]
+    wanted = [weight for weight in unit.weights if weight.part == "model" and weight.name in held]
+    where = f"model.generators.{name}"
+    source = read_source(where, entry.id, entry.config, entry.vae)
+    if not wanted or (source.folder is None and source.vae_folder is None):
+        return {}
+    stored = pretrained_weights(source, where)
+    return {w.name: part(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
 
 
 def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:

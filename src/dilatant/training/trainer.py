@@ -362,6 +362,7 @@ class Trainer:
             step=self.step,
             total_steps=self.total_steps,
             loss=result.loss,
+            losses=result.losses if len(result.losses) > 1 else {},
             grad_norm=result.grad_norm,
             learning_rates={label: rate * peak for label, peak in self._peak_rates.items()},
             step_seconds=seconds,

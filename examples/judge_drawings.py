@@ -1,0 +1,53 @@
+"""How many of the digits that an exported model draws are recognised?
+
+    python examples/judge_drawings.py runs/draw/export 50
+
+The judge is a classifier trained on scikit-learn's real scans; the share of real scans it was not trained on that it
+recognises is printed beside. Any judge can be put in its place: a function from pictures to what they show.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from digits_to_draw import HELD_OUT_EVERY, WORDS
+from sklearn.datasets import load_digits
+from sklearn.svm import SVC
+
+from dilatant.data.encode import encode_prompt
+from dilatant.data.sample import Sample, Turn
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.sampling import Drawing
+from dilatant.training.drawing import draw_items, rows_after
+from dilatant.training.export import Exported, load_exported
+
+
+def recognised(exported: Exported, count: int, guidance: float = 2.0, steps: int = 20) -> tuple[float, float]:
+    """The share of drawn digits that the judge recognises, `count` of each, and that of real ones."""
+    digits = load_digits()
+    held_out = np.arange(len(digits.target)) % HELD_OUT_EVERY == 0
+    judge = SVC(gamma=0.001, C=10).fit(digits.data[~held_out], digits.target[~held_out])
+    real = judge.score(digits.data[held_out], digits.target[held_out])
+    (target,) = exported.encoding.targets
+    model = exported.model
+    assert isinstance(model, MultimodalModel)
+    right = []
+    for label, word in enumerate(WORDS):
+        asked = Sample("judge", (Turn("user", (f"draw a {word}",)),))
+        rows = rows_after(model, encode_prompt(asked, exported.encoding), target, exported.tokenizer)
+        keys = [f"{word} {number}" for number in range(count)]
+        drawn = draw_items(model[target.name], rows.expand(count, -1, -1), Drawing(steps, guidance), keys)
+        pixels = (drawn.flatten(1).numpy() + 1) * 8
+        right.append(float((judge.predict(pixels) == label).mean()))
+    return float(np.mean(right)), real
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    exported = load_exported(Path(sys.argv[1]))
+    for guidance in (1.0, 2.0):
+        share, real = recognised(exported, int(sys.argv[2]), guidance)
+        print(f"guidance {guidance:g}: {share:.3f} of drawn digits recognised, {real:.3f} of real ones")

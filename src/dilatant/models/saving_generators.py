@@ -1,0 +1,122 @@
+"""Generators on disk: nets as diffusers writes them, and beside them what joins them to the language model.
+
+folder/
+  <generator>/             the net, as diffusers saves it
+  <generator>/vae/         its autoencoder, if it has one
+  <generator>/scheduler/   which scheduler of diffusers draws with it
+  connectors/<generator>.safetensors   connector, learned queries, pooled condition
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dilatant.config.errors import UserError
+from dilatant.models.diffusion import Diffusion
+from dilatant.models.generator import Generator, GeneratorUnit
+from dilatant.models.language import LanguageUnit
+from dilatant.models.picture_nets import (
+    build_diffusion,
+    look_at,
+    read_source,
+    scheduler_settings,
+    write_json,
+)
+
+
+def save_generators(
+    folder: Path, language: LanguageUnit, generators: Mapping[str, tuple[Generator, GeneratorUnit]]
+) -> dict[str, Any]:
+    """Write the layout above into `folder`; returns what the manifest says of them. Raises UserError for a generator
+    that is a module of the user's own."""
+    entries = {}
+    for name, (given, unit) in generators.items():
+        if not isinstance(unit.model, Diffusion):
+            raise UserError(
+                f"{name}: a module of your own has no layout of diffusers; save its state_dict() yourself"
+            )
+        net: Any = unit.model.net
+        net.save_pretrained(folder / name)
+        if unit.model.vae is not None:
+            unit.model.vae.save_pretrained(folder / name / "vae")
+        settings = scheduler_settings(unit.model.objective)
+        write_json(folder / name / "scheduler" / "scheduler_config.json", settings)
+        (folder / "connectors").mkdir(exist_ok=True)
+        state = {
+            key: tensor.detach().contiguous()
+            for key, tensor in _joining(language, name, unit, unit.model).items()
+        }
+        save_file(state, folder / "connectors" / f"{name}.safetensors", {"format": "pt"})
+        asked = language.queries is not None and name in language.queries.counts
+        entries[name] = {
+            "connector": given.connector if isinstance(given.connector, str) else None,
+            "tokens_per_item": given.tokens_per_item,
+            "token_id": None if asked else given.token_id,
+            "loss_weight": given.loss_weight,
+            "objective": unit.model.objective,
+            "drop": unit.model.drop,
+        }
+    return entries
+
+
+def load_generators(
+    folder: Path, entries: Mapping[str, Any], connectors: Mapping[str, Any]
+) -> dict[str, Generator]:
+    """What `save_generators` wrote, by the manifest's `entries`. connectors: those that are modules of the user's, by
+    name. Raises UserError."""
+    generators = {}
+    for name, entry in entries.items():
+        where = f"{folder}: {name}"
+        seen = look_at(read_source(where, str(folder / name), None, None), where)
+        connector = entry["connector"] or connectors.get(name)
+        if connector is None:
+            raise UserError(
+                f"{where}: the connector is code; give it again as code={{{name!r}: {{'connector': ...}}}}"
+            )
+        generators[name] = Generator(
+            build_diffusion(seen, where, entry["objective"], entry["drop"], hollow=False),
+            entry["token_id"],
+            seen.width,
+            connector,
+            entry["tokens_per_item"],
+            entry["loss_weight"],
+        )
+    return generators
+
+
+@torch.no_grad()
+def read_connectors(folder: Path, language: LanguageUnit, units: Mapping[str, GeneratorUnit]) -> None:
+    """Give the generators what joins them to the language model. Raises UserError."""
+    for name, unit in units.items():
+        assert isinstance(unit.model, Diffusion)
+        path = folder / "connectors" / f"{name}.safetensors"
+        own = _joining(language, name, unit, unit.model)
+        try:
+            stored = load_file(path)
+        except (OSError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"{str(path)!r} does not hold the connector's weights: {reason}") from None
+        wrong = [key for key in own if key not in stored or stored[key].shape != own[key].shape]
+        if wrong or stored.keys() != own.keys():
+            raise UserError(
+                f"{str(path)!r} does not hold the connector's weights: {', '.join(wrong) or 'more'}"
+            )
+        for key, tensor in own.items():
+            tensor.copy_(stored[key])
+
+
+def _joining(language: LanguageUnit, name: str, unit: GeneratorUnit, model: Diffusion) -> dict[str, Tensor]:
+    """The weights that are neither the language model's nor the net's."""
+    state = {f"connector.{key}": tensor for key, tensor in unit.connector.state_dict().items()}
+    if model.pool is not None:
+        state |= {f"pool.{key}": tensor for key, tensor in model.pool.state_dict().items()}
+    if language.queries is not None and name in language.queries.counts:
+        state["queries"] = language.queries.get_parameter(name)
+    return state

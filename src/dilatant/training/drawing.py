@@ -1,0 +1,144 @@
+"""Answers of text and pictures: where the model writes what stands before a picture, its generator draws one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from dilatant.config.errors import UserError
+from dilatant.data.encode import EncodedPrompt
+from dilatant.data.image_target import ImageTarget
+from dilatant.models.diffusion import Diffusion, generator_of
+from dilatant.models.generator import GeneratorUnit
+from dilatant.models.language import MultimodalOutput
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.sampling import Drawing, draw
+from dilatant.models.stage import in_dtype_of
+from dilatant.training.generation import encoder_inputs
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class _Announced(StoppingCriteria):
+    """Ends a text where it announces a picture."""
+
+    def __init__(self, tokenizer: Any, targets: Sequence[ImageTarget]) -> None:
+        self._tokenizer = tokenizer
+        self._starts = tuple(target.start for target in targets)
+        self._longest = max((len(start.encode()) for start in self._starts), default=0)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        # A token may be as short as a byte.
+        tails = self._tokenizer.batch_decode(input_ids[:, -self._longest :], skip_special_tokens=True)
+        ends = [bool(self._starts) and tail.endswith(self._starts) for tail in tails]
+        return torch.tensor(ends, device=input_ids.device)
+
+
+MOST_PICTURES = 8
+"""In one answer: a model that never stops drawing is stopped."""
+
+
+@torch.no_grad()
+def answer_with_pictures(
+    model: MultimodalModel,
+    tokenizer: Any,
+    prompt: EncodedPrompt,
+    targets: Sequence[ImageTarget],
+    device: torch.device,
+    max_new_tokens: int,
+    how: Drawing,
+    seed: int = 0,
+    **generation: Any,
+) -> list[str | Image]:
+    """What the model answers, in order; texts without what announces a picture. Greedy unless `generation` says
+    otherwise. seed: of the noise. Raises UserError for a prompt of so many pictures that it cannot be an answer."""
+    ids = torch.as_tensor(prompt.sample.input_ids)[None].to(device)
+    inputs = encoder_inputs([prompt], device)
+    parts: list[str | Image] = []
+    for number in range(MOST_PICTURES + 1):
+        # An answer with pictures is not read again by encoders: what is drawn is known to the model by its queries.
+        written = model.generate(
+            ids,
+            encoder_inputs=inputs,
+            max_new_tokens=max_new_tokens,
+            stopping_criteria=StoppingCriteriaList([_Announced(tokenizer, targets)]),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **{"do_sample": False, **generation},
+        )
+        text = tokenizer.decode(written[0], skip_special_tokens=True)
+        target = next((target for target in targets if text.endswith(target.start)), None)
+        said = text if target is None else text[: -len(target.start)]
+        parts += [said] if said else []
+        if target is None:
+            return parts
+        if number == MOST_PICTURES:
+            break
+        places = torch.full((1, target.tokens_per_item), target.placeholder_id, device=device)
+        ids = torch.cat([ids, written, places], dim=1)
+        rows = rows_behind(model, ids, inputs, target)
+        parts.append(to_image(draw_items(model[target.name], rows, how, [f"picture {number}"], seed)[0]))
+    raise UserError(f"the model draws more than {MOST_PICTURES} pictures in one answer")
+
+
+def rows_behind(
+    model: MultimodalModel, ids: Tensor, inputs: dict[str, dict[str, Tensor]], target: ImageTarget
+) -> Tensor:
+    """What the language model says at the last item's places of texts of one length: [texts, k, hidden]. ids: [texts,
+    tokens], those places at their ends."""
+    was_training = model.training
+    model.eval()
+    try:
+        output = model.language(
+            ids,
+            model.encode(inputs),
+            attention_mask=torch.ones_like(ids),
+            return_logits=False,
+            return_hidden=True,
+            **model.attention_of_batch(ids),
+        )
+    finally:
+        model.train(was_training)
+    assert isinstance(output, MultimodalOutput)
+    assert output.hidden is not None
+    return output.hidden[:, -target.tokens_per_item :]
+
+
+def rows_after(model: MultimodalModel, prompt: EncodedPrompt, target: ImageTarget, tokenizer: Any) -> Tensor:
+    """What the language model says of a picture with which it answers a prompt at once: [1, k, hidden]."""
+    device = model.language.model.device
+    start = tokenizer.encode(target.start, add_special_tokens=False)
+    ids = [*prompt.sample.input_ids.tolist(), *start, *[target.placeholder_id] * target.tokens_per_item]
+    with torch.no_grad():
+        return rows_behind(
+            model, torch.tensor([ids], device=device), encoder_inputs([prompt], device), target
+        )
+
+
+def draw_items(unit: GeneratorUnit, rows: Tensor, how: Drawing, keys: Sequence[str], seed: int = 0) -> Tensor:
+    """Pictures of what the language model says, [items, k, hidden]: float32 [items, channels, height, width], -1 to 1.
+    keys: of each item's noise."""
+    net = unit.model
+    assert isinstance(net, Diffusion)
+    unit.eval()
+    with torch.no_grad():
+        told = unit.connector(in_dtype_of(unit.connector, rows))
+        noise = [
+            torch.from_numpy(generator_of(seed, key, unit.unit).standard_normal(net.shape, np.float32))
+            for key in keys
+        ]
+        return draw(net, in_dtype_of(net, told), torch.stack(noise).to(rows.device), how)
+
+
+def to_image(pixels: Tensor) -> Image:
+    """A picture of pixels [channels, height, width] of -1 to 1."""
+    from PIL import Image
+
+    values = ((pixels.cpu().numpy() + 1) * 127.5).round().clip(0, 255).astype(np.uint8)
+    return Image.fromarray(values[0] if len(values) == 1 else np.moveaxis(values, 0, -1))

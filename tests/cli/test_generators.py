@@ -1,0 +1,179 @@
+"""A model that draws, as a user drives it: trained in any layout, exported, asked for a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_project import Dilatant, tiny_config, write_images
+
+from tiny_nets import KL, NETS, SD3
+
+diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
+
+
+def write_requests(folder: Path, count: int = 8) -> None:
+    """Asks for the left or the right image in turn; some answers are only text."""
+    write_images(folder, count)
+    lines = []
+    for number in range(count):
+        picture = {"type": "image", "image": f"images/{number}.png"}
+        answer: list[Any] = [{"type": "text", "text": "no"}] if number % 4 == 3 else [picture]
+        asked = [
+            {"role": "user", "content": f"draw {'lr'[number % 2]}"},
+            {"role": "assistant", "content": answer},
+        ]
+        lines.append(json.dumps({"messages": asked}))
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def configure(folder: Path, generator: dict[str, Any] | None = None, **train: Any) -> Path:
+    config = tiny_config(**{"steps": 4, "save_steps": 2, "keep_checkpoints": 9, **train})
+    del config["model"]["encoders"]
+    config["model"]["generators"] = {"image": {"config": SD3, "tokens_per_item": 2, **(generator or {})}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+def losses(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line)["losses"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def drawing(tmp_path: Path) -> Path:
+    write_requests(tmp_path)
+    return tmp_path
+
+
+def test_layouts_and_resumes_draw_the_same_noise(drawing: Path, dilatant: Dilatant) -> None:
+    config = configure(drawing)
+    assert dilatant("train", config, "--set", "parallel=single")[0] == 0
+    alone = losses(drawing / "run")
+    assert [sorted(step) for step in alone] == [["image", "language"]] * 4
+    apart = ("--set", "parallel={units: {language: {pp: 2}, image: {pp: 1}}, microbatches: 2}")
+    assert dilatant("train", config, "--set", "output_dir=apart", *apart)[0] == 0
+    start = drawing / "run" / "checkpoints" / "step-00000002"
+    assert start.is_dir()
+    assert dilatant("train", config, "--set", "output_dir=resumed", "--set", f"train.resume={start}")[0] == 0
+    for found, expected in ((losses(drawing / "apart"), alone), (losses(drawing / "resumed"), alone[2:])):
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=1e-4)  # fp32 sums in another order, over four updates
+
+
+def test_an_export_draws_what_was_trained_and_diffusers_alone_reads_it(
+    drawing: Path, dilatant: Dilatant
+) -> None:
+    config = configure(drawing, steps=120, optimizer={"learning_rate": 0.02})
+    assert dilatant("train", config, "--set", "parallel=single", "--set", "train.save_steps=null")[0] == 0
+    export = drawing / "run" / "export"
+    net = diffusers.SD3Transformer2DModel.from_pretrained(export / "image")
+    (trained,) = (drawing / "run" / "checkpoints").glob("step-*/part-*/model.safetensors")
+    stored = load_file(trained)
+    for key, tensor in net.state_dict().items():
+        (found,) = (own for name, own in stored.items() if f"image.generator.net.{key}" in name)
+        assert torch.equal(tensor, found), key
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(export / "image" / "scheduler")
+    assert scheduler.config.shift == 1.0
+    code, out, _ = dilatant("generate", export, "--prompt", "draw l", "--out", drawing / "l.png", "--json")
+    assert code == 0
+    assert json.loads(out) == {"answer": f"[{drawing / 'l.png'}]", "images": [str(drawing / "l.png")]}
+    first = np.asarray(Image.open(drawing / "l.png"))
+    assert first.shape == (4, 4)
+    dilatant("generate", export, "--prompt", "draw l", "--out", drawing / "again.png")
+    assert np.array_equal(first, np.asarray(Image.open(drawing / "again.png")))
+    dilatant("generate", export, "--prompt", "draw l", "--out", drawing / "other.png", "--seed", "1")
+    assert not np.array_equal(first, np.asarray(Image.open(drawing / "other.png")))
+
+
+@pytest.mark.parametrize(
+    "family", ["pixart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana", "unet"))]
+)
+def test_pretrained_nets_and_their_autoencoders_begin_as_they_are(
+    family: str, drawing: Path, dilatant: Dilatant
+) -> None:
+    """A pipeline's folder, as diffusers writes it; what is frozen leaves as it came."""
+    settings, vae = NETS[family]
+    pipeline, export = drawing / "pipeline", drawing / "run" / "export" / "image"
+    net = getattr(diffusers, settings["_class_name"]).from_config(settings)
+    autoencoder = diffusers.AutoencoderKL.from_config(vae)
+    net.save_pretrained(pipeline / ("unet" if family == "unet" else "transformer"))
+    autoencoder.save_pretrained(pipeline / "vae")
+    diffusers.DDPMScheduler(prediction_type="v_prediction").save_pretrained(pipeline / "scheduler")
+    config = configure(drawing, {"config": None, "id": "pipeline"}, steps=2)
+    frozen = ("--set", "model.freeze=[image.generator]")
+    code, _, err = dilatant("train", config, "--set", "parallel=single", *frozen)
+    assert code == 0, err
+    scheduler = json.loads((export / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["prediction_type"] == "v_prediction"
+    for model, folder in ((net, export), (autoencoder, export / "vae")):
+        there = type(model).from_pretrained(folder).state_dict()
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(there[key], tensor), key
+
+
+def test_a_token_of_the_vocabulary_asks_as_well_as_queries(drawing: Path, dilatant: Dilatant) -> None:
+    config = configure(drawing, {"token": "~", "objective": "epsilon"}, steps=2)
+    assert dilatant("train", config, "--set", "parallel=single")[0] == 0
+    manifest = json.loads((drawing / "run" / "export" / "multimodal.json").read_text())
+    assert manifest["generators"]["image"]["token_id"] == ord("~")
+    assert (
+        dilatant("generate", drawing / "run" / "export", "--prompt", "draw l", "--max-new-tokens", "2")[0]
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("generator", "said"),
+    [
+        ({"config": {"num_layers": 1}}, "needs '_class_name'"),
+        ({"config": {**SD3, "patchsize": 2}}, "model.generators.image:\n  - 'patchsize' is not a setting"),
+        ({"id": "nowhere"}, "either 'id'"),
+        ({"config": None, "id": "./nowhere"}, "model.generators.image: './nowhere' is not here in diffusers' layout"),
+        ({"vae": KL}, "model.generators.image.vae: its latents have 4 channels, but the net draws 1"),
+        ({"token": "two"}, "model.generators.image.token: 'two' is 3 tokens"),
+        ({"drop": 2}, "model.generators.image.drop"),
+        ({"size": 2}, "unknown key 'model.generators.image.size'"),
+    ],
+)  # fmt: skip
+def test_a_generator_that_cannot_be_is_one_message(
+    generator: dict[str, Any], said: str, drawing: Path, dilatant: Dilatant
+) -> None:
+    code, _, err = dilatant("train", configure(drawing, generator))
+    assert code != 0
+    assert said in err.replace("\n    ", " ")
+    assert "Traceback" not in err
+    assert not (drawing / "run" / "checkpoints").exists()
+
+
+def test_data_without_a_picture_to_draw_are_told(drawing: Path, dilatant: Dilatant) -> None:
+    (drawing / "train.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]})
+        + "\n"
+    )
+    code, _, err = dilatant("train", configure(drawing))
+    assert code != 0
+    assert "model.generators.image: no sample of data.train has an image in an assistant's turn" in err
+
+
+def test_diffusers_that_is_not_there_is_one_line(
+    drawing: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    code, _, err = dilatant("train", configure(drawing))
+    assert code != 0
+    assert 'pip install "dilatant[generators]"' in err
+
+
+def test_where_a_picture_goes_is_looked_at_first(tmp_path: Path, dilatant: Dilatant) -> None:
+    for out, said in (("x.txt", "must end with an image format"), ("no/x.png", "the folder does not exist")):
+        code, _, err = dilatant("generate", tmp_path, "--prompt", "draw", "--out", tmp_path / out)
+        assert code != 0
+        assert said in err

@@ -1,0 +1,189 @@
+"""What a net learns and how it draws are what diffusers' schedulers say, and hang on keys alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import LANGUAGE_MODELS
+
+from dilatant.config.errors import UserError
+from dilatant.models import Generator, MultimodalModel
+from dilatant.models.diffusion import Diffusion, alphas, draw_noise, mix
+from dilatant.models.materialize import materialize
+from dilatant.models.picture_nets import build_diffusion, look_at, read_source, scheduler_settings
+from dilatant.models.sampling import Drawing, draw
+from tiny_nets import KL, NETS, PIXART, SD3, UNET
+
+diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
+EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+"""Sums of a few float32 numbers near 1, in another order."""
+
+
+def _built(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 0) -> Diffusion:
+    seen = look_at(read_source("net", None, settings, vae), "net")
+    module = build_diffusion(seen, "net", objective, 0.1, hollow=True)
+    generator = Generator(module, None, seen.width, "linear", 2)
+    model = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=seed, generators={"image": generator})
+    return model["image"].model
+
+
+@pytest.mark.parametrize("objective", ["epsilon", "velocity"])
+def test_noisy_pictures_and_targets_are_those_of_diffusers(objective: Any) -> None:
+    scheduler = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    torch.testing.assert_close(
+        torch.tensor(alphas()), scheduler.alphas_cumprod.double(), rtol=1e-4, atol=1e-7
+    )
+    picture, noise, moments = torch.randn(5, 1, 4, 4), torch.randn(5, 1, 4, 4), torch.randn(5)
+    mixed = mix(objective, picture, noise, moments)
+    steps = mixed.times.long()
+    torch.testing.assert_close(mixed.seen, scheduler.add_noise(picture, noise, steps), **EXACT)
+    target = noise if objective == "epsilon" else scheduler.get_velocity(picture, noise, steps)
+    torch.testing.assert_close(mixed.target, target, **EXACT)
+
+
+def test_flow_is_a_straight_line_and_its_direction() -> None:
+    picture, noise, moments = torch.randn(5, 1, 4, 4), torch.randn(5, 1, 4, 4), torch.randn(5)
+    mixed = mix("flow", picture, noise, moments)
+    share = (mixed.times / 1000)[:, None, None, None]
+    torch.testing.assert_close(mixed.seen - share * mixed.target, picture, **EXACT)
+    torch.testing.assert_close(mixed.seen + (1 - share) * mixed.target, noise, **EXACT)
+
+
+@pytest.mark.parametrize("objective", ["flow", "epsilon", "velocity"])
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -> None:
+    """Its own scheduler, as it is exported, in the usual loop with guidance."""
+    net = _built(SD3, objective=objective).eval()
+    rows, noise = torch.randn(2, 3, 12), torch.randn(2, 1, 4, 4)
+    settings = scheduler_settings(objective)
+    scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
+    if objective == "flow":
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.1, 10))
+    else:
+        scheduler.set_timesteps(10)
+    seen = noise.clone()
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+
+            def say(given: torch.Tensor, seen: torch.Tensor = seen, t: Any = t) -> torch.Tensor:
+                pooled = net.pool(given.mean(1))
+                return net.net(seen, given, pooled, t.expand(2).float(), return_dict=False)[0]
+
+            told, untold = say(rows), say(torch.zeros_like(rows))
+            seen = scheduler.step(untold + guidance * (told - untold), t, seen, return_dict=False)[0]
+    drawn = draw(net, rows, noise, Drawing(10, guidance))
+    torch.testing.assert_close(
+        drawn, seen.clamp(-1, 1), rtol=1e-3, atol=1e-3
+    )  # its table of noise is float32
+
+
+def test_noise_hangs_on_seed_key_and_place_alone() -> None:
+    keys = [f"draw {number} item 0" for number in range(400)]
+    together = draw_noise(3, keys, (1, 4, 4), 0.25, "image", latent=True)
+    for number in (0, 17, 399):
+        alone = draw_noise(3, [keys[number]], (1, 4, 4), 0.25, "image", latent=True)
+        for name in ("values", "moments", "kept", "latent"):
+            assert torch.equal(getattr(alone, name)[0], getattr(together, name)[number])
+    for other in (
+        draw_noise(4, keys, (1, 4, 4), 0.25, "image"),
+        draw_noise(3, keys, (1, 4, 4), 0.25, "photo"),
+    ):
+        # Correlations of 6,400 independent numbers lie within 5 of their deviations.
+        both = torch.stack([together.values.flatten(), other.values.flatten()])
+        assert abs(torch.corrcoef(both)[0, 1].item()) < 5 / 80
+    assert abs(together.values.mean().item()) < 5 / 80
+    assert abs(together.values.var().item() - 1) < 5 * 2**0.5 / 80
+    assert abs(together.moments.var().item() - 1) < 5 * 2**0.5 / 20
+    assert abs(together.kept.float().mean().item() - 0.75) < 5 * 0.43 / 20
+    assert together.latent is not None
+    assert not torch.equal(together.latent, together.values)
+
+
+@pytest.mark.parametrize("family", NETS)
+def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
+    net, rows = _built(*NETS[family]).eval(), torch.randn(3, 2, 12)
+    pixels = torch.rand(3, *net.pixels) * 2 - 1
+    keys = ["a", "b", "c"]
+    together = net(rows, pixel_values=pixels, seed=1, keys=keys, place="image")
+    assert together.shape == (3,)
+    alone = [
+        net(rows[i : i + 1], pixel_values=pixels[i : i + 1], seed=1, keys=[keys[i]], place="image")
+        for i in range(3)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone), **EXACT)
+    together.sum().backward()
+    assert all(p.grad is None for p in net.parameters() if not p.requires_grad)
+    assert not any(p.requires_grad for name, p in net.named_parameters() if name.startswith("vae."))
+    drawn = draw(net, rows, torch.randn(3, *net.shape), Drawing(2, 2.0))
+    assert drawn.shape == (3, *net.pixels)
+
+
+@pytest.mark.parametrize("settings", [SD3, PIXART], ids=["persistent", "not persistent"])
+def test_positions_that_are_computed_once_survive_the_meta_device(settings: Any) -> None:
+    net = _built(settings, KL if settings is PIXART else None).net
+    real = getattr(diffusers, settings["_class_name"]).from_config(settings)
+    assert torch.equal(net.get_buffer("pos_embed.pos_embed"), real.get_buffer("pos_embed.pos_embed"))
+
+
+def test_random_weights_hang_on_the_seed_and_not_on_what_was_built_before() -> None:
+    first = _built(SD3, seed=5)
+    torch.randn(3)
+    again, other = _built(SD3, seed=5), _built(SD3, seed=6)
+    for (name, a), (_, b), (_, c) in zip(*(model.named_parameters() for model in (first, again, other))):
+        assert torch.equal(a, b), name
+        assert a.dim() < 2 or not a.any() or not torch.equal(a, c), name
+
+
+def test_a_hollow_generator_takes_no_memory_until_it_is_materialised() -> None:
+    seen = look_at(read_source("net", None, SD3, None), "net")
+    module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
+    generator = Generator(module, None, 12, "linear", 2)
+    model = MultimodalModel(
+        {},
+        LANGUAGE_MODELS["llama"],
+        seed=0,
+        device="meta",
+        generators={"image": generator},
+    )
+    assert all(p.is_meta for p in model.parameters())
+    materialize(model["image"], 0, 2, 0)
+    assert not any(t.is_meta for t in (*model["image"].parameters(), *model["image"].buffers()))
+    assert all(p.is_meta for p in model.language.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "vae", "said"),
+    [
+        ({**SD3, "num_layer": 3}, None, "'num_layer' is not a setting of SD3Transformer2DModel; did you mean 'num_l"),
+        ({**SD3, "_class_name": "SD3Transformer"}, None, "did you mean SD3Transformer2DModel?"),
+        (PIXART, None, "draws 4 channels, which is no picture; name the autoencoder"),
+        ({**UNET, "in_channels": 8, "out_channels": 8}, KL, "its latents have 4 channels, but the net draws 8"),
+        ({**UNET, "class_embed_type": "timestep"}, KL, "class_embed_type is 'timestep', which nobody tells it here"),
+        ({**UNET, "sample_size": None}, KL, "has no sample_size"),
+        ({**SD3, "num_attention_heads": -1}, None, "refuses these settings"),
+    ],
+)  # fmt: skip
+def test_nets_that_cannot_draw_here_are_refused_before_anything_is_allocated(
+    settings: Any, vae: Any, said: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        look_at(read_source("model.generators.image", None, settings, vae), "model.generators.image")
+    assert str(error.value).startswith("model.generators.image")
+    assert said in str(error.value)
+
+
+def test_without_diffusers_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UserError, match=r'pip install "dilatant\[generators\]"'):
+        look_at(read_source("net", None, SD3, None), "net")
+
+
+def test_a_target_of_another_size_names_both() -> None:
+    with pytest.raises(UserError, match="it draws 1 x 4 x 4 numbers, but the target has 1 x 8 x 8"):
+        _built(SD3)(
+            torch.randn(1, 2, 12), pixel_values=torch.randn(1, 1, 8, 8), seed=0, keys=["a"], place="x"
+        )
