@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -82,3 +83,25 @@ def test_a_unit_without_ranks_goes_to_those_of_the_language_model() -> None:
     new = replan(PLANS["chain"], "language", {1: 0, 2: 1, 3: 2}, (), 0, 8)
     assert new.unit("vision").replicas[0].stages[0].ranks == (0,)
     assert [stage.ranks for stage in new.unit("language").replicas[0].stages] == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_recomputed_stays(name: str) -> None:
+    """Also where nothing else does: memory asks for it."""
+    again = {"vision": ("block",) * 3, "language": ("none", *("block_keep_attention",) * 5)}
+    plan = Plan(tuple(replace(unit, recompute=again[unit.name]) for unit in PLANS[name].units))
+    size = len(plan.ranks)
+    for lost in (0, size - 1):
+        left = [rank for rank in range(size) if rank != lost]
+        new = replan(plan, "language", dict(zip(left, range(size - 1))), (), 1, 8)
+        assert {unit.name: unit.recompute for unit in new.units} == again
+
+
+def test_experts_stay_divided_where_stages_are_made_anew() -> None:
+    plan = plan_of(ParallelSpec(), ParallelSpec(replicas=2, pp=2, tp=2, ep=2))
+    lost = plan.unit("language").replicas[1].stages[0].ranks
+    left = [rank for rank in range(len(plan.ranks)) if rank not in lost]
+    new = replan(plan, "language", dict(zip(left, range(len(left)))), (), 1, 8)
+    require_valid(new, len(left))
+    stages = [stage for replica in new.unit("language").replicas for stage in replica.stages]
+    assert {(stage.tp, stage.ep) for stage in stages} == {(2, 2)}

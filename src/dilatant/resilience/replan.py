@@ -139,7 +139,7 @@ def _unit(
     if not given and all(len(groups) == len(kept) for groups, kept in zip(old, alive)):
         return replace(unit, replicas=tuple(_renamed(replica, survivors) for replica in unit.replicas))
     sample = unit.replicas[0].stages[0]
-    if any((s.tp, s.cp) != (sample.tp, sample.cp) for r in unit.replicas for s in r.stages):
+    if any((s.tp, s.cp, s.ep) != (sample.tp, sample.cp, sample.ep) for r in unit.replicas for s in r.stages):
         raise PlanError(f"{unit.name} has stages of unlike widths")
     num_layers = unit.replicas[0].stages[-1].end
     number = {group: index for index, group in enumerate(group for groups in old for group in groups)}
@@ -172,7 +172,7 @@ def _unit(
         made.append(
             Replica(
                 tuple(
-                    Stage(first, end, new_ranks[node], sample.tp, sample.cp)
+                    replace(sample, first=first, end=end, ranks=new_ranks[node])
                     for (first, end, _), node in zip(stages, nodes)
                 )
             )
@@ -236,4 +236,5 @@ def _together(plan: Plan, anchor: str, size: int, fault_tolerance: int) -> Plan:
         replicas = size
     specs = {name: ParallelSpec(replicas=replicas) for name in layers}
     specs[anchor] = ParallelSpec(replicas=replicas, pp=size // replicas)
-    return plan_from_specs(layers, specs, feeds, {name: anchor for name in layers if name != anchor})
+    made = plan_from_specs(layers, specs, feeds, {name: anchor for name in layers if name != anchor})
+    return Plan(tuple(replace(unit, recompute=plan.unit(unit.name).recompute) for unit in made.units))
