@@ -105,3 +105,15 @@ def test_experts_stay_divided_where_stages_are_made_anew() -> None:
     require_valid(new, len(left))
     stages = [stage for replica in new.unit("language").replicas for stage in replica.stages]
     assert {(stage.tp, stage.ep) for stage in stages} == {(2, 2)}
+
+
+@pytest.mark.parametrize("name", ["apart", "copies", "colocated", "tensor", "interleaved"])
+def test_no_unit_is_left_with_one_copy_that_had_two(name: str) -> None:
+    """Whoever is lost first: the next loss must not be that of a unit."""
+    plan = PLANS[name]
+    size = len(plan.ranks)
+    for lost in range(size):
+        left = [rank for rank in range(size) if rank != lost]
+        new = replan(plan, "language", dict(zip(left, range(size - 1))), (), 1, 8)
+        for unit in plan.units:
+            assert len(new.unit(unit.name).replicas) >= min(2, len(unit.replicas)), (lost, unit.name)

@@ -25,13 +25,13 @@ def replan(
 ) -> Plan:
     """The plan for those who are there now, a pure function of its arguments: all ranks derive the same.
 
-    anchor: the unit that others are put on when they have lost all their ranks. survivors: old rank → new rank; joined:
-    new ranks that held nothing. Every new rank is used, and as many replicas are made as `fault_tolerance` asks for and
-    ranks allow. num_microbatches: of a step, over all replicas.
+    anchor: the unit that others are put on when they have lost too many of their ranks. survivors: old rank → new rank;
+    joined: new ranks that held nothing. Every new rank is used, and as many replicas are made as `fault_tolerance` asks
+    for and ranks allow. num_microbatches: of a step, over all replicas.
 
     Each unit with ranks of its own is reinstantiated by itself (Oobleck, thesis 2.5.1); units on others' ranks follow
-    these. A replica that lost nobody stays as it is. Where units share ranks in other ways, or nothing fits, all units
-    go to all ranks.
+    these, and so does a unit whose own ranks no longer make the copies that are asked for. A replica that lost nobody
+    stays as it is. Where units share ranks in other ways, or nothing fits, all units go to all ranks.
     """
     try:
         return _reinstantiated(plan, anchor, survivors, list(joined), fault_tolerance, num_microbatches)
@@ -50,9 +50,13 @@ def _reinstantiated(
     hosts = _hosts(plan, anchor)
     owners = [name for name in hosts if hosts[name] is None]
     alive = {name: _alive(plan.unit(name), survivors) for name in owners}
-    homeless = [name for name in owners if not any(alive[name])]
-    if anchor in homeless:
+    if not any(alive[anchor]):
         raise PlanError("all ranks of the unit that hosts others are gone")
+    homeless = [
+        name
+        for name in owners
+        if name != anchor and _lacks_copies(plan.unit(name), alive[name], len(joined), fault_tolerance)
+    ]
     for name in homeless:
         hosts[name] = anchor
     owners = [name for name in owners if name not in homeless]
@@ -99,6 +103,14 @@ def _alive(unit: UnitPlan, survivors: Mapping[int, int]) -> list[list[Group]]:
         ]
         for replica in unit.replicas
     ]
+
+
+def _lacks_copies(unit: UnitPlan, alive: list[list[Group]], joined: int, fault_tolerance: int) -> bool:
+    """Whether ranks of its own make fewer replicas, of at least a group each, than it had and than are asked for: the
+    next loss might be that of its last one. On the ranks of another unit it has as many as that."""
+    left = sum(map(len, alive))
+    stage = unit.replicas[0].stages[0]
+    return not left or left + joined // (stage.tp * stage.cp) < min(len(unit.replicas), fault_tolerance + 1)
 
 
 def _groups(replica: Replica) -> list[Group]:
