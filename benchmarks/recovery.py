@@ -4,7 +4,7 @@ The vote is measured with the real processes of coordinator and agents, and work
 the bits of gradients by itself; recovery in real runs of a tiny model, one kill each, from the run's own history.
 Of more voters than there are cores, the state machine alone is measured: what it decides, without a network.
 
-    python benchmarks/resilience.py --json benchmarks/results/resilience.json
+    python benchmarks/recovery.py --json benchmarks/results/recovery.json
 """
 
 from __future__ import annotations
