@@ -106,8 +106,8 @@ LONG_ROW = RowLayout.of_samples(
 @pytest.mark.parametrize(
     ("kind", "tuning"),
     [
-        pytest.param("causal", SPLIT, id="causal-split"),
-        pytest.param("embedded", OBLONG, id="embedded-oblong"),
+        pytest.param("causal", SPLIT, id="causal-split", marks=pytest.mark.slow),
+        pytest.param("embedded", OBLONG, id="embedded-oblong", marks=pytest.mark.slow),
         pytest.param("embedded", SPLIT, id="embedded-split"),
         pytest.param("embedded", DESCRIPTORS, id="embedded-tma"),
         pytest.param("bidirectional_instances", SQUARE, id="bidirectional-square"),
@@ -168,7 +168,7 @@ def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
         check(expanded, tuning, 2e-5)
 
 
-@pytest.mark.parametrize("heads_per_gather", [1, 2, None])
+@pytest.mark.parametrize("heads_per_gather", [1, 2, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["document_causal", "embedded"])
 def test_groups_of_heads_that_are_gathered_in_turn_give_the_gradients_of_dense_attention(
     kind: str, heads_per_gather: int | None

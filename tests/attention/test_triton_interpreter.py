@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed: the kernels' resu
 HERE = Path(__file__).parent
 
 
-def test_interpreted_kernels_equal_dense_attention() -> None:
+@pytest.mark.parametrize("checks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted_kernels_equal_dense_attention(checks: str) -> None:
     import numpy as np
     import triton
 
@@ -23,7 +24,17 @@ def test_interpreted_kernels_equal_dense_attention() -> None:
             f"the interpreter of Triton {triton.__version__} fails on numpy 2.4: the kernels' results were not checked"
         )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreter_checks.py")],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            checks,
+            str(HERE / "interpreter_checks.py"),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[1],
         capture_output=True,

@@ -40,7 +40,7 @@ def test_the_quickstart_reads_handwritten_digits(
 @pytest.mark.parametrize(
     ("example", "data", "steps"),
     [
-        ("draw", "train", 25),
+        pytest.param("draw", "train", 25, marks=pytest.mark.slow),
         pytest.param("see_and_draw", "see", 25, marks=pytest.mark.slow),
         pytest.param("draw", "train", None, marks=pytest.mark.slow),
     ],

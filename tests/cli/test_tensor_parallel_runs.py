@@ -47,6 +47,7 @@ def go_back(run: Path, number: int) -> None:
         shutil.rmtree(run / "checkpoints" / f"step-{later:08d}")
 
 
+@pytest.mark.slow
 def test_a_run_of_shared_layers_goes_on_with_shared_rows_and_then_in_one_process(
     project: Path, dilatant: Dilatant
 ) -> None:

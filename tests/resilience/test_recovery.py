@@ -55,6 +55,7 @@ def require_equal(ended: Ended, undisturbed: list[float]) -> None:
     assert steps == sorted(steps)  # no finished step is lost
 
 
+@pytest.mark.slow
 def test_copies_of_the_model_survive_their_workers_an_agent_and_the_coordinator(
     tmp_path: Path, undisturbed: list[float]
 ) -> None:

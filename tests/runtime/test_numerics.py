@@ -195,7 +195,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-@settings(max_examples=6, **COMMON)
+@settings(max_examples=5, **COMMON)
 @given(case=cases(dtype=torch.bfloat16), zero=SHARING, nodes=NODES)
 def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
@@ -203,7 +203,7 @@ def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     check_case(workers, case, zero, nodes)
 
 
-@settings(max_examples=12, **COMMON)
+@settings(max_examples=8, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
 def test_any_step_gives_the_loss_and_the_gradients_of_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
@@ -235,7 +235,7 @@ NETS = ("sd3", "pixart", "sana", "unet")
 
 
 @pytest.mark.timeout(900)  # every process of the pool first imports diffusers, for 4 s of a core
-@settings(max_examples=3, **COMMON)
+@settings(max_examples=2, **COMMON)
 @given(case=cases(most_ranks=3, nets=("sd3", "pixart")), zero=SHARING, nodes=NODES)
 def test_any_step_that_draws_gives_what_one_process_gives(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
