@@ -82,6 +82,7 @@ def test_layers_are_measured_once_and_shared_as_a_file(project: Path, dilatant: 
     assert load_costs(project / "run" / "plan" / "costs.yaml") == measured
 
 
+@pytest.mark.slow
 def test_costs_measured_for_tensor_parallel_groups_are_planned_with(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -94,6 +94,7 @@ def test_pipelines_lose_ranks_of_any_unit_also_two_at_once_and_in_recovery(
     assert len(ended.events[-1]["members"]) == 3
 
 
+@pytest.mark.slow
 def test_layers_that_nobody_holds_any_more_come_from_the_newest_checkpoint(
     tmp_path: Path, undisturbed: list[float]
 ) -> None:

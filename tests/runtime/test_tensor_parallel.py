@@ -81,7 +81,9 @@ def test_families_of_encoders(workers: WorkerPool, encoder: str) -> None:
 
 
 @pytest.mark.parametrize("family", [one_f_one_b, zero_bubble_h1])
-@pytest.mark.parametrize("recompute", ["none", "block", "block_keep_attention"])
+@pytest.mark.parametrize(
+    "recompute", ["none", pytest.param("block", marks=pytest.mark.slow), "block_keep_attention"]
+)
 def test_what_travels_in_pieces_is_the_same(workers: WorkerPool, recompute: str, family: Any) -> None:
     # Rows of 10 tokens and items of 4 patches on two ranks: four pieces, and three.
     case = case_of(TWO, family, recompute=recompute, language="phi3", rows_of_piece=1, dtype=torch.float32)
