@@ -202,7 +202,9 @@ def _summary(result: RunResult, began: float) -> dict[str, Any]:
         # The verdicts that eval.json shows are not repeated.
         record = result.evaluation.to_record(examples=0)
         record.pop("wrong_examples")
-        summary |= {"exact_match": result.evaluation.exact_match, "evaluation": record}
+        summary |= {**result.evaluation.figures, "loss": summary["loss"], "evaluation": record}
+        if result.best_step is not None:
+            summary["best_step"] = result.best_step
     return summary
 
 

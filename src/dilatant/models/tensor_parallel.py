@@ -60,8 +60,8 @@ class VocabularyShard:
         self.first = first
         self.end = end
 
-    def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """As `loss.sum_cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """As `loss.cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
         return _CrossEntropy.apply(logits, targets, self)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums = shard.ranks.sum(torch.stack([weights.exp_().sum(dim=-1), picked]))
         ctx.save_for_backward(weights, sums[0], places, own, targets != IGNORED)
         ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0).sum()
+        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -10,11 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`step` counts from 1. losses: what `loss` is the weighted sum of, by name, where that is more than one. `tokens`
-    by unit; `tokens_per_second` counts the language model's tokens. skipped_updates: steps so far whose loss or
-    gradient was not finite, which changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of
-    the step's actions and gradient sync, which `step_seconds` holds with the wait for data and the update. drift:
-    unit → measured over predicted seconds of its actions. warning: of it, once."""
+    """`step` counts from 1. losses: what `loss` is the weighted sum of, by name, where that is more than one;
+    source_losses: of a token of each data set, where there are several. `tokens` by unit; `tokens_per_second`
+    counts the language model's tokens. skipped_updates: steps so far whose loss or gradient was not finite, which
+    changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of the step's actions and
+    gradient sync, which `step_seconds` holds with the wait for data and the update. drift: unit → measured over
+    predicted seconds of its actions. warning: of it, once."""
 
     step: int
     total_steps: int
@@ -33,6 +34,7 @@ class StepMetrics:
     busy: Mapping[str, float] = field(default_factory=dict)
     waited: Mapping[str, float] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     predicted_seconds: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None

@@ -35,8 +35,10 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import load_pretrained_config
 from dilatant.models.whole import Whole
 from dilatant.profiling.media_units import media_unit, units_of_whole
-from dilatant.training.checkpoint import load
+from dilatant.training.averages import AVERAGE
+from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
+from dilatant.training.stored_weights import adapter_settings
 from dilatant.training.whole_answers import WholeAnswers
 from dilatant.training.whole_export import write_whole
 
@@ -60,7 +62,12 @@ def export_checkpoint(
     dtypes = source_dtypes(config.model)
     for name, unit in model.units.items():
         hold_in(unit, dtypes[name])
-    load(checkpoint, {"model": allocate(model.units)})
+    weights = allocate(model.units)
+    load(checkpoint, {"model": weights})
+    stored = stored_shapes(checkpoint, "optimizer") if config.train.optimizer.ema is not None else {}
+    averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
+    if averages:
+        load(checkpoint, {"model": {}, "optimizer": averages}, known=set(weights))
     export_model(model, encoding, folder, run, config.model.id)
 
 
@@ -119,10 +126,8 @@ def load_exported(folder: Path) -> Exported:
         _read_conversation(folder)
         return _load_whole(folder)
     if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{str(folder)!r} holds an adapter alone (model.lora.merge: false); load it with peft on its base model, "
-            "or export the merged model"
-        )
+        _read_conversation(folder)
+        return _load_adapter(folder)
     markers, drawn = _read_conversation(folder)
     with _without_progress_bars():
         model = MultimodalModel.from_pretrained(folder)
@@ -158,12 +163,23 @@ def load_exported(folder: Path) -> Exported:
     return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units), targets=targets))
 
 
-def _load_whole(folder: Path) -> Exported:
+def _load_adapter(folder: Path) -> Exported:
+    """An adapter alone, on the whole model that it names."""
+    base = adapter_settings(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{str(folder)!r} is an adapter that names no model to lie on; export the merged model (model.lora.merge)"
+        )
+    return _load_whole(folder, base)
+
+
+def _load_whole(folder: Path, base: str | None = None) -> Exported:
+    """base: the model that the folder is an adapter of."""
     where = str(folder)
-    whole = Whole.of(load_pretrained_config(where, where), where)
+    whole = Whole.of(load_pretrained_config(base or where, where), where)
     tokenizer = load_tokenizer(where)
     with _without_progress_bars():
-        model = WholeAnswers.open(folder, whole)
+        model = WholeAnswers.open(base or where, whole, folder if base else None)
     encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units_of_whole(whole, where, tokenizer))
     return Exported(model, tokenizer, encoding)
 

@@ -225,6 +225,9 @@ def _interrupt() -> None:
 
 def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
     checkpoint = result.checkpoint or _newest(folder)
+    if config.evaluation.keep_best is not None and result.best_step is not None:
+        best = folder.checkpoints / f"step-{result.best_step:08d}"
+        checkpoint = best if best.is_dir() else checkpoint
     export_checkpoint(
         checkpoint, prepared.model, config, prepared.samples.encoding, folder.export, folder.path
     )
