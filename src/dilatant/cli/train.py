@@ -97,8 +97,6 @@ def _written_out(
     from dilatant.models.sources import load_pretrained_config
 
     family = FAMILIES.get(load_pretrained_config(model, "--model").model_type)
-    if family is None and lora:
-        raise UserError(f"--lora: {model!r} is no whole model of a known family ({', '.join(FAMILIES)})")
     encoders = None if family is None else tuple(family.towers)
     tree = starting_config(model, data, held_out, encoders, lora, output_dir)
     for override in overrides:

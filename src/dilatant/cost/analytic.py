@@ -32,7 +32,7 @@ class LayerShape:
     `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
     of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
     `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each with an all-gather before
-    it and a reduce-scatter behind it.
+    it and a reduce-scatter behind it. `trained_share` of its products have weights that train, where the layer does.
     """
 
     matmul: int
@@ -48,6 +48,7 @@ class LayerShape:
     output_share: float = 1.0
     launches: int = 1
     collectives: int = 0
+    trained_share: float = 1.0
 
 
 def block_shape(
@@ -135,7 +136,7 @@ def analytic_cost(
     forth, back = (collective_seconds(shape, hardware.inside, dtype, tp, cp, way) for way in (False, True))
     forward = product + attention + traffic + once + forth
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
-    weight_gradient = product + once
+    weight_gradient = product.scaled(shape.trained_share) + once
     kept = Quadratic(b=width * shape.kept / group)
     return LayerCost(
         forward=forward.rounded(),

@@ -21,6 +21,7 @@ from dilatant.models.encoder_spec import Encoder
 from dilatant.models.freeze import thaw
 from dilatant.models.generator import Generator
 from dilatant.models.geometry import encoder_geometry
+from dilatant.models.lora import inject_parts, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at, read_source
@@ -88,6 +89,9 @@ def build_model(
             features=entry.features,
             processor=(processors or {}).get(name),
         )
+    if config.lora is not None:
+        with seeded(seed, "lora"):
+            inject_parts(language_model, {name: each.model for name, each in encoders.items()}, config.lora)
     generators: dict[str, Generator] = {}
     for name, seen in picture_nets(config).items():
         drawn, where = config.generators[name], f"model.generators.{name}"
@@ -112,6 +116,13 @@ def build_model(
         media_attention=source.media_attention,
         generators=generators,
     )
+    if config.lora is not None:
+        for unit in mllm.units.values():
+            names = {w.canonical: w for w in reversed(unit.weights)}
+            unit.freeze_names(
+                frozenset(name for name, w in names.items() if w.part == "model" and not is_adapter(name))
+            )
+        thaw(mllm.units, config.lora.train)
     mllm.freeze(config.freeze)
     return mllm
 

@@ -11,7 +11,7 @@ from dilatant.config.recompute import Recompute
 class LayerSpec:
     """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
-    holds them once."""
+    holds them once. `fixed` of them do not train though the layer does, as beside adapters."""
 
     name: str
     kind: str
@@ -19,6 +19,16 @@ class LayerSpec:
     trainable: bool = True
     divided: bool = True
     tied: int = 0
+    fixed: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train."""
+        return self.parameters - self.fixed if self.trainable else 0
+
+    def held_trained(self, tp: int) -> float:
+        """Of those, what one of `tp` ranks holds."""
+        return self.trained / tp if self.divided else self.trained
 
     def held(self, tp: int) -> float:
         """Parameters that one of `tp` ranks holds."""

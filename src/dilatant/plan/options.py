@@ -176,9 +176,7 @@ class OptionTable:
                 twice=table.twice(self._sharing),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
-                gradient=np.array(
-                    [self._rules.gradient * layer.held(tp) * layer.trainable for layer in spec.layers]
-                ),
+                gradient=np.array([self._rules.gradient * layer.held_trained(tp) for layer in spec.layers]),
             )
         return self._layers[key]
 

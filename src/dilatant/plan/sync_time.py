@@ -66,9 +66,7 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
     for first, end in itertools.pairwise(borders):
         holders = [stage for stage in stages if stage.first <= first < stage.end]
         finest = max(stage.tp for stage in holders)
-        size_bytes = rules.gradient * sum(
-            layer.held(finest) for layer in spec.layers[first:end] if layer.trainable
-        )
+        size_bytes = rules.gradient * sum(layer.held_trained(finest) for layer in spec.layers[first:end])
         for part in range(finest):
             yield size_bytes, [rank for stage in holders for rank in _holding(stage, part, finest)]
 

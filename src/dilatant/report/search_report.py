@@ -76,7 +76,7 @@ def search_report(
                 model=(names or {}).get(unit.name, unit.name),
                 layers=len(unit.layers),
                 parameters=sum(layer.parameters for layer in unit.layers),
-                trainable_parameters=sum(layer.parameters for layer in unit.layers if layer.trainable),
+                trainable_parameters=sum(layer.trained for layer in unit.layers),
             )
             for unit in model.units
         ),
@@ -181,8 +181,8 @@ def _parameter_bytes(
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
         tp = placed.stage.tp
         weights += rules.weight * sum(layer.held(tp) for layer in layers)
-        gradients += rules.gradient * sum(layer.held(tp) for layer in layers if layer.trainable)
-        state = [rules.shared(layer.held(tp), layer.trainable) for layer in layers]
+        gradients += rules.gradient * sum(layer.held_trained(tp) for layer in layers)
+        state = [rules.shared(layer.held_trained(tp), True) for layer in layers]
         optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from dilatant.config import Config, UserError
+from dilatant.config import Config, ModelConfig, UserError
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
@@ -35,10 +35,10 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import load_pretrained_config
 from dilatant.models.whole import Whole
 from dilatant.profiling.media_units import media_unit, units_of_whole
+from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
-from dilatant.training.stored_weights import adapter_settings
 from dilatant.training.whole_answers import WholeAnswers
 from dilatant.training.whole_export import write_whole
 
@@ -68,7 +68,7 @@ def export_checkpoint(
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
     if averages:
         load(checkpoint, {"model": {}, "optimizer": averages}, known=set(weights))
-    export_model(model, encoding, folder, run, config.model.id)
+    export_model(model, encoding, folder, run, config.model.id, config.model)
 
 
 def export_model(
@@ -77,12 +77,14 @@ def export_model(
     folder: Path,
     run: Path | None = None,
     source: str | None = None,
+    config: ModelConfig | None = None,
 ) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
-    run: the run folder, which is never replaced. source: the id or folder that a whole model came from, None where it
-    began from scratch. Raises UserError when `folder` holds anything else (see `check_target`, which can be asked
-    before the work begins) and when the disk does not take it.
+    run: the run folder, which is never replaced. source: the id or folder that a whole model came from, None where
+    it began from scratch. config: of the model, where it has adapters. Raises UserError when `folder` holds
+    anything else (see `check_target`, which can be asked before the work begins) and when the disk does not take
+    it.
     """
     check_target(folder, run)
     try:
@@ -92,6 +94,11 @@ def export_model(
                     model.save_pretrained(writing)
                 else:
                     write_whole(model, writing, source)
+                for adapted in adapted_models(model, config) if config is not None else ():
+                    assert config is not None
+                    assert config.lora is not None
+                    place = writing / ADAPTERS / adapted.folder if config.lora.merge else writing
+                    write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
                 if (
