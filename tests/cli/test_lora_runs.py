@@ -117,9 +117,7 @@ def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, di
     torch.testing.assert_close(adapted(input_ids=ids).logits, said, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(adapted.unload()(input_ids=ids).logits, said, rtol=1e-4, atol=1e-5)
     assert (export / "adapter" / "vision" / "adapter_model.safetensors").is_file()
-    code, out, err = dilatant(
-        "generate", export, "--prompt", "Side?", "--image", project / "images" / "0.png"
-    )
+    code, _, err = dilatant("generate", export, "--prompt", "Side?", "--image", project / "images" / "0.png")
     assert code == 0, err
     # Another run begins with the adapters of this one.
     again = {**tree, "output_dir": "again"}

@@ -119,7 +119,8 @@ class Inputs:
 
     def _first(self, limit: int | None) -> list[int]:
         """The first held-out samples of each data set."""
-        begin, found = 0, []
+        begin = 0
+        found: list[int] = []
         for length in self._data[HELD_OUT].samples.lengths:
             found += range(begin, begin + min(length, limit or length))
             begin += length

@@ -27,6 +27,7 @@ from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples
+from dilatant.profiling.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import boxes_held_on, holdings_of, written_cells
 from dilatant.runtime.precision import pick_precision
@@ -43,6 +44,7 @@ from dilatant.training.inputs import Inputs, Steps
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.master_weights import MOMENTS
+from dilatant.training.model_flops import model_flops, peak_flops
 from dilatant.training.optimizer import (
     allocate_moments,
     build_optimizer,
@@ -94,6 +96,8 @@ class Trainer:
         self._samples = samples
         self._device = worker.device
         self._sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
+        self._flops = model_flops(describe_model(model))
+        self._peak_flops = peak_flops(config)
         self.comm = Comm(
             worker.store,
             worker.rank,
@@ -417,6 +421,7 @@ class Trainer:
         self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
     ) -> StepMetrics:
         tokens = batch.tokens
+        per_device = self._flops.of(batch.samples) / seconds / len(self.runtime.plan.ranks)
         return StepMetrics(
             step=self.step,
             total_steps=self.total_steps,
@@ -433,6 +438,8 @@ class Trainer:
             target_tokens=result.target_tokens,
             tokens=tokens,
             tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
+            teraflops=per_device / 1e12,
+            mfu=None if self._peak_flops is None else per_device / self._peak_flops,
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,
