@@ -149,6 +149,40 @@ def test_a_run_that_goes_on_has_the_averages_and_the_best_of_the_undisturbed_one
     assert values[0] == values[1]
 
 
+@pytest.mark.slow
+def test_ranks_that_share_state_average_and_write_as_one_process_does(
+    project: Path, dilatant: Dilatant
+) -> None:
+    """Two replicas of the language model share its optimizer state, and the second half of a run is one process's."""
+    layout = {"units": {"vision": {}, "language": {"replicas": 2}}, "microbatches": 2}
+    settings = {"optimizer": {"learning_rate": 0.01, "ema": 0.9}, "save_steps": 3, "keep_checkpoints": 6}
+    metrics = {"steps": 3, "metrics": ["exact_match", "wer"], "max_new_tokens": 8, "keep_best": "loss"}
+    config = write(project, {"val_size": 4}, metrics, **settings)
+    assert dilatant("train", config, "--set", "output_dir=one")[0] == 0
+    code, _, err = dilatant(
+        "train", config, "--set", "output_dir=two", "--set", f"parallel={json.dumps(layout)}"
+    )
+    assert code == 0, err
+    middle = project / "two" / "checkpoints" / "step-00000003"
+    code, _, err = dilatant("train", config, "--set", "output_dir=three", "--set", f"train.resume={middle}")
+    assert code == 0, err
+    one, *others = (
+        json.loads((project / name / "eval.json").read_text()) for name in ("one", "two", "three")
+    )
+    for other in others:
+        # fp32: sums in another order, through six updates
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert other["wer"] == one["wer"]
+        assert other["wrong_examples"] == one["wrong_examples"]
+    exports = [
+        load_file(project / name / "export" / "language" / "model.safetensors")
+        for name in ("one", "two", "three")
+    ]
+    for key, tensor in exports[0].items():
+        for other in exports[1:]:
+            torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

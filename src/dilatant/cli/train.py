@@ -156,6 +156,11 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
         if trained
         else f"Nothing was left to train: the run is at step {result.step} of {result.total_steps}."
     )
+    if result.ended_early is not None:
+        what += (
+            f" It ended early: no evaluation was better than that of step {result.best_step} "
+            "(`--set evaluation.patience=null` goes on)."
+        )
     console.print(f"\n{what} Where to look:", style="bold", highlight=False)
     places = {
         f"{path}/metrics.jsonl": "every step's figures",
