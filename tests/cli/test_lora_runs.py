@@ -37,7 +37,7 @@ def whole_with_lora() -> dict[str, Any]:
             "id": "whole",
             "lora": {
                 "r": 4,
-                "units": ["vision", "language"],
+                "units": ["vision.encoder", "language"],
                 "use_rslora": True,
                 "train": ["vision.projector"],
             },
@@ -134,6 +134,7 @@ def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, di
         ({"units": ["visoin"]}, "there are language, vision, vision.encoder"),
         ({"target_modules": ["q_porj"]}, "names no linear layer"),
         ({"use_dora": True}, "use_dora"),
+        ({"train": ["language.layers.0"]}, "would train whole ('train') and has an adapter ('units')"),
     ],
 )
 def test_what_parts_cannot_have_is_said(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dilatant.config.model import LoraConfig
+from dilatant.cost.analytic import analytic_cost
+from dilatant.cost.hardware import load_hardware
+from dilatant.cost.memory import FP32
 from dilatant.data.sample import EncodedSample
 from dilatant.models import Encoder, MultimodalModel
 from dilatant.models.freeze import thaw
 from dilatant.models.lora import inject_parts, is_adapter
 from dilatant.models.sources import load_language_model
 from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.training.model_flops import model_flops
 
 WIDTH, INNER, HEADS, BLOCKS, WORDS = 16, 40, 4, 3, 50
@@ -63,6 +69,18 @@ def test_of_layers_with_adapters_only_these_have_weight_gradients() -> None:
     adapter = 2 * (WIDTH + WIDTH)
     spec = describe_model(model).spec.unit("language")
     assert [layer.trained for layer in spec.layers] == [0, *[adapter] * BLOCKS, 0]
+    block = spec.layers[1]
+    assert FP32.held(block.parameters, block.trained) == 4 * block.parameters + 12 * adapter
+    shape = layer_shapes(describe_model(model))[block.kind]
+    assert shape.trained_share == adapter / (BLOCK + adapter)
+    costs = [
+        analytic_cost(each, load_hardware("CPU"), "float32")
+        for each in (shape, replace(shape, trained_share=1.0))
+    ]
+    assert costs[0].weight_gradient.b == pytest.approx(
+        costs[1].weight_gradient.b * shape.trained_share, rel=1e-3
+    )
+    assert costs[0].input_gradient == costs[1].input_gradient
     text, targets = 10, 4
     blocks = BLOCKS * (4 * (BLOCK + adapter) + 2 * adapter) * text
     blocks -= 2 * (WIDTH * WIDTH + 2 * WIDTH * (WIDTH // 2)) * text  # nothing trains before the first block
