@@ -74,12 +74,12 @@ class Observer:
             scalars |= {f"eval/{source}/{name}": value for name, value in figures.items()}
         for tracker in self._trackers:
             tracker.log(step, scalars)
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.figures.items())
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.figures.items())
         kept = self._config.evaluation.keep_best
         best = self._trainer.best
         about = (
             "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
         )
         self._console.print(
-            f"step {step}: {len(evaluation.verdicts):,} held-out samples: {figures}{about}", highlight=False
+            f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
         )
