@@ -295,6 +295,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
+    settings.data = settings.data.resolve()
     if not any(settings.data.glob("*.parquet")):
         print(f"skipped: {settings.data} holds no Parquet files of chartqa_mini")
         return

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dilatant.config import UserError
 from dilatant.config.train import EvaluationConfig
 
 
@@ -39,11 +40,13 @@ class Best:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> Best:
-        """Raises ValueError for something else."""
+        """Raises UserError for something else."""
         if tree is None:
             return cls()
         try:
             step, since = tree["step"], int(tree["since"])
             return cls(since=since) if step is None else cls(int(step), float(tree["value"]), since)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no evaluation: {error}") from None
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                "the checkpoint's value 'best' is no evaluation; resume from another one"
+            ) from None

@@ -190,7 +190,7 @@ class Trainer:
         try:
             self.go_on_from(values)
         except ValueError as error:
-            raise UserError(f"checkpoint {str(checkpoint)!r}: one of its values is {error}") from None
+            raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
         if self._averages is not None:
             self._averages.begin(self._optimizer.masters, begins)
         self._saved_step = self.step
