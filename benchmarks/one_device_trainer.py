@@ -201,8 +201,11 @@ def train_with_trainer(
         )  # fmt: skip
         turns.begin()
         try:
+            theirs = AutoModelForImageTextToText.from_pretrained(model)
+            # With a cache transformers does not look for samples in a row.
+            theirs.config.use_cache = theirs.config.text_config.use_cache = False
             InOrder(
-                model=AutoModelForImageTextToText.from_pretrained(model),
+                model=theirs,
                 args=arguments,
                 train_dataset=rows,
                 data_collator=pack if way == "packed" else pad,
@@ -271,7 +274,7 @@ def compare(
         f"bar {bar}x; losses differ by {max(differences):.1e}",
         flush=True,
     )
-    if max(differences) > 10 * AGREEMENT:
+    if max(differences) > AGREEMENT:
         raise SystemExit(f"{name}, {way}: the losses differ, so the ratio means nothing: {differences}")
     return {
         "dilatant_samples_per_second": speeds[0],
