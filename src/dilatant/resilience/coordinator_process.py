@@ -42,7 +42,7 @@ def read_record(folder: Path) -> Record | None:
         return msgspec.json.decode((folder / STATE).read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"{folder / STATE}: {error}") from None
 
 

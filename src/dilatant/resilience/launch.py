@@ -15,7 +15,7 @@ from typing import Any
 
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
@@ -49,7 +49,10 @@ def launch_resiliently(
     _warn_of_few_copies(config, plan_json, show)
     folder = RunFolder(config.output_dir).path / FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run before
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
     with _agents(config, counts, folder) as (seats, supervisor):
