@@ -47,6 +47,7 @@ def test_what_a_start_lacks_is_said(inside: Path, dilatant: Dilatant) -> None:
         (("train", "config.yaml", "--lora"), "--lora is for a start without a config file"),
         (("train", "--model", "nowhere/there", "--data", "train.jsonl"), "nowhere/there"),
         ((*whole, "--save-config", "there.yaml"), "is there already"),
+        ((*whole, "--save-config", "none/mine.yaml"), "cannot be written: No such file or directory"),
         ((*whole, "--set", "model.lora_rank=4"), "write 'model.lora.r'"),
         ((*whole, "--set", "train.freeze_vision_tower=true"), "write 'model.freeze: [vision.encoder]'"),
         ((*whole, "--set", "model.max_pixels=4"), "model.processor: {min_pixels"),

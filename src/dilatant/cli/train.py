@@ -78,7 +78,13 @@ def train(
     if save_config is not None:
         if save_config.exists():
             raise UserError(f"--save-config {str(save_config)!r} is there already; name another file")
-        save_config.write_text(text, encoding="utf-8")
+        try:
+            with save_config.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(
+                f"--save-config {str(save_config)!r} cannot be written: {error.strerror}"
+            ) from None
         print(f"train it with\n  dilatant train {save_config}", file=sys.stderr)
         raise typer.Exit(0)
     print(text, file=sys.stderr if as_json else sys.stdout)
