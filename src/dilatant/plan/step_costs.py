@@ -73,7 +73,7 @@ class StepCosts:
                 {int(rank): float(seconds) for rank, seconds in document["sync_seconds"].items()},
                 str(document["origin"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
         count = len(plan.stages())
         for name, values in arrays.items():
