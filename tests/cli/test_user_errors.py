@@ -233,3 +233,10 @@ def test_lint_refuses_what_no_row_of_training_holds(project: Path, dilatant: Dil
     for tokens, expected in ((64, 0), (4, 1)):
         limit = f"train.row_tokens={tokens}"
         assert dilatant("data", "lint", project / "config.yaml", "--set", limit)[0] == expected
+
+
+def test_a_plan_folder_of_somebody_else_is_not_replaced(project: Path, dilatant: Dilatant) -> None:
+    (project / "run" / "plan").mkdir(parents=True)
+    (project / "run" / "plan" / "config.yaml").write_text("mine")
+    refused(dilatant("plan", project / "config.yaml"), "'config.yaml', which no plan wrote")
+    assert (project / "run" / "plan" / "config.yaml").read_text() == "mine"
