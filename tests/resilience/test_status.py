@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dilatant.cli.status import status
 from dilatant.config import UserError
 from dilatant.resilience.coordinator_process import EVENTS, STATE
 from dilatant.resilience.protocol.values import Record
@@ -45,6 +46,18 @@ def test_a_record_that_is_none_is_one_line(tmp_path: Path, record: str) -> None:
     (tmp_path / "resilience" / STATE).write_text(record)
     with pytest.raises(UserError, match="cannot be read"):
         read_status(tmp_path)
+
+
+def test_brackets_of_names_and_reasons_are_just_brackets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path, json.dumps({**EVENT, "reason": "at [4, 5] [/red]"}), json.dumps({**AGENT, "node": "[/b]"})
+    )
+    status(tmp_path)
+    shown = capsys.readouterr().out
+    assert "[4, 5] [/red]" in shown
+    assert "[/b]" in shown
 
 
 def test_a_folder_without_such_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import secrets
 from pathlib import Path
 
-
 _TOKEN_BYTES = 6
 LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.writing"
 """Matches what a `write_durably` that was killed leaves in a folder."""

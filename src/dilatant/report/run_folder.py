@@ -21,7 +21,6 @@ from typing import Any, TextIO
 from dilatant.config import UserError
 from dilatant.report.durable import LEFTOVERS, write_durably
 
-
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
     *("timeline.html", "timeline.json", "checkpoints", "resilience"),
