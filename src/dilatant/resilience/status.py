@@ -64,7 +64,7 @@ def read_status(run: Path) -> RunStatus:
 
 def _is_event(line: dict[str, Any]) -> bool:
     """Whether a line is one that the coordinator wrote."""
-    kinds = {
+    kinds: dict[str, Any] = {
         "time": (int, float),
         "generation": int,
         "task": str,
@@ -77,7 +77,7 @@ def _is_event(line: dict[str, Any]) -> bool:
 
 def _is_introduction(line: dict[str, Any]) -> bool:
     """Whether a line is what an agent says of itself."""
-    kinds = {"node": str, "pid": int, "workers": dict}
+    kinds: dict[str, Any] = {"node": str, "pid": int, "workers": dict}
     if not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
         return False
     return all(isinstance(pid, int) for pid in line["workers"].values())
