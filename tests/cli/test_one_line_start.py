@@ -46,6 +46,8 @@ def test_what_a_start_lacks_is_said(inside: Path, dilatant: Dilatant) -> None:
         (("train", "--model", "whole"), "give a YAML file, or a model and data"),
         (("train", "config.yaml", "--lora"), "--lora is for a start without a config file"),
         (("train", "--model", "nowhere/there", "--data", "train.jsonl"), "nowhere/there"),
+        (("train", "--model", "whole", "--data", ""), "give a YAML file, or a model and data"),
+        (("train", "--model", "whole", "--data", "nowhere.jsonl"), "nowhere.jsonl' does not exist"),
         ((*whole, "--save-config", "there.yaml"), "is there already"),
         ((*whole, "--save-config", "none/mine.yaml"), "cannot be written: No such file or directory"),
         ((*whole, "--set", "model.lora_rank=4"), "write 'model.lora.r'"),

@@ -240,3 +240,16 @@ def test_a_plan_folder_of_somebody_else_is_not_replaced(project: Path, dilatant:
     (project / "run" / "plan" / "config.yaml").write_text("mine")
     refused(dilatant("plan", project / "config.yaml"), "'config.yaml', which no plan wrote")
     assert (project / "run" / "plan" / "config.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("parallel.timeout_seconds=1e400", "parallel.timeout_seconds"),
+        ("resilience.lease_seconds=1e300", "resilience.lease_seconds"),
+        ("train.global_batch_size=10000000000", "train.global_batch_size"),
+        ('output_dir="a\\0b"', "is no path"),
+    ],
+)
+def test_values_that_no_machine_can_have(project: Path, dilatant: Dilatant, setting: str, says: str) -> None:
+    refused(dilatant("train", project / "config.yaml", "--set", setting), says)

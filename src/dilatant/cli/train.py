@@ -70,7 +70,7 @@ def train(
         if given:
             raise UserError(f"{given[0]} is for a start without a config file; the file says it")
         raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
-    if model is None or not data:
+    if not model or not data or not all((*data, *held_out)):
         raise UserError(
             "give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]"
         )
