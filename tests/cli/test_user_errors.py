@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -253,3 +255,19 @@ def test_a_plan_folder_of_somebody_else_is_not_replaced(project: Path, dilatant:
 )
 def test_values_that_no_machine_can_have(project: Path, dilatant: Dilatant, setting: str, says: str) -> None:
     refused(dilatant("train", project / "config.yaml", "--set", setting), says)
+
+
+WAITS = (
+    "import multiprocessing.util as util, time\nfrom dilatant.cli import app\n"
+    "app.run = lambda: (print(util.get_temp_dir(), flush=True), time.sleep(60))\napp.main()\n"
+)
+
+
+def test_sigterm_at_any_moment_leaves_no_temporary_folder() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    assert folder.is_dir()
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not folder.exists()

@@ -195,6 +195,7 @@ def test_a_target_of_another_size_names_both() -> None:
         ({**SD3, "sample_size": 5}, "with these settings draws"),
         ({**SD3, "pos_embed_max_size": 1}, "cannot draw pictures of its sample_size"),
         ({**SD3, "num_attention_heads": 0}, "cannot draw pictures of its sample_size"),
+        ({**PIXART, "caption_channels": 10**12}, "takes conditions 1000000000000 wide"),
         ({**SD3, "num_layers": 10**9}, "num_layers is 1,000,000,000"),
     ],
 )

@@ -22,6 +22,8 @@ from dilatant.models.diffusion import Diffusion, Objective
 from dilatant.models.sources import MOST_BLOCKS
 
 INSTALL = 'pip install "dilatant[generators]"'
+WIDEST = 1 << 20
+"""More is taken for a mistake."""
 _SUBFOLDERS = ("transformer", "unet")
 """Where a pipeline of diffusers keeps its net."""
 _PREDICTIONS: dict[str, Objective] = {
@@ -189,6 +191,9 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
     problems = [f"{name}: {problem}" for problem in family.problems(config)]
     if out not in (channels, 2 * channels):
         problems.append(f"{name} takes {channels} channels and gives {out}; it must give as many, or twice")
+    for width in (family.width(config), family.pooled(config)):
+        if width is not None and not (isinstance(width, int) and 1 <= width <= WIDEST):
+            problems.append(f"{name} takes conditions {width!r} wide; widths are 1 to {WIDEST:,}")
     if config.sample_size is None:
         problems.append(f"{name} has no sample_size, which says how large its pictures are")
     if problems:
