@@ -164,9 +164,8 @@ def load_whole(source: str) -> dict[str, Tensor]:
     """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
     try:
         with without_bars(source):
-            model, found = AutoModelForImageTextToText.from_pretrained(
-                source, dtype="auto", output_loading_info=True
-            )
+            loader: Any = AutoModelForImageTextToText
+            model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
