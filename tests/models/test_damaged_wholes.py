@@ -18,7 +18,7 @@ from dilatant.data.image_unit import PixelProcessor
 from dilatant.models.lora import targets
 from dilatant.models.materialize import materialize
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.sources import load_pretrained_config
+from dilatant.models.sources import load_language_model, load_pretrained_config
 from dilatant.models.whole import Whole
 from dilatant.training.stored_weights import load_whole, open_tensors, tensor_files
 from tiny_wholes import save_as_the_hub_does, whole_config
@@ -80,6 +80,11 @@ def test_a_config_that_cannot_be(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=says):
         Whole.of(load_pretrained_config(str(tmp_path), "model"), "model")
+
+
+def test_a_whole_model_in_the_place_of_a_language_model_is_told_where_it_belongs(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"a whole model goes under model\.id"):
+        load_language_model(str(folder))
 
 
 def test_a_pattern_of_adapters_that_is_none() -> None:

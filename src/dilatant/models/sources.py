@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.families import FAMILIES
 from dilatant.models.structure import DEPTH_KEYS
 
 HUB_TIMEOUT_SECONDS = 10.0
@@ -160,7 +161,10 @@ def _on_meta(
 def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrainedModel:
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-        raise UserError(f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model")
+        whole = "; a whole model goes under model.id" if config.model_type in FAMILIES else ""
+        raise UserError(
+            f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model{whole}"
+        )
     return _from_pretrained(AutoModelForCausalLM, name, where, config, options)
 
 
