@@ -63,3 +63,10 @@ def test_brackets_of_names_and_reasons_are_just_brackets(
 def test_a_folder_without_such_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run with resilience"):
         read_status(tmp_path)
+
+
+def test_the_step_is_the_last_one_that_was_logged(tmp_path: Path) -> None:
+    write(tmp_path, "", "")
+    assert read_status(tmp_path).step is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 5}\n{"loss": 1}\n')
+    assert read_status(tmp_path).step == 5
