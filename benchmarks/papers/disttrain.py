@@ -67,11 +67,11 @@ class Samples:
         return Workload(tokens, {"vision": self.squares})
 
 
-def tables(shared: Path) -> list[PaperTable]:
+def tables(shared: Path, timed: bool = True) -> list[PaperTable]:
     if not (shared / "data/workload_stats").exists():
         return []
     return [
-        orchestration_time(shared),
+        *([orchestration_time(shared)] if timed else []),
         large_scale(shared),
         orchestration_gain(shared),
         reordering_gain(shared),
@@ -88,7 +88,6 @@ def samples(shared: Path, model: str, count: int, seed: int = 0) -> Samples:
     sigma 1), since documents differ in how much they say per image; this skews the number of images as in Fig. 5(c).
     """
     sizes, draw = coco_image_sizes(shared), np.random.default_rng(seed)
-    side = _IMAGE_SIDE[model]
     images: list[list[int]] = []
     for _ in range(count):
         used, own, mean = 0, [], draw.lognormal(math.log(300), 1.0)

@@ -7,7 +7,8 @@ import math
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from dilatant.plan.compose import compose_pipelines
 from dilatant.plan.errors import PlanError
 from dilatant.plan.node_trace import load_node_trace
 from dilatant.plan.reactions import from_rates, from_templates, restart_from_checkpoint
-from dilatant.plan.replay import Reaction, RecoveryCosts, Replay, replay
+from dilatant.plan.replay import Reaction, RecoveryCosts, Replay, RunningPipelines, replay
 from dilatant.plan.templates import LayerMemory, Template, plan_templates
 from papers.models import Part, gpt, seconds
-from papers.tables import Outcome, PaperTable, judged, untested
+from papers.tables import Outcome, PaperTable, untested
 
 # Thesis Table 2.3: seconds for one template, by (nodes, GPUs per node), for these numbers of layers.
 _LAYERS = (24, 32, 64, 96)
@@ -55,27 +56,32 @@ _SPOT = {"P3": "scale_p3-trace.csv", "GCP": "scale_gcp-trace.csv"}
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What trains: layers, tokens of a sample, microbatch (thesis Table 2.1)."""
+    """What trains: layers, tokens of a sample, samples of a microbatch and of a global batch (thesis Table 2.1)."""
 
     parts: tuple[Part, ...]
     tokens: int
     microbatch: int
+    batch: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // self.microbatch
 
 
 # BERT-large, GPT-2 and GPT-3 medium have 24 layers of 1,024; GPT-3 2.7b and 6.7b 32 of 2,560 and 4,096. The thesis tells
 # no lengths; 512 for BERT and 1,024 or 2,048 for GPT are those of the models' own papers.
 _MODELS = {
-    "BERT-large": _Model(gpt(24, 1024, 16, 30_522), 512, 32),
-    "GPT-2": _Model(gpt(24, 1024, 16, 50_257), 1024, 32),
-    "GPT-3-medium": _Model(gpt(24, 1024, 16, 50_257), 2048, 16),
-    "GPT-3-2.7b": _Model(gpt(32, 2560, 32, 50_257), 2048, 2),
-    "GPT-3-6.7b": _Model(gpt(32, 4096, 32, 50_257), 2048, 2),
+    "BERT-large": _Model(gpt(24, 1024, 16, 30_522), 512, 32, 8192),
+    "GPT-2": _Model(gpt(24, 1024, 16, 50_257), 1024, 32, 8192),
+    "GPT-3-medium": _Model(gpt(24, 1024, 16, 50_257), 2048, 16, 8192),
+    "GPT-3-2.7b": _Model(gpt(32, 2560, 32, 50_257), 2048, 2, 1024),
+    "GPT-3-6.7b": _Model(gpt(32, 4096, 32, 50_257), 2048, 2, 1024),
 }
 _NODES, _FAULTS = 30, 1
 
 
-def tables(shared: Path) -> list[PaperTable]:
-    return [planning_latency(), *under_failures(shared)]
+def tables(shared: Path, timed: bool = True) -> list[PaperTable]:
+    return [*([planning_latency()] if timed else []), *under_failures(shared)]
 
 
 def planning_latency() -> PaperTable:
@@ -142,13 +148,12 @@ def by_nodes(known: Mapping[str, Any]) -> PaperTable:
     """What our templates and compositions make of fewer nodes, against what Oobleck's simulator has been given."""
     rows: list[tuple[Any, ...]] = []
     for name in _MODELS:
-        templates, microbatches = _templates(name, known["global_batch"][name])
+        templates, microbatches = _templates(name), _MODELS[name].microbatches
         theirs = {int(nodes): rate for nodes, rate in known["throughput_by_nodes"][name].items() if rate}
         ours = {nodes: 1.0 / _composed(templates, nodes, microbatches) for nodes in theirs}
         off = [ours[n] / ours[_NODES] / (theirs[n] / theirs[_NODES]) for n in theirs if n != _NODES]
-        batch = known["global_batch"][name]
         rows.append(
-            (name, microbatches, theirs[_NODES], batch * ours[_NODES], theirs[15] / theirs[_NODES] if 15 in theirs else None,
+            (name, microbatches, theirs[_NODES], _MODELS[name].batch * ours[_NODES], theirs[15] / theirs[_NODES] if 15 in theirs else None,
              ours[15] / ours[_NODES] if 15 in ours else None, min(off), max(off))
         )  # fmt: skip
     distance = max(max(abs(row[6] - 1), abs(row[7] - 1)) for row in rows)
@@ -215,8 +220,7 @@ def checkpoints(folder: Path, known: Mapping[str, Any]) -> PaperTable:
     for model, by_period in _VARUNA.items():
         batch = known["global_batch"][model]
         own, level = _own_reaction(model, known)
-        templates, microbatches = _templates(model, batch)
-        grid = restart_from_checkpoint(templates, microbatches)
+        grid = _scaled(restart_from_checkpoint(_templates(model), _MODELS[model].microbatches), model, batch)
         for period, (varuna, without) in by_period.items():
             trace = load_node_trace(folder / f"{period}.csv")
             ours = replay(model, trace, own, batch, _costs(known, model))
@@ -263,8 +267,7 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
             own, level = _own_reaction(model, known)
             theirs = replay(model, trace, _their_reaction(known, model), batch, costs)
             ours: Replay = replay(model, trace, own, batch, costs)
-            templates, microbatches = _templates(model, batch)
-            grid = restart_from_checkpoint(templates, microbatches)
+            grid = _scaled(restart_from_checkpoint(_templates(model), _MODELS[model].microbatches), model, batch)
             idle = replay(model, trace, grid, batch, RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0))
             rows.append(
                 (cloud, model, trace.mean_nodes, theirs.samples_per_second, ours.samples_per_second * level,
@@ -288,8 +291,9 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
     )  # fmt: skip
 
 
-def _templates(name: str, batch: int) -> tuple[dict[int, Template], int]:
-    """Templates of all node counts on A40s, one GPU a node, and the microbatches of a global batch."""
+@cache
+def _templates(name: str) -> dict[int, Template]:
+    """Templates of all node counts on A40s, one GPU a node."""
     model = _MODELS[name]
     hardware = load_hardware("A40")
     layers: list[float] = []
@@ -305,8 +309,7 @@ def _templates(name: str, batch: int) -> tuple[dict[int, Template], int]:
         state += [16.0 * part.shape.parameters] * part.count
         kept += [4.0 * model.microbatch * model.tokens * part.shape.output_width] * part.count
     memory = LayerMemory({1: state}, {1: kept}, 0.9 * hardware.memory)
-    microbatches = batch // model.microbatch
-    return plan_templates({1: layers}, range(1, _NODES + 1), 1, microbatches, memory), microbatches
+    return plan_templates({1: layers}, range(1, _NODES + 1), 1, model.microbatches, memory)
 
 
 _TF32 = 2.0  # an A40's bf16 peak over its TF32 peak (74.8 TFLOP/s, data sheet)
@@ -322,10 +325,21 @@ def _composed(templates: Mapping[int, Template], nodes: int, microbatches: int) 
 
 def _own_reaction(name: str, known: Mapping[str, Any]) -> tuple[Reaction, float]:
     """Our templates' reaction, and what to multiply its throughput with for the paper's level on 30 nodes."""
-    batch = known["global_batch"][name]
-    templates, microbatches = _templates(name, batch)
-    level = known["throughput_by_nodes"][name][str(_NODES)] * _composed(templates, _NODES, microbatches) / batch
-    return from_templates(templates, _FAULTS, microbatches), level
+    model = _MODELS[name]
+    seconds_of_30 = _composed(_templates(name), _NODES, model.microbatches)
+    level = known["throughput_by_nodes"][name][str(_NODES)] * seconds_of_30 / model.batch
+    reaction = from_templates(_templates(name), _FAULTS, model.microbatches)
+    return _scaled(reaction, name, known["global_batch"][name]), level
+
+
+def _scaled(reaction: Reaction, name: str, batch: int) -> Reaction:
+    """The reaction with steps of `batch` samples, which is what Oobleck's simulator counts as one."""
+
+    def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
+        after = reaction(before, alive)
+        return replace(after, step_seconds=after.step_seconds * batch / _MODELS[name].batch)
+
+    return react
 
 
 def _their_reaction(known: Mapping[str, Any], model: str) -> Reaction:
