@@ -10,10 +10,10 @@ fitted to these figures), the layout as published, exact simulation of the step 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from typing import Any
 from machine import machine
 from papers.models import PaperUnit, Part, gpt, llama, operations_only, seconds
 from papers.planner import Case, even_chain, layout_text, same_samples
-from papers.tables import Outcome, PaperTable, figure, judged
+from papers.tables import Outcome, PaperTable, figure, judged, spread
 from rich.console import Console
 
 from dilatant.config.recompute import Recompute
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.memory import ParameterBytes, bytes_text
 from dilatant.plan.cluster import cluster_of
+from dilatant.plan.rank_mapping import RankOrder
 
 MOST_SEARCHED = 300
 """GPUs up to which our own search is run as well."""
@@ -40,7 +41,8 @@ class Published:
     """A run: what was trained, on what, how, and how long a step took.
 
     `seconds` are as printed, or from the printed rate by the source's own count of operations (`counted` says how).
-    microbatch: samples, None where the source does not say. chunks: of a device, as the source says.
+    microbatch: samples; chunks: of a device; order: of ranks: None where the source does not say, which takes the best
+    in simulation of 1, 2, 4 or 8 samples, of 1 or 4 chunks, or of all orders.
     """
 
     name: str
@@ -54,10 +56,11 @@ class Published:
     dp: int
     batch: int
     microbatch: int | None
-    chunks: int
+    chunks: int | None
     recompute: Recompute
     seconds: float
     counted: str = "printed"
+    order: RankOrder | None = None
 
     @property
     def gpus(self) -> int:
@@ -72,7 +75,9 @@ def megatron_operations(batch: int, tokens: int, layers: int, hidden: int, vocab
 
 def narayanan() -> Iterator[Published]:
     """SC'21, Table 1: A100s of Selene. Microbatches and chunks are not told for this table."""
-    source = "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21), Table 1"
+    source = (
+        "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21), Table 1"
+    )
     for name, heads, hidden, layers, tp, pp, gpus, batch, teraflops in (
         ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
         ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
@@ -108,14 +113,34 @@ def megascale() -> Iterator[Published]:
     """NSDI'24, Table 2: its Megatron-LM rows. MegaScale's own have other blocks and windows, which are not modelled."""
     source = "Jiang et al., MegaScale (NSDI'24), Tables 1 and 2, Megatron-LM rows"
     parts = gpt(96, 12288, 128, 64_000)
-    for gpus, batch, step in ((256, 768, 40.0), (512, 768, 21.2), (1024, 768, 11.9), (3072, 6144, 29.02), (12288, 6144, 8.57)):  # fmt: skip
+    for gpus, batch, step in (
+        (256, 768, 40.0),
+        (512, 768, 21.2),
+        (1024, 768, 11.9),
+        (3072, 6144, 29.02),
+        (12_288, 6144, 8.57),
+    ):
         yield Published(
-            f"GPT 175B on {gpus:,} GPUs", source, parts, 2048, "A100", 8, 1, 8, gpus // 64, batch, 1, 6, "none", step
+            f"GPT 175B on {gpus:,} GPUs",
+            source,
+            parts,
+            2048,
+            "A100",
+            8,
+            1,
+            8,
+            gpus // 64,
+            batch,
+            1,
+            6,
+            "none",
+            step,
         )
 
 
 def llama_3() -> Iterator[Published]:
-    """Table 4: H100s. Chunks are not told; blocks are spread as the report says (one fewer on the first and last)."""
+    """Table 4: H100s. Chunks are not told; one block fewer on the first and the last stage, stages of a pipeline side by
+    side, as the report says (3.3.2)."""
     source = "Grattafiori et al., The Llama 3 Herd of Models (2024), Tables 3 and 4"
     parts = llama(126, 16_384, 53_248, 128, 8, 128_256)
     for gpus, cp, dp, tokens, per_replica, teraflops in (
@@ -127,7 +152,7 @@ def llama_3() -> Iterator[Published]:
         step = model_operations(parts, tokens) * batch / (gpus * teraflops * 1e12)
         yield Published(
             f"Llama 3 405B on {gpus:,} GPUs, {tokens // 1024}k tokens", source, parts, tokens, "H100", 8, cp, 16, dp,
-            batch, 1, 1, "none", step, "from its TFLOP/s, causal attention counted half",
+            batch, 1, None, "none", step, "from its TFLOP/s, causal attention counted half", RankOrder.STAGES,
         )  # fmt: skip
 
 
@@ -152,47 +177,73 @@ def compare(run: Published) -> tuple[Any, ...]:
     nodes = -(-run.gpus // 8)
     workload = same_samples({"language": run.tokens}, run.batch)
     case = Case((unit,), hardware, cluster_of(hardware, nodes, min(run.gpus, 8)), workload, run.batch, rules)
-    told = [run.microbatch] if run.microbatch else [1, 2, 4, 8]
     found = []
-    for size in told:
+    for size, chunks in itertools.product(
+        [run.microbatch] if run.microbatch else [1, 2, 4, 8], [run.chunks] if run.chunks else [1, 4]
+    ):
         count, rest = divmod(run.batch, run.dp * size)
         if rest:
             continue
-        chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, run.chunks, run.recompute)
-        schedule = "interleaved" if run.chunks > 1 else "1f1b"
-        found.append((case.score(case.plans([chain]), count, schedule=schedule), size))
-    score, size = min(found, key=lambda one: one[0].seconds)
+        chain = even_chain("language", layers, run.dp, run.tp, run.pp, run.cp, chunks, run.recompute)
+        plans = case.plans([chain], [run.order] if run.order else tuple(RankOrder))
+        found.append(
+            (case.score(plans, count, schedule="interleaved" if chunks > 1 else "1f1b"), size, chunks)
+        )
+    score, size, chunks = min(found, key=lambda one: one[0].seconds)
     peak = hardware.peak_flops["bfloat16"] * run.gpus
     operations = model_operations(run.parts, run.tokens) * run.batch
-    ours, layout, spent = None, "", None
+    ours, layout = None, ""
     if run.gpus <= MOST_SEARCHED:
         free = PaperUnit("language", run.parts, (), None, tuple((tp, 1) for tp in TENSOR_DEGREES))
-        began = time.perf_counter()
-        best = Case((free,), hardware, case.cluster, workload, run.batch, rules).search(sizes=(1, 2, 4), chunks=(1, 2))
-        spent = time.perf_counter() - began
+        best = Case((free,), hardware, case.cluster, workload, run.batch, rules).search(
+            sizes=(1, 2, 4), chunks=(1, 2)
+        )
         if best is not None:
-            ours, layout = best.seconds, f"{layout_text(best.winner.plan)}, {best.winner.microbatch_size} a microbatch"
+            ours, layout = (
+                best.seconds,
+                f"{layout_text(best.winner.plan)}, {best.winner.microbatch_size} a microbatch",
+            )
     return (
-        run.name, run.gpus, f"tp{run.tp} cp{run.cp} pp{run.pp} dp{run.dp}" + (f" x {run.chunks} chunks" if run.chunks > 1 else ""),
-        size, run.seconds, score.seconds, score.seconds / run.seconds, operations / (peak * run.seconds),
-        operations / (peak * score.seconds), bytes_text(max(score.peak_bytes)), ours,
-        None if ours is None else score.seconds / ours, layout, None if spent is None else round(spent, 1), run.counted, run.source,
-    )  # fmt: skip
+        run.name,
+        run.gpus,
+        f"tp{run.tp} cp{run.cp} pp{run.pp} dp{run.dp}" + (f" x {chunks} chunks" if chunks > 1 else ""),
+        size,
+        run.seconds,
+        score.seconds,
+        score.seconds / run.seconds,
+        operations / (peak * run.seconds),
+        operations / (peak * score.seconds),
+        bytes_text(max(score.peak_bytes)),
+        ours,
+        None if ours is None else score.seconds / ours,
+        layout,
+        run.counted,
+        run.source,
+    )
 
 
 COLUMNS = (
     "run", "GPUs", "layout", "microbatch", "published s", "predicted s", "predicted / published", "MFU published",
-    "MFU predicted", "peak memory", "our search s", "layout / ours", "our layout", "search took s", "published from", "source",
+    "MFU predicted", "peak memory", "our search s", "layout / ours", "our layout", "published from",
+    "source",
 )  # fmt: skip
 
 
-def table(names: tuple[str, ...]) -> PaperTable:
-    """All runs of the named sources."""
-    rows = []
-    for name in names:
-        for run in SOURCES[name]():
-            rows.append(compare(run))
-            print(f"{run.name}: predicted / published {rows[-1][6]:.2f}", flush=True)
+def rows_of(names: Sequence[str], known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """All runs: those of the named sources now, others as they are known."""
+    kept = {row["run"]: tuple(row[column] for column in COLUMNS) for row in known}
+    for name, runs in SOURCES.items():
+        for run in runs():
+            if name in names:
+                row = compare(run)
+                print(f"{run.name}: predicted / published {row[6]:.2f}", flush=True)
+                yield row
+            elif run.name in kept:
+                yield kept[run.name]
+
+
+def table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
+    """The runs, and what becomes of their sources' figures."""
     ratios = [row[6] for row in rows]
     outcomes = []
     for source in dict.fromkeys(row[-1] for row in rows):
@@ -202,7 +253,7 @@ def table(names: tuple[str, ...]) -> PaperTable:
             Outcome(
                 f"step seconds of {len(own)} layouts: {source}",
                 f"{figure(min(row[4] for row in own))} to {figure(max(row[4] for row in own))} s",
-                f"{min(row[6] for row in own):.2f} to {max(row[6] for row in own):.2f} of that",
+                f"{spread(row[6] for row in own)} of that",
                 "agrees" if off <= 0.1 else "falls short",
                 "predicted",
                 f"mean distance {off:.0%}",
@@ -214,7 +265,7 @@ def table(names: tuple[str, ...]) -> PaperTable:
             judged(
                 "our search on the same devices over the published layout, in simulation", 1.0, statistics.fmean(gains),
                 "predicted", within=0.01, more_is_better=True,
-                note=f"{min(gains):.2f} to {max(gains):.2f} over {len(gains)} runs of up to {MOST_SEARCHED:,} GPUs; the "
+                note=f"{spread(gains)} over {len(gains)} runs of up to {MOST_SEARCHED:,} GPUs; the "
                 "search optimises the simulator that scores it",
             )
         )  # fmt: skip
@@ -228,7 +279,7 @@ def table(names: tuple[str, ...]) -> PaperTable:
         tuple(outcomes),
         (
             f"Over all {len(rows)} layouts predicted / published is {statistics.median(ratios):.2f} in the median, "
-            f"{min(ratios):.2f} to {max(ratios):.2f}.",
+            f"{spread(ratios)}.",
         ),
     )
 
@@ -237,13 +288,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES))
-    parser.add_argument("--json", type=Path, help="write the figures as JSON here as well")
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(SOURCES), default=tuple(SOURCES), help="what to run"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here as well; others of this file stay")
     options = parser.parse_args()
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)
-    found = table(tuple(options.only))
+    known = []
+    if options.json and options.json.exists():
+        known = json.loads(options.json.read_text(encoding="utf-8"))["tables"][0]["rows"]
+    found = table(tuple(rows_of(options.only, known)))
     found.show(console)
     if options.json:
         document = {**machine(), "tables": [found.to_plain()]}

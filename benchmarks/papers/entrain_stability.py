@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +69,8 @@ def tables(shared: Path) -> list[PaperTable]:
 def workload_ratio(data: dict[str, Sizes]) -> PaperTable:
     """Figs. 4.3 to 4.5: tokens, the ratio of work in single samples, and how it settles with the batch."""
     draw = np.random.default_rng(0)
-    rows: list[tuple[object, ...]] = []
-    for name, sizes in data.items():
+    rows: list[tuple[Any, ...]] = []
+    for sizes in data.values():
         own = work(sizes, "1b", load_hardware("A40"), TENSOR_DEGREE)
         spread = []
         for batch in (1, 16, 256):
@@ -88,19 +89,47 @@ def workload_ratio(data: dict[str, Sizes]) -> PaperTable:
         "tokens of a sample, and the encoder's work over the LLM's (1b)",
         "predicted: shipped analytic A40 at tp 2; sizes real or modelled as named; 200 batches of each size",
         (
-            "data", "vision 5 %", "vision 50 %", "vision 95 %", "text 5 %", "text 50 %", "text 95 %", "mean of ratios",
-            "ratio of means", "std/mean, batch 1", "batch 16", "batch 256",
+            "data",
+            "vision 5 %",
+            "vision 50 %",
+            "vision 95 %",
+            "text 5 %",
+            "text 50 %",
+            "text 95 %",
+            "mean of ratios",
+            "ratio of means",
+            "std/mean, batch 1",
+            "batch 16",
+            "batch 256",
         ),
         tuple(rows),
         (
-            judged("mean ratio of LLaVA-150k's work (Fig. 4.5)", 2.43, float(llava[7]), "predicted", within=0.15,  # type: ignore[arg-type]
-                   note=f"the thesis' own Table C.3 settles at {stable}:{GPUS - stable} GPUs, a ratio of {stable / (GPUS - stable):.2f}"),
-            judged("the same against the ratio that Table C.3 settles at", stable / (GPUS - stable), float(llava[8]), "predicted", within=0.15),  # type: ignore[arg-type]
-            Outcome("the ratio settles with the batch", "converges", f"std/mean {max(float(row[9]) for row in rows):.2f} to {max(float(row[11]) for row in rows):.3f}",  # type: ignore[arg-type]
-                    "agrees" if all(float(row[11]) < 0.25 * float(row[9]) for row in rows) else "falls short", "predicted"),  # type: ignore[arg-type]
+            judged(
+                "mean ratio of LLaVA-150k's work (Fig. 4.5)",
+                2.43,
+                float(llava[7]),
+                "predicted",
+                within=0.15,
+                note=f"the thesis' own Table C.3 settles at {stable}:{GPUS - stable} GPUs, "
+                f"a ratio of {stable / (GPUS - stable):.2f}",
+            ),
+            judged(
+                "the same against the ratio that Table C.3 settles at",
+                stable / (GPUS - stable),
+                float(llava[8]),
+                "predicted",
+                within=0.15,
+            ),
+            Outcome(
+                "the ratio settles with the batch",
+                "converges",
+                f"std/mean {max(float(row[9]) for row in rows):.2f} to {max(float(row[11]) for row in rows):.3f}",
+                "agrees" if all(float(row[11]) < 0.25 * float(row[9]) for row in rows) else "falls short",
+                "predicted",
+            ),
             untested("distributions and ratios of single samples", "drawn, not printed", "not in the text"),
         ),
-    )  # fmt: skip
+    )
 
 
 def mean_allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
@@ -131,17 +160,19 @@ def mean_allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
                 f"GPUs of the encoder, mean distance from the paper, {llm} model, {what}",
                 "0",
                 f"{np.mean([value for value, row in zip(off[index], rows) if row[2] == llm]):.2f} of {GPUS}",
-                "agrees" if np.mean([value for value, row in zip(off[index], rows) if row[2] == llm]) <= 0.5 else "falls short",
+                "agrees"
+                if np.mean([value for value, row in zip(off[index], rows) if row[2] == llm]) <= 0.5
+                else "falls short",
                 "predicted",
             )
             for index, what in ((0, "counted"), (1, "shipped analytic model"))
             for llm in _LLM
         ),
-    )  # fmt: skip
+    )
 
 
 def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
-    rows: list[tuple[object, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     stable: dict[bool, list[bool]] = {True: [], False: []}  # by whether the table's data set the factor
     same: dict[bool, list[bool]] = {True: [], False: []}
     overlap: dict[bool, list[bool]] = {True: [], False: []}
@@ -156,7 +187,17 @@ def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
             overlap[fitted].append(bool({*paper} & {*ours}))
             basis = "fitted" if fitted else "predicted"
             rows.append(
-                (table, data[name].basis, llm, basis, batch, _ratios(paper), passed[0], _ratios(ours), passed[1])
+                (
+                    table,
+                    data[name].basis,
+                    llm,
+                    basis,
+                    batch,
+                    _ratios(paper),
+                    passed[0],
+                    _ratios(ours),
+                    passed[1],
+                )
             )
         stable[fitted].append(ours == list(seen[-1]))
 
@@ -175,7 +216,8 @@ def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
         "Thesis Tables 4.2, C.2-C.8",
         "GPUs (vision:LLM of 16) that random batches ask for, and whether all 60 agree",
         "counted operations; the LLM's times one factor for each LLM "
-        f"({language_factor(shared, '1b'):.2f} for 1b, {language_factor(shared, '3b'):.2f} for 3b) set on {_FITTED_ON}: "
+        f"({language_factor(shared, '1b'):.2f} for 1b, {language_factor(shared, '3b'):.2f} for 3b) set on "
+        f"{_FITTED_ON}: "
         "its two tables are fitted, the six others predicted",
         ("table", "data", "LLM", "basis", "batch", "paper", "stable", "ours", "stable "),
         tuple(rows),
@@ -241,12 +283,17 @@ def smallest_batches(shared: Path, data: dict[str, Sizes]) -> PaperTable:
         ),
         tuple(rows),
         (
-            Outcome("on allocations that exist, a batch is stable no later than the paper's", "16 to 256 over any split",
-                    f"{sum(row[5] is not None and row[5] <= row[3] for row in rows)} of {len(rows)} by the delta method",
-                    "agrees" if all(row[5] is not None and row[5] <= row[3] for row in rows) else "falls short", "predicted",
-                    "Algorithm 2 gives another answer with each seed: " + "; ".join(f"{row[2]} {row[4]}" for row in rows)),
+            Outcome(
+                "on allocations that exist, a batch is stable no later than the paper's",
+                "16 to 256 over any split",
+                f"{sum(row[5] is not None and row[5] <= row[3] for row in rows)} of {len(rows)} by the delta method",
+                "agrees" if all(row[5] is not None and row[5] <= row[3] for row in rows) else "falls short",
+                "predicted",
+                "Algorithm 2 gives another answer with each seed: "
+                + "; ".join(f"{row[2]} {row[4]}" for row in rows),
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def _seen(samples: NDArray[np.float64], batch: int, draw: np.random.Generator) -> list[int]:

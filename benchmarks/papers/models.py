@@ -28,7 +28,8 @@ EFFICIENCY = 0.5
 
 
 def operations_only(name: str) -> Hardware:
-    """A device that does nothing but multiply and add, at `EFFICIENCY`: seconds on it are counted operations, scaled."""
+    """A device that does nothing but multiply and add, at `EFFICIENCY`: seconds on it are counted
+    operations, scaled."""
     free = Link(np.inf)
     return replace(
         load_hardware(name),
@@ -150,7 +151,9 @@ def seconds(
     return total
 
 
-def backward(parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, tp: int = 1) -> NDArray[np.float64]:
+def backward(
+    parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, tp: int = 1
+) -> NDArray[np.float64]:
     """Seconds of a whole backward, everything trained."""
     return seconds(parts, hardware, tokens, "input_gradient", tp) + seconds(
         parts, hardware, tokens, "weight_gradient", tp
@@ -159,7 +162,8 @@ def backward(parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, tp: i
 
 @dataclass(frozen=True, slots=True)
 class PaperUnit:
-    """A unit of a paper's model. `trains`: kinds of layers that do (None: all). `degrees`: (tp, cp) that it may have."""
+    """A unit of a paper's model. `trains`: kinds of layers that do (None: all). `degrees`: (tp, cp) that it
+    may have."""
 
     name: str
     parts: tuple[Part, ...]

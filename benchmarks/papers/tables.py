@@ -1,7 +1,8 @@
-"""A table of a paper next to ours, and what becomes of the paper's claims: the paper's figure, ours, and the outcome."""
+"""A table of a paper next to ours, and what becomes of its claims: the paper's figure, ours, and the outcome."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -43,8 +44,8 @@ def judged(
     unit: str = "",
     note: str = "",
 ) -> Outcome:
-    """Agrees where ours is within a share of the paper's figure. Beyond that, better is `beats` and worse `falls short`;
-    of a figure that is neither better nor worse by being larger (`more_is_better` None), any distance falls short."""
+    """Agrees where ours is within a share of the paper's figure. Beyond that, better beats it and worse falls short; of
+    a figure that is neither better nor worse by being larger (`more_is_better` None), any distance falls short."""
     off = ours / paper - 1.0
     verdict: Verdict = "falls short"
     if abs(off) <= within:
@@ -55,7 +56,14 @@ def judged(
 
 
 def in_range(
-    claim: str, low: float, high: float, ours: tuple[float, float], basis: Basis, *, slack: float = 0.1, note: str = ""
+    claim: str,
+    low: float,
+    high: float,
+    ours: tuple[float, float],
+    basis: Basis,
+    *,
+    slack: float = 0.1,
+    note: str = "",
 ) -> Outcome:
     """The paper gives a range, larger being better: ours agrees where it lies inside (a share of slack allowed), beats
     it where its lower end is above, and falls short otherwise."""
@@ -67,6 +75,12 @@ def in_range(
         verdict = "beats"
     text = f"{figure(least)} to {figure(most)}"
     return Outcome(claim, f"{figure(low)} to {figure(high)}", text, verdict, basis, note)
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """`least to most`."""
+    found = list(values)
+    return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
 
 
 def untested(claim: str, paper: str, why: str) -> Outcome:
@@ -118,7 +132,9 @@ class PaperTable:
             console.print(table)
         for one in self.outcomes:
             figures = f"paper {one.paper}" + (f", ours {one.ours}" if one.ours else "")
-            text = f"{one.claim}: {one.verdict} ({one.basis}; {figures})" + (f". {one.note}" if one.note else "")
+            text = f"{one.claim}: {one.verdict} ({one.basis}; {figures})" + (
+                f". {one.note}" if one.note else ""
+            )
             console.print(f"  • {escape(text)}", highlight=False)
         for sentence in self.remarks:
             console.print(f"    {escape(sentence)}", highlight=False)
