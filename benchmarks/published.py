@@ -139,8 +139,8 @@ def megascale() -> Iterator[Published]:
 
 
 def llama_3() -> Iterator[Published]:
-    """Table 4: H100s. Chunks are not told; one block fewer on the first and the last stage, stages of a pipeline side by
-    side, as the report says (3.3.2)."""
+    """Table 4: H100s. Chunks are not told; one block fewer on the first and the last stage, stages of a pipeline side
+    by side, as the report says (3.3.2)."""
     source = "Grattafiori et al., The Llama 3 Herd of Models (2024), Tables 3 and 4"
     parts = llama(126, 16_384, 53_248, 128, 8, 128_256)
     for gpus, cp, dp, tokens, per_replica, teraflops in (
@@ -196,7 +196,7 @@ def compare(run: Published) -> tuple[Any, ...]:
     if run.gpus <= MOST_SEARCHED:
         free = PaperUnit("language", run.parts, (), None, tuple((tp, 1) for tp in TENSOR_DEGREES))
         best = Case((free,), hardware, case.cluster, workload, run.batch, rules).search(
-            sizes=(1, 2, 4), chunks=(1, 2)
+            sizes=(1, 2, 4), chunks=(1, 2, 4)
         )
         if best is not None:
             ours, layout = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,11 @@ def orchestration_time(shared: Path) -> PaperTable:
             f"{one.name} {one.replicas} x tp{one.tp} x pp{one.pp}" for one in answers[0].modules
         )
         rows.append((gpus, batch, 1e3 * paper, 1e3 * found, paper / found, layout, answers[0].proven))
+    return orchestration_table(rows)
+
+
+def orchestration_table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
+    """The table of some measured rows."""
     ratios = [row[4] for row in rows]
     return PaperTable(
         "DistTrain Table 2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def planning_latency() -> PaperTable:
         for layers, there in zip(_LAYERS, paper, strict=True):
             typed, arbitrary = _seconds(nodes, gpus, layers, 0.0), _seconds(nodes, gpus, layers, 0.02)
             rows.append((nodes, gpus, layers, there, typed, arbitrary, there / typed, there / arbitrary))
+    return latency_table(rows)
+
+
+def latency_table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
+    """The table of some measured rows."""
     factors = [row[6] for row in rows] + [row[7] for row in rows]
     theirs, ours = rows[-1][3] / rows[-4][3], rows[-1][5] / rows[-4][5]
     return PaperTable(
