@@ -183,7 +183,7 @@ def online(data: dict[str, Sizes], limit: float) -> PaperTable:
                             shape.stages, shape.feeds, shape.backward, shape.fixed, found.depths
                         )
                     )
-                    times.append(shape_seconds(used, own, found.microbatches))
+                    times.append(shape_seconds(used, own, tuple(found.microbatches[unit] for unit in (0, 1))))
                     if policy == "balanced":
                         gap = max(gap, largest_over_bound(own, [list(one) for one in found.microbatches[0]]))
                 spent[policy], steps[policy] = time.process_time() - began, max(times)

@@ -5,8 +5,8 @@
 Ten drawn cases: small vision-language and language models (SigLIP- and Llama-shaped), samples of random lengths with
 random numbers of images, parts of the encoder frozen or not. For each, layers are measured on this machine, plans are
 searched for two ranks, and the first ten of the ranking train real steps over Gloo, one thread a rank, gradients
-summed. The goal: in at least 8 of 10 cases the first plan's median step is the least of the ten, or within the spread that two
-runs of one plan have here (2 %). Nothing else may run on the machine: both ranks need a core of their own.
+summed. The goal: in at least 8 of 10 cases the first plan's median step is the least of the ten, or within the spread
+that two runs of one plan have here (2 %). Nothing else may run on the machine: both ranks need a core of their own.
 """
 
 from __future__ import annotations
