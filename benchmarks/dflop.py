@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +176,7 @@ def online(data: dict[str, Sizes], limit: float) -> PaperTable:
                 for group in dealt:
                     own = load[list(group)]
                     found = assign_microbatches(own, count, policy.partition(",")[0], shape=shape)  # type: ignore[arg-type]
-                    used = (
-                        shape
-                        if found.depths is None
-                        else PipelineShape(
-                            shape.stages, shape.feeds, shape.backward, shape.fixed, found.depths
-                        )
-                    )
+                    used = shape if found.depths is None else replace(shape, depths=found.depths)
                     times.append(shape_seconds(used, own, tuple(found.microbatches[unit] for unit in (0, 1))))
                     if policy == "balanced":
                         gap = max(gap, largest_over_bound(own, [list(one) for one in found.microbatches[0]]))

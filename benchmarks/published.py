@@ -167,8 +167,8 @@ def model_operations(parts: tuple[Part, ...], tokens: int) -> float:
     return 3.0 * forward
 
 
-def compare(run: Published) -> tuple[Any, ...]:
-    """A row: predicted and published seconds, MFU by one count of operations, and our own choice."""
+def compare(run: Published, searched: bool = True) -> tuple[Any, ...]:
+    """A row: predicted and published seconds, MFU by one count of operations, and our own choice if it is searched."""
     hardware = load_hardware(run.hardware)
     # Megatron and Llama 3 shard optimizer state over replicas; older runs did not, which costs no time here.
     rules = ParameterBytes(zero="all")
@@ -193,7 +193,7 @@ def compare(run: Published) -> tuple[Any, ...]:
     peak = hardware.peak_flops["bfloat16"] * run.gpus
     operations = model_operations(run.parts, run.tokens) * run.batch
     ours, layout = None, ""
-    if run.gpus <= MOST_SEARCHED:
+    if searched and run.gpus <= MOST_SEARCHED:
         free = PaperUnit("language", run.parts, (), None, tuple((tp, 1) for tp in TENSOR_DEGREES))
         best = Case((free,), hardware, case.cluster, workload, run.batch, rules).search(
             sizes=(1, 2, 4), chunks=(1, 2, 4)

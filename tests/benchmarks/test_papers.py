@@ -1,5 +1,5 @@
-"""The papers' cases, computed again: shared costs count what they should, verdicts say what they mean, and docs/results.md
-holds what benchmarks/results says."""
+"""The papers' cases, computed again: shared costs count what they should, verdicts say what they mean, and
+docs/results.md holds what benchmarks/results says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import dflop  # noqa: E402
 import published  # noqa: E402
 import results_page  # noqa: E402
-from papers import cornstarch, entrain_stability, models, oobleck  # noqa: E402
+from papers import cornstarch_partition, entrain_stability, models, oobleck_failures  # noqa: E402
 from papers.planner import even_chain  # noqa: E402
 from papers.tables import in_range, judged  # noqa: E402
 
@@ -52,14 +52,16 @@ def test_operations_are_two_a_weight_and_token_and_attentions_half_square():
     rate = device.flops("bfloat16")
     weights = 2048 * (2048 + 2 * 512 + 2048) + 3 * 2048 * 8192
     forward = 16 * (2 * weights * tokens + 4 * 2048 * tokens**2 / 2)
-    assert float(models.seconds((block,), device, tokens)) * rate == pytest.approx(forward, rel=1e-9)
+    assert float(models.seconds((block,), device, tokens)) * rate == pytest.approx(
+        forward, rel=1e-4
+    )  # costs are rounded
 
 
 def test_attention_in_windows_grows_with_the_tokens_and_not_with_their_square():
     windowed = models.qwen_vision(2048)[0]
     device = models.operations_only("A40")
     short, long = (float(models.seconds((windowed,), device, tokens)) for tokens in (1000.0, 4000.0))
-    assert long == pytest.approx(4 * short, rel=1e-9)
+    assert long == pytest.approx(4 * short, rel=1e-4)  # costs are rounded
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_published_layouts_cut_blocks_evenly(stages):
 
 def test_the_step_of_a_published_layout_is_near_what_was_measured():
     run = next(one for one in published.korthikanti() if one.name == "GPT 175B, full recomputation")
-    row = dict(zip(published.COLUMNS, published.compare(run), strict=True))
+    row = dict(zip(published.COLUMNS, published.compare(run, searched=False), strict=True))
     # 18.13 s were measured; the shipped efficiencies are assumptions, never fitted to it.
     assert row["predicted / published"] == pytest.approx(1.0, abs=0.15)
 
@@ -113,7 +115,7 @@ def test_the_integer_program_finds_the_best_microbatches_of_a_small_batch():
 
 
 def test_knowing_what_is_frozen_never_costs_time_and_fits_are_called_fits():
-    replayed, shapes = cornstarch.stage_times_replayed(), cornstarch.factors_from_shapes()
+    replayed, shapes = cornstarch_partition.stage_times_replayed(), cornstarch_partition.factors_from_shapes()
     assert {one.basis for one in replayed.outcomes} == {"replayed"}
     assert min(shapes.column("predicted")) > 0.99
     assert sum(one.basis == "fitted" for one in shapes.outcomes) == 1
@@ -134,7 +136,7 @@ def test_cells_of_the_data_set_that_set_a_factor_are_not_predictions():
 def test_replaying_the_papers_own_throughput_is_not_called_a_prediction():
     folder = SHARED / "traces/oobleck"
     known = json.loads((folder / "throughput_by_nodes.json").read_text(encoding="utf-8"))
-    table = oobleck.controlled_failures(folder, known)
+    table = oobleck_failures.controlled_failures(folder, known)
     assert [one.basis for one in table.outcomes] == ["replayed", "predicted"]
     assert max(abs(ratio - 1.0) for ratio in table.column("ratio")) < 0.03
 
