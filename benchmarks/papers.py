@@ -46,8 +46,8 @@ def main() -> None:
         for table in importlib.import_module(f"papers.{chapter}").tables(shared, not arguments.untimed):
             table.show(console)
             found.append({"chapter": chapter, "ran": machine(), **table.to_plain()})
-        if arguments.json:
-            _write(arguments.json, found)
+            if arguments.json:
+                _write(arguments.json, found)
     console.print(f"\n{len(found)} tables in {time.perf_counter() - started:.0f} s")
 
 
