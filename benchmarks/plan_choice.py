@@ -1,6 +1,6 @@
 """Is the plan that `search` puts first the fastest of its first ten when they are run?
 
-    python benchmarks/plan_choice.py [--cases N] [--steps N] [--json FILE]
+    python benchmarks/plan_choice.py [--cases N] [--plans N] [--steps N] [--json FILE]
 
 Ten drawn cases: small vision-language and language models (SigLIP- and Llama-shaped), samples of random lengths with
 random numbers of images, parts of the encoder frozen or not. For each, layers are measured on this machine, plans are
@@ -48,7 +48,7 @@ from dilatant.schedule import FAMILIES, Assignment, trainability_of
 from dilatant.schedule.plan_scorer import plan_scorer, step_costs
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 
-RANKS, FIRST, SPREAD = 2, 10, 0.02
+RANKS, SPREAD = 2, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def build_samples(case: Drawn) -> list[EncodedSample]:
     return samples
 
 
-def choose(case: Drawn, target: Target, cluster: Cluster) -> list[Choice]:
-    """The first ten plans of the search, on all ranks."""
+def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Choice]:
+    """The first plans of the search, on all ranks."""
     model = build_model(case)
     found = describe_model(model)
     samples = build_samples(case)
@@ -186,7 +186,7 @@ def choose(case: Drawn, target: Target, cluster: Cluster) -> list[Choice]:
 
     return [
         Choice(one.plan, as_simulated(one), one.score.schedule, one.score.seconds)
-        for one in (result.winner, *result.runners_up)[:FIRST]
+        for one in (result.winner, *result.runners_up)[:most]
     ]
 
 
@@ -219,9 +219,9 @@ def train(worker: Worker, case: Drawn, choices: Sequence[Choice], steps: int) ->
     return taken
 
 
-def compare(case: Drawn, target: Target, cluster: Cluster, steps: int) -> dict[str, Any]:
+def compare(case: Drawn, target: Target, cluster: Cluster, most: int, steps: int) -> dict[str, Any]:
     """Predicted and measured seconds of the first plans of one case."""
-    choices = choose(case, target, cluster)
+    choices = choose(case, target, cluster, most)
     taken = launch_local(train, RANKS, case, choices, steps)[0]
     measured = [statistics.median(one) for one in taken]
     return {
@@ -240,6 +240,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=10)
+    parser.add_argument("--plans", type=int, default=10, help="of the ranking, to be run")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures as JSON here as well")
     options = parser.parse_args()
@@ -250,7 +251,7 @@ def main() -> None:
     cluster = Cluster(1, RANKS, float("inf"), links.link, Link(1e9))
     rows = []
     for case in draw_cases(options.cases):
-        row = compare(case, target, cluster, options.steps)
+        row = compare(case, target, cluster, options.plans, options.steps)
         rows.append(row)
         print(
             f"{row['case']}: {len(row['plans'])} plans, the first takes {row['first_over_best']:.3f} of the best's time"
