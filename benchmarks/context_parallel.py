@@ -42,7 +42,8 @@ def compare_context(worker: Worker, tokens: int, steps: int) -> dict[str, Any]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     row = [torch.randn(tokens, HEADS, SIZE, generator=random).to(device, dtype) for _ in range(3)]
     mask = AttentionMask.from_tokens(np.ones(tokens, np.int64), np.arange(tokens))
-    share = ContextParallelRow(mask, place_row(mask, worker.size), comm.world)
+    placed = place_row(mask, worker.size)
+    share = ContextParallelRow(mask, placed.placement, comm.world, block=placed.block)
 
     def ours() -> None:
         leaves = [share.take(each).requires_grad_() for each in row]

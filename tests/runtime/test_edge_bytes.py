@@ -44,7 +44,8 @@ def _plan(degrees: tuple[tuple[int, int], ...]) -> Plan:
     )
 
 
-def _sent_bytes(worker: Worker, plan: Plan) -> Counter[str]:
+def _sent_bytes(worker: Worker, plan: Plan) -> tuple[Counter[str], float]:
+    """What a rank sends along each edge in a step, and the step's gradient norm."""
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(build_model(CASE_OF_EDGES, "meta"), plan, comm, seed=5)
     sent = Counter[str]()
@@ -57,10 +58,10 @@ def _sent_bytes(worker: Worker, plan: Plan) -> Counter[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "send", counted)
-        runtime.execute(build_samples(CASE_OF_EDGES))
+        norm = runtime.execute(build_samples(CASE_OF_EDGES)).grad_norm
     runtime.close()
     comm.close()
-    return sent
+    return sent, norm
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_every_row_crosses_an_edge_once_in_each_direction(
     workers: WorkerPool, degrees: tuple[tuple[int, int], ...]
 ) -> None:
     plan = _plan(degrees)
-    sent = sum(workers.run(_sent_bytes, len(plan.ranks), plan), Counter[str]())
+    sent = sum((bytes_ for bytes_, _ in workers.run(_sent_bytes, len(plan.ranks), plan)), Counter[str]())
     samples = build_samples(CASE_OF_EDGES)
     images = sum(sample.sizes.get("vision", 0) for sample in samples)
     tokens = sum(sample.sizes["language"] for sample in samples)
@@ -79,3 +80,21 @@ def test_every_row_crosses_an_edge_once_in_each_direction(
     for stage in range(1, stages - 1):
         rows |= {f"{stage}-{stage + 1}": tokens, f"{stage + 1}-{stage}": tokens}
     assert sent == {edge: count * HIDDEN * 4 for edge, count in rows.items()}
+
+
+def test_a_rank_that_has_rows_already_gives_them_to_those_beside_it(workers: WorkerPool) -> None:
+    """The encoder is on one of the two ranks of the language model: nothing travels between stages."""
+
+    def plan(*ranks: int) -> Plan:
+        language = Replica((Stage(0, 6, ranks, tp=len(ranks)),))
+        return Plan(
+            (
+                UnitPlan("vision", (Replica((Stage(0, 5, ranks[:1]),)),), ("language",)),
+                UnitPlan("language", (language,)),
+            )
+        )
+
+    ((_, alone),) = workers.run(_sent_bytes, 1, plan(0))
+    for sent, norm in workers.run(_sent_bytes, 2, plan(0, 1)):
+        assert not sent
+        assert norm == pytest.approx(alone, rel=1e-5)  # the numerics rule's bound for fp32
