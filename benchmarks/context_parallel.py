@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from dilatant.attention.context_parallel import ContextParallelRow, context_parallel_attention
 from dilatant.attention.mask import AttentionMask
@@ -45,18 +45,27 @@ def compare_context(worker: Worker, tokens: int, steps: int) -> dict[str, Any]:
     placed = place_row(mask, worker.size)
     share = ContextParallelRow(mask, placed.placement, comm.world, block=placed.block)
 
-    def ours() -> None:
+    def ours() -> Tensor:
         leaves = [share.take(each).requires_grad_() for each in row]
         output: Tensor = context_parallel_attention(*leaves, share)
         output.sum().backward()
+        return output.detach()
 
-    def theirs() -> None:
+    def theirs() -> Tensor:
         whole = [each.transpose(0, 1)[None].contiguous() for each in row]
         with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
             leaves = [each.detach().requires_grad_() for each in whole]
-            scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
+            # By its module: torch puts another function there meanwhile.
+            output = functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            output.sum().backward()
+        return output.detach()
 
-    def timed(step: Callable[[], None]) -> float:
+    def norm(output: Tensor) -> float:
+        squares = output.double().square().sum()
+        comm.world.sum_(squares, "squares").wait()
+        return float(squares.sqrt())
+
+    def timed(step: Callable[[], object]) -> float:
         comm.world.barrier()
         began = time.perf_counter()
         step()
@@ -66,12 +75,12 @@ def compare_context(worker: Worker, tokens: int, steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"ranks": worker.size, "tokens": tokens, "device": device.type}
     try:
         try:
-            theirs()
+            output = theirs()
         except Exception as error:
             result["theirs_raises"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             result["ours_seconds"] = statistics.median(timed(ours) for _ in range(steps))
             return result
-        ours()
+        result["norms"] = [norm(ours()), norm(output)]
         pairs = [(timed(ours), timed(theirs)) for _ in range(steps)]
         result["ours_seconds"], result["theirs_seconds"] = map(statistics.median, zip(*pairs))
         result["ratio"] = statistics.median(a / b for a, b in pairs)
