@@ -22,7 +22,7 @@ from drawn_steps import cases
 from engine_case import Case, build_model, build_samples
 
 
-@settings(max_examples=40, **COMMON)
+@settings(max_examples=25, **COMMON)
 @given(case=cases())
 def test_rows_travel_once_to_whoever_needs_them(case: Case) -> None:
     model, samples = build_model(case, "meta"), build_samples(case)
