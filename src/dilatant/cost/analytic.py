@@ -30,10 +30,10 @@ class LayerShape:
     head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
     `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
-    of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
-    `row_kept` of the kept elements are of whole rows also where the rest runs in chunks.
-    `routed_width` numbers of a token travel to experts elsewhere: its width, once for each of its experts.
-    `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each with an all-gather before
+    of `output_share` tokens per input token (less than 1 where a projector merges patches). `row_kept` of
+    the kept elements are of whole rows also where the rest runs in chunks. `routed_width` numbers of a token travel to
+    experts elsewhere: its width, once for each of its experts. `parameters` and `launches` are per layer, `collectives`
+    are regions that tensor-parallel ranks share, each with an all-gather before
     it and a reduce-scatter behind it.
     """
 
