@@ -179,10 +179,10 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        tp = placed.stage.tp
-        weights += rules.weight * sum(layer.held(tp) for layer in layers)
-        gradients += rules.gradient * sum(layer.held_trained(tp) for layer in layers)
-        state = [rules.shared(layer.held_trained(tp), True) for layer in layers]
+        tp, ep = placed.stage.tp, placed.stage.ep
+        weights += rules.weight * sum(layer.held(tp, ep) for layer in layers)
+        gradients += rules.gradient * sum(layer.held_trained(tp, ep) for layer in layers)
+        state = [rules.shared(layer.held_trained(tp, ep), True) for layer in layers]
         optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
@@ -221,8 +221,8 @@ def layout_text(plan: Plan) -> str:
     for unit in plan.units:
         stages = unit.replicas[0].stages
         text = f"{unit.name} {len(unit.replicas)} × {counted(len(stages), 'stage')}"
-        for tp, cp in sorted({(stage.tp, stage.cp) for stage in stages}):
-            text += f" {degrees_text(tp, cp)}".rstrip()
+        for degrees in sorted({(stage.tp, stage.cp, stage.ep) for stage in stages}):
+            text += f" {degrees_text(*degrees)}".rstrip()
         texts.append(text)
     return ", ".join(texts)
 
