@@ -122,6 +122,7 @@ def describe_model(
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     trainable=any(parameter.requires_grad for _, parameter in weights),
                     divided=types[kind].is_divided,
+                    fixed=sum(parameter.numel() for _, parameter in weights if not parameter.requires_grad),
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading
                     ),
