@@ -125,7 +125,7 @@ class EncodedSample:
     media: unit → encoder input name → [encoder rows, ...]; a unit without items, or not loaded, is absent.
     sizes: unit → tokens that the unit processes ("language" included); always known.
     draw: its number in the order of training, by which randomness is keyed. targets, content: what an index says of
-    `target_tokens` and `content_digest`; counted here where None.
+    `target_tokens` and `content_digest`; counted here where None. made_seconds: what reading and decoding it took.
     """
 
     id: str
@@ -136,6 +136,7 @@ class EncodedSample:
     draw: int = 0
     targets: int | None = None
     content: int | None = None
+    made_seconds: float = 0.0
 
     @property
     def key(self) -> str:

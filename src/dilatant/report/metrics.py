@@ -14,7 +14,8 @@ class StepMetrics:
     by unit; `tokens_per_second` counts the language model's tokens. skipped_updates: steps so far whose loss or
     gradient was not finite, which changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of
     the step's actions and gradient sync, which `step_seconds` holds with the wait for data and the update. drift:
-    unit → measured over predicted seconds of its actions. warning: of it, once."""
+    unit → measured over predicted seconds of its actions. warning: of it, once. slowest_samples: name → seconds of
+    decoding, of rank 0's samples that took longest, where it waited for data."""
 
     step: int
     total_steps: int
@@ -36,6 +37,7 @@ class StepMetrics:
     predicted_seconds: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
+    slowest_samples: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
@@ -54,7 +56,7 @@ class StepMetrics:
         """The same figures under the flat names that trackers group by."""
         flat: dict[str, float] = {}
         for name, value in self.to_record().items():
-            if name == "step" or value is None:
+            if name in ("step", "slowest_samples") or value is None:
                 continue
             if isinstance(value, Mapping):
                 flat |= {
