@@ -20,8 +20,8 @@ from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.resilience.coordinator_process import read_record
-from dilatant.resilience.process import Child, Start
-from dilatant.resilience.protocol.values import TOO_FEW, Settings
+from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
+from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
 from dilatant.training.rank import RunResult, Show, console_for
 from dilatant.training.starting_point import Start as StartingPoint
@@ -30,8 +30,6 @@ COORDINATOR = "dilatant.resilience.coordinator_process"
 AGENT = "dilatant.resilience.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
-TOO_FEW_EXIT_CODE = 75
-"""EX_TEMPFAIL: try again later, with more nodes."""
 
 
 def launch_resiliently(
@@ -46,10 +44,8 @@ def launch_resiliently(
 
     Raises UserError or WorkerFailed, as `launch_local`.
     """
-    _warn_of_few_copies(config, plan_json, show)
-    folder = RunFolder(config.output_dir).path / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)  # of a run before
-    folder.mkdir(parents=True)
+    warn_of_few_copies(config, plan_json, show)
+    folder = fresh_folder(config)
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
     with _agents(config, counts, folder) as (seats, supervisor):
@@ -71,13 +67,41 @@ def launch_resiliently(
             record = read_record(folder)
             if record is None or not record.stopped:
                 raise
-            code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
-            raise WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code) from failure
+            raise stopped_error(record) from failure
+    record = read_record(folder)
+    if record is not None and TOO_FEW in record.stopped:
+        raise stopped_error(record)
     finished = [result for result in results if result is not None]
     return next((result for result in finished if result.is_first), finished[0])
 
 
-def _warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
+def stopped_error(record: Record) -> WorkerFailed:
+    """Why a run has stopped before its end, with what a scheduler should do about it."""
+    code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
+    return WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code)
+
+
+def fresh_folder(config: Config) -> Path:
+    """For the coordinator's record, without that of a run before."""
+    folder = RunFolder(config.output_dir).path / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def settings_of(config: Config, nodes: int) -> Settings:
+    """What coordinator and agents go by, in a run that begins with so many nodes."""
+    given = config.resilience
+    return Settings(
+        lease_seconds=given.lease_seconds,
+        fence_seconds=given.fence_seconds,
+        drain_seconds=given.drain_seconds,
+        initial=nodes,
+        fewest=given.fewest_nodes,
+    )
+
+
+def warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
     copies = config.resilience.fault_tolerance + 1
     few = [unit.name for unit in Plan.from_json(plan_json).units if len(unit.replicas) < copies]
     if few:
@@ -91,13 +115,7 @@ def _warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
 @contextlib.contextmanager
 def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[list[Seat], _Supervisor]]:
     """The agents of nodes with so many workers each; the seat of every worker, and what supervises them."""
-    given = config.resilience
-    settings = Settings(
-        lease_seconds=given.lease_seconds,
-        fence_seconds=given.fence_seconds,
-        initial=len(counts),
-        fewest=given.fewest_nodes,
-    )
+    settings = settings_of(config, len(counts))
     token = fresh_token()
     coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, str(folder)))
     agents: list[Child] = []
@@ -113,7 +131,7 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[l
             for index in range(count)
         ]
         restart = Start("127.0.0.1", port, token.hex(), settings, str(folder))
-        supervisor = _Supervisor(coordinator, restart, agents, seats, given.restarts)
+        supervisor = _Supervisor(coordinator, restart, agents, seats, config.resilience.restarts)
         yield seats, supervisor
     finally:
         if supervisor is not None:

@@ -66,11 +66,18 @@ class Held:
 def train_rank_resiliently(
     worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seats: Sequence[Seat]
 ) -> RunResult | None:
+    """As `train_seat`, in the seat of this rank."""
+    return train_seat(worker, config, plan_json, start, show, seats[worker.rank])
+
+
+def train_seat(
+    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+) -> RunResult | None:
     """One worker's part of a run, whichever rank it is at the time. None where the run goes on without it.
 
     Raises what stops the run for everybody, and RunEnded where there are too few nodes.
     """
-    return _Rank(worker, config, plan_json, start, show, seats[worker.rank]).run()
+    return _Rank(worker, config, plan_json, start, show, seat).run()
 
 
 class Stopwatch:
@@ -98,11 +105,21 @@ class _Rank:
         self._seat = seat
         self._store = worker.store
         self._rank = worker.rank
+        self._stop = StopSignal()
         self._link = WorkerLink(
-            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
+            seat.port,
+            seat.token,
+            seat.index,
+            self._unblock,
+            config.resilience.lease_seconds / 4,
+            self._stop.request,
         )
         self._initial = TrainingPlan.from_json(plan_json)
-        self._prepared: Prepared = prepare(config, self._initial)
+        try:
+            self._prepared: Prepared = prepare(config, self._initial)
+        except UserError as error:
+            self._link.lost(str(error))
+            raise
         self._folder = RunFolder(config.output_dir)
         self._held: Held | None = None
         self._pending: Held | None = None
@@ -115,7 +132,7 @@ class _Rank:
 
     def run(self) -> RunResult | None:
         result: RunResult | None = None
-        with StopSignal() as stop:
+        with self._stop as stop:
             while True:
                 try:
                     order = self._await_rebuild()

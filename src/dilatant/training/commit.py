@@ -16,6 +16,10 @@ class Gate(Protocol):
     """Stands between gradients and update. By default a step counts as soon as `Runtime.execute` returns, for then all
     ranks have its gradients; whoever wants to outlive ranks lets one party decide."""
 
+    def begin(self, step: int, limit_seconds: float) -> None:
+        """This rank has what it needs to compute step number `step`, which should not take it longer than that."""
+        ...
+
     def vote(self, step: int, hashes: Mapping[str, int]) -> None:
         """Return when step number `step` is committed; whatever is raised, this rank does not apply it. hashes: layer →
         hash of the reduced gradients."""

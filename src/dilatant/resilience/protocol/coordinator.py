@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from dilatant.resilience.protocol.values import (
+    FINISHED,
     NO_STATE,
     TOO_FEW,
     Effect,
@@ -19,8 +20,6 @@ from dilatant.resilience.protocol.values import (
 )
 
 STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
-FINISHED = "finished"
-"""Why a run stops whose nodes are all done."""
 
 
 class Coordinator:
@@ -40,6 +39,7 @@ class Coordinator:
         self.base = NO_STATE
         self.committed = 0
         self.stopped = before.stopped
+        self.ending = before.ending
         self.reason = ""
         self.statuses: dict[str, Status] = {}
         self._returned = bool(before.members)
@@ -72,11 +72,10 @@ class Coordinator:
         if known is not None and known.serial == status.serial:
             return []
         self.statuses[status.node] = status
-        if self._is_quiet(status):  # the step's cost must not grow with the square of its voters
-            if status.prepared == self.committed == status.applied:
-                self._voted.add(status.node)
-            if len(self._voted) < len(self.members):
-                return []
+        if status.prepared == self.committed == status.applied and status.node in self.members:
+            self._voted.add(status.node)
+        if self._is_quiet(status) and len(self._voted) < len(self.members):
+            return []  # the step's cost must not grow with the square of its voters
         return self._decide(now)
 
     def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
@@ -98,6 +97,15 @@ class Coordinator:
         if self.stopped:
             return []
         self.stopped, self.task = reason, Task.STOP
+        return [Persist(self._record()), *self._orders()]
+
+    def end(self, reason: str, now: float) -> list[Effect]:
+        """Let all save after the step in hand, and then end the run."""
+        if self.stopped or self.ending:
+            return []
+        if self.task is Task.WAIT and not self._returned:
+            return self.stop(reason, now)
+        self.ending = reason
         return [Persist(self._record()), *self._orders()]
 
     @property
@@ -161,7 +169,12 @@ class Coordinator:
         if not all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
             return []
         if all(s.done for s in own):
-            return self.stop(FINISHED, now)
+            return self.stop(self.ending or FINISHED, now)
+        leaving = {s.node for s in own if s.leaving}
+        if leaving and not self.ending and len(own) - len(leaving) < self.settings.fewest:
+            return self.end(
+                self._too_few(len(own) - len(leaving), f"{', '.join(sorted(leaving))} leave"), now
+            )
         if not all(s.prepared == self.committed == s.applied for s in own):
             return []
         if odd := self._disagreeing(own):
@@ -171,9 +184,8 @@ class Coordinator:
         self.committed += 1
         self._fruitless = 0
         self._voted.clear()
-        leaving = {s.node for s in own if s.leaving}
         joining = self._admitted(now)
-        if not leaving and not joining:
+        if self.ending or not (leaving or joining):
             return self._orders()
         why = [*(f"{node} leaves" for node in sorted(leaving)), *(f"{node} joins" for node in joining)]
         return self._without(leaving, "; ".join(why), now)
@@ -209,15 +221,18 @@ class Coordinator:
     def _new_generation(self, survivors: list[str], reason: str, now: float) -> list[Effect]:
         """Of the survivors, and of all newcomers, since everybody has to stop anyway."""
         members = [*survivors, *self.newcomers]
-        if len(members) < self.settings.fewest:
-            return self.stop(
-                f"{len(members)} {TOO_FEW} {self.settings.fewest} that are needed ({reason})", now
-            )
+        if not members:
+            return self.stop(self.ending or self._too_few(0, reason), now)
+        if len(members) < self.settings.fewest and not self.ending:
+            self.ending = self._too_few(len(members), reason)
         self.generation += 1
         self._voted.clear()
         self.members = tuple(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
+
+    def _too_few(self, left: int, reason: str) -> str:
+        return f"{left} {TOO_FEW} {self.settings.fewest} that are needed ({reason})"
 
     def _rebuild(self, own: list[Status]) -> list[Effect]:
         """Everybody stands still and has said what it holds: what to go on from is decided by that alone.
@@ -241,6 +256,7 @@ class Coordinator:
             self.task is Task.RUN
             and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
             and not (status.failed or status.fatal or status.broken or status.accuses or status.done)
+            and not status.leaving
         )
 
     def _is_ready(self, status: Status) -> bool:
@@ -298,7 +314,7 @@ class Coordinator:
         return [self.statuses[node] for node in self.members if node in self.statuses]
 
     def _record(self) -> Record:
-        return Record(self.term, self.generation, self.members, self.stopped)
+        return Record(self.term, self.generation, self.members, self.stopped, self.ending)
 
     def _orders(self) -> list[Effect]:
         nodes = dict.fromkeys([*self.members, *self.statuses] if self.task is Task.STOP else self.members)
@@ -320,6 +336,7 @@ class Coordinator:
             self.base,
             self.committed,
             self.stopped or self.reason,
+            self.ending,
         )
 
     def _repeat(self, now: float) -> list[Effect]:
