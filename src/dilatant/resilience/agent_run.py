@@ -26,7 +26,7 @@ from dilatant.config.errors import UserError
 from dilatant.resilience.agent_process import NO_COORDINATOR, Service
 from dilatant.resilience.job import Ask, Job, WorkerStart
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Start
-from dilatant.resilience.protocol.values import FINISHED, TOO_FEW
+from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
 from dilatant.resilience.wire import connect
 
 WORKER = "dilatant.resilience.worker_process"
@@ -54,7 +54,7 @@ class AgentOptions:
 def run_agent(options: AgentOptions) -> int:
     """Have this machine's ranks take part in a run; returns an exit code, when the run is over or goes on without them.
 
-    0: the run is finished, or this node was asked to leave. 75: try again later. Raises UserError where no coordinator
+    0: the run is finished, or it or this node was asked to end. 75: try again later. Raises UserError where no coordinator
     answers, or one with another token.
     """
     token = shared_token()
@@ -65,7 +65,7 @@ def run_agent(options: AgentOptions) -> int:
             return TOO_FEW_EXIT_CODE
         # A name that nobody had before: who was lost once is another node when it comes again.
         service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
-        if service.ended == FINISHED or service.leaves:
+        if service.ended in (FINISHED, ASKED) or service.leaves:
             return 0
         if not service.is_out:
             is_temporary = service.ended == NO_COORDINATOR or TOO_FEW in service.ended

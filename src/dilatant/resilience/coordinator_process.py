@@ -17,7 +17,7 @@ from dilatant.report.durable import write_durably
 from dilatant.resilience.job import Ask
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.coordinator import Coordinator
-from dilatant.resilience.protocol.values import Effect, Order, Persist, Record, Status, Task
+from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
 from dilatant.resilience.wire import Link, LinkClosed, Received, accept_into, close_all, listen
 
 TICK_SECONDS = 0.05
@@ -67,7 +67,7 @@ class Service:
                 self._hear(heard)
             if self._is_asked_to_end.is_set():
                 self._is_asked_to_end.clear()
-                self._carry_out(coordinator.end("it was asked to stop", time.monotonic()))
+                self._carry_out(coordinator.end(ASKED, time.monotonic()))
             if coordinator.stopped and ended is None:
                 ended = time.monotonic()
         close_all(self._links.values())

@@ -51,6 +51,7 @@ class Coordinator:
         self._sent = now
         self._fruitless = 0
         self._voted: set[str] = set()
+        self._accused_since: float | None = None
         if self.stopped:
             self.task = Task.STOP
 
@@ -135,7 +136,7 @@ class Coordinator:
         if len(own) < len(self.members):
             return []
         broken = [s for s in own if s.generation == self.generation and (s.broken or s.accuses)]
-        if broken and (blamed := self._blame(broken)) is not None:
+        if broken and (blamed := self._blame(broken, now)) is not None:
             return self._without(blamed, self._why(broken), now)
         if self.task is Task.FENCE and all(
             s.generation == self.generation and s.phase in STANDING for s in own
@@ -227,6 +228,7 @@ class Coordinator:
             self.ending = self._too_few(len(members), reason)
         self.generation += 1
         self._voted.clear()
+        self._accused_since = None
         self.members = tuple(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
@@ -271,7 +273,7 @@ class Coordinator:
         self.task, self.base, self.committed = Task.RUN, self.generation, step
         return self._orders()
 
-    def _blame(self, broken: list[Status]) -> set[str] | None:
+    def _blame(self, broken: list[Status], now: float) -> set[str] | None:
         """Whom to go on without; nobody at first, for a network may have failed for a moment. None: wait.
 
         Who is accused by most of the others is cut off from them, or hangs.
@@ -283,6 +285,10 @@ class Coordinator:
                 return {node}
         if not any(s.broken for s in broken):
             return None
+        if votes and len(broken) < len(self.members):  # the others may say more
+            self._accused_since = now if self._accused_since is None else self._accused_since
+            if now - self._accused_since < self.settings.accuse_seconds:
+                return None
         self._fruitless += 1
         if self._fruitless > self.settings.attempts and votes:
             most = max(votes.values())

@@ -10,6 +10,8 @@ NO_STATE = -1
 """The base of a node that holds nothing of the run yet."""
 
 
+ASKED = "it was asked to stop"
+"""Why all save and end whose run was asked to."""
 FINISHED = "finished"
 """Why a run stops whose nodes are all done."""
 TOO_FEW = "nodes are left of the"
@@ -121,6 +123,7 @@ class Settings:
     a coordinator that did. initial: nodes to begin with. fewest: with fewer all save and the run ends. attempts:
     generations in a row that end without a step before somebody is blamed, and twice that before the run stops.
     drain_seconds: what a node that leaves waits for the end of the step; then the others go on without it.
+    accuse_seconds: after somebody waited in vain for another, what the others have to say for whom they do.
     """
 
     lease_seconds: float = 3.0
@@ -129,6 +132,7 @@ class Settings:
     return_seconds: float = 10.0
     resend_seconds: float = 1.0
     drain_seconds: float = 600.0
+    accuse_seconds: float = 0.5
     initial: int = 1
     fewest: int = 1
     attempts: int = 3
