@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from cli.tiny_project import tiny_config, write_images
-from resilience.chaos import COMMAND, losses
 from dilatant.resilience.status import RunStatus, read_status
+from resilience.chaos import COMMAND, losses
 
 STEPS = 30
 TOLERANCE = 1e-5
@@ -98,26 +98,23 @@ def test_machines_are_lost_join_and_leave_and_the_losses_stay_the_same(
     machines: Machines, tmp_path: Path
 ) -> None:
     leading = machines.start("train", "config.yaml")
-    agents = {name: machines.agent(name) for name in ("a", "b")}
-    notice = tmp_path / "taken"
-    agents["c"] = machines.agent("c", "--notice-file", str(notice))
+    notice = {name: tmp_path / f"{name} is taken" for name in "abcd"}  # one more than the run begins with
+    agents = {name: machines.agent(name, "--notice-file", str(notice[name])) for name in "abcd"}
     machines.await_step(4)
-    assert machines.members() == {"a", "b", "c"}
-    agents["a"].kill()  # with its worker, which ends with it
+    killed, taken = sorted(machines.members())[:2]
+    agents[killed].kill()  # with its worker, which ends with it
     machines.await_step(8)
-    assert machines.members() == {"b", "c"}
-    machines.agent("d")
-    notice.touch()
-    assert agents["c"].wait(60) == 0
-    machines.await_step(len(losses(machines.run)) + 1)
+    assert killed not in machines.members()
+    notice[taken].touch()
+    assert agents[taken].wait(120) == 0
     assert leading.wait(500) == 0, machines.output
+    assert machines.members() == {*"abcd"} - {killed, taken}
     assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
     assert machines.status.stopped == "finished"
     reasons = " ".join(event["reason"] for event in machines.status.events)
     assert "agent is gone" in reasons
     assert "leaves" in reasons
-    assert "joins" in reasons
-    assert (machines.run / "export" / "config.json").is_file() or any((machines.run / "export").iterdir())
+    assert any((machines.run / "export").iterdir())
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ class StepMetrics:
     by unit; `tokens_per_second` counts the language model's tokens. skipped_updates: steps so far whose loss or
     gradient was not finite, which changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of
     the step's actions and gradient sync, which `step_seconds` holds with the wait for data and the update. drift:
-    unit → measured over predicted seconds of its actions. warning: of it, once."""
+    unit → measured over predicted seconds of its actions. warning: of it, once. generation: of a run that goes on when
+    ranks are lost, 0 of another; recovery: in the first step of one that follows another, its ranks and its costs."""
 
     step: int
     total_steps: int
@@ -36,6 +37,8 @@ class StepMetrics:
     predicted_seconds: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
+    generation: int = 0
+    recovery: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
@@ -48,6 +51,8 @@ class StepMetrics:
             name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
         }
         unknown = {"predicted_seconds"} if self.predicted_seconds is None else set()
+        if not self.generation:
+            unknown.add("generation")
         return {name: value for name, value in record.items() if value != {} and name not in unknown}
 
     def to_scalars(self) -> dict[str, float]:

@@ -54,8 +54,8 @@ class AgentOptions:
 def run_agent(options: AgentOptions) -> int:
     """Have this machine's ranks take part in a run; returns an exit code, when the run is over or goes on without them.
 
-    0: the run is finished, or it or this node was asked to end. 75: try again later. Raises UserError where no coordinator
-    answers, or one with another token.
+    0: the run is finished, or it or this node was asked to end. 75: try again later. Raises UserError where no
+    coordinator answers, or one with another token.
     """
     token = shared_token()
     name = re.sub(r"[^A-Za-z0-9_-]", "-", options.name or socket.gethostname())

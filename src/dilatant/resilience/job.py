@@ -18,8 +18,8 @@ class Job:
 
     config: YAML, with absolute paths. plan: JSON of the first generation's `TrainingPlan`. checkpoint: to begin with,
     empty for none; discards: see `training.starting_point.Start`. store_port: of the store of all ranks, on the host of
-    the coordinator. workers: ranks of every machine. restarts: how often each machine joins again. folder: of the
-    coordinator's record. show: where the first rank shows its progress.
+    the coordinator. on_one_machine: nothing has to listen to others. workers: ranks of every machine. restarts: how
+    often each machine joins again. folder: of the coordinator's record. show: where the first rank shows its progress.
     """
 
     config: str
@@ -27,6 +27,7 @@ class Job:
     checkpoint: str
     discards: bool
     store_port: int
+    on_one_machine: bool
     workers: int
     restarts: int
     folder: str
@@ -47,5 +48,5 @@ class WorkerStart:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a run that is led from this host is on one machine, and nothing of it has to listen to others."""
+    """Whether only this machine can reach it."""
     return host in ("localhost", "::1") or host.startswith("127.")

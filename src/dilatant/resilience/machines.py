@@ -38,10 +38,12 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """host, port: that the coordinator listens at. trains_here: whether this machine has ranks, too."""
+    """host, port: that the coordinator listens at; host "" for all addresses. name: under which others find it.
+    trains_here: whether this machine has ranks, too."""
 
     host: str
     port: int
+    name: str
     trains_here: bool
 
 
@@ -73,6 +75,7 @@ def lead(
             "" if start.checkpoint is None else str(start.checkpoint.absolute()),
             start.discards,
             store.port,
+            is_loopback(leading.host),
             workers,
             config.resilience.restarts,
             str(folder.absolute()),
@@ -85,7 +88,7 @@ def lead(
         agent = _own_agent(leading, stack) if leading.trains_here else None
         started(led.end)
         others = ranks // workers - leading.trains_here
-        say(console_for(show), f"waits for {others} other machines at {leading.host}:{leading.port}")
+        say(console_for(show), f"waits for {others} other machines at {leading.name}:{leading.port}")
         record = led.stopped(agent)
     result = read_result(folder)
     if result is None or TOO_FEW in record.stopped:

@@ -209,6 +209,9 @@ class _Rank:
                 trainer = self._trainer(order, planned, weights_follow=False)
                 self._begin(trainer, planned)
         watch.lap("copy")
+        if order.base != NO_STATE:
+            costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
+            trainer.recovery = {"ranks": trainer.comm.size, "bytes_to_first_rank": copied, **costs}
         if trainer.rank == 0:
             self._folder.write_text("plan.json", planned.to_json())
             record = {
@@ -261,7 +264,7 @@ class _Rank:
             raise Fenced
         nodes = itertools.chain.from_iterable([node] * count for node, count in enumerate(order.workers))
         membership = Membership(
-            order.generation, tuple(nodes), weights_follow, self._link, self._opened.append
+            order.generation, tuple(nodes), weights_follow, self._link, self._opened.append, order.reason
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dilatant.config import Config, UserError
 from dilatant.config.environment import Place, place_from
+from dilatant.resilience.job import is_loopback
 from dilatant.training.rank import RunResult, Show
 from dilatant.training.run import Resilient
 from dilatant.training.run import train as train_once
@@ -36,11 +37,12 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
             )
         if place.rank:
             return _as_agent(config, place)
-        address = "", _port(place)
+        address = (place.host if is_loopback(place.host) else ""), _port(place)
     from dilatant.resilience.machines import Leading, lead
 
     assert address is not None
-    leading = Leading(*address, trains_here=place is not None)
+    name = address[0] if place is None else place.host
+    leading = Leading(*address, name, trains_here=place is not None)
     nodes = config.cluster.nodes if place is None else place.size
     launcher = "resilience.listen" if place is None else place.launcher
     resilient = Resilient(partial(lead, leading), nodes, launcher)

@@ -14,7 +14,7 @@ from dilatant.config.config import parse_config
 from dilatant.config.environment import hide_gpus
 from dilatant.config.errors import UserError
 from dilatant.config.yaml_text import read_yaml
-from dilatant.resilience.job import WorkerStart, is_loopback
+from dilatant.resilience.job import WorkerStart
 from dilatant.resilience.process import end_with_parent
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def train(start: WorkerStart) -> None:
     from dilatant.training.starting_point import Start
 
     token = bytes.fromhex(start.token)
-    store = connect(start.host, job.store_port, token, is_loopback(start.host), STORE_SECONDS)
+    store = connect(start.host, job.store_port, token, job.on_one_machine, STORE_SECONDS)
     worker = worker_here(start.index, job.workers, start.index, job.workers, store)
     seat = Seat(start.node, start.index, start.agent_port, token)
     begin = Start(Path(job.checkpoint) if job.checkpoint else None, job.discards)

@@ -30,13 +30,14 @@ class Gate(Protocol):
 class Membership:
     """A rank's place in a run that goes on when others are lost. node_of: rank → node, in this generation.
     weights_follow: whether the weights come from elsewhere, so that none need be read or drawn. opened: told of the
-    communication as soon as there is some, to end it."""
+    communication as soon as there is some, to end it. reason: why there is a new generation."""
 
     generation: int = 0
     node_of: tuple[int, ...] | None = None
     weights_follow: bool = False
     gate: Gate | None = None
     opened: Callable[[Comm], None] = lambda comm: None
+    reason: str = ""
 
 
 ALONE = Membership()

@@ -101,6 +101,8 @@ class Trainer:
         membership.opened(self.comm)
         held = boxes_held_on(holdings_of(plan, model.units), worker.rank)
         self._gate = membership.gate
+        self.membership = membership
+        self.recovery: Mapping[str, float] = {}
         if membership.weights_follow:
             weights = {name: torch.zeros(box.shape) for name, box in held.items()}
         else:
@@ -330,6 +332,7 @@ class Trainer:
         self._longest_step = max(self._longest_step, seconds)
         metrics = self._metrics(batch, result, rate, seconds, waited)
         self.last_metrics = metrics
+        self.recovery = {}
         return metrics, result.should_stop
 
     def _step_limit_seconds(self) -> float:
@@ -391,6 +394,8 @@ class Trainer:
             predicted_seconds=result.predicted_seconds,
             drift=result.drift,
             warning=result.warning,
+            generation=self.membership.generation,
+            recovery=self.recovery,
         )
 
     def _any_rank(self, flag: bool, what: str) -> bool:

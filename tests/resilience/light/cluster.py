@@ -217,7 +217,7 @@ FAULTS: dict[str, int] = {
 def inject(cluster: Cluster, kind: str, draw: random.Random) -> None:
     """One fault, and wait for the first steps after it."""
     members = cluster.members()
-    victim, other = (draw.sample(members, 2) + [""])[:2] if len(members) > 1 else (members[0], members[0])
+    victim, other = draw.sample(members, 2) if len(members) > 1 else (members[0], members[0])
     time.sleep(draw.uniform(0, 0.05))
     heal: Callable[[], None] = lambda: None  # noqa: E731
     if kind == "worker killed":

@@ -1,4 +1,4 @@
-"""A network that fails: what stands between two sides may hold what they say, in both directions or one, or delay it."""
+"""A network that fails: it holds what two sides say, in both directions or one, delays it, or breaks the connection."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from resilience.light.worker import LightWorker, WorkerOptions
 
 
 class MortalCoordinator(coordinator_process.Service):
-    """Dies where somebody asked for it: before or after it has written a membership down, or half way through orders."""
+    """Dies where it was asked to: before or after it has written a membership down, or half way through orders."""
 
     def _persist(self, record: Record) -> None:
         _die_at(self._folder, "before_persist")
