@@ -26,6 +26,7 @@ from dilatant.config.errors import UserError
 from dilatant.resilience.agent_process import NO_COORDINATOR, Service
 from dilatant.resilience.job import Ask, Job, WorkerStart
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Start
+from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
 from dilatant.resilience.wire import connect
 
@@ -89,7 +90,8 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job | None:
                 link.close()
             if isinstance(job, Job):
                 return job
-            raise ConnectionError("the coordinator there is of a run on one machine")
+            reason = job.reason if isinstance(job, End) else "what answers there is none of ours"
+            raise UserError(f"the run at {options.host}:{options.port} takes nobody: {reason}")
         except Refused:
             raise UserError(
                 f"the coordinator at {options.host}:{options.port} refused this machine: their tokens differ; {REMEDY}"

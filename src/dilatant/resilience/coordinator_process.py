@@ -16,6 +16,7 @@ import msgspec
 from dilatant.report.durable import write_durably
 from dilatant.resilience.job import Ask
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
+from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
 from dilatant.resilience.wire import Link, LinkClosed, Received, accept_into, close_all, listen
@@ -78,9 +79,10 @@ class Service:
 
     def _hear(self, heard: Received) -> None:
         now = time.monotonic()
-        if isinstance(heard.message, Ask) and self._job is not None:
+        if isinstance(heard.message, Ask):
+            refusal = End(self._coordinator.stopped or "it is on one machine, and starts its own agents")
             with suppress(LinkClosed):
-                heard.link.send(self._job)
+                heard.link.send(refusal if self._coordinator.stopped else self._job or refusal)
             return
         if isinstance(heard.message, Status):
             self._links.setdefault(heard.message.node, heard.link)

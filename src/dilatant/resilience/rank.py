@@ -7,8 +7,9 @@ import copy
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
@@ -20,6 +21,7 @@ from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
@@ -36,6 +38,8 @@ from dilatant.training.starting_point import Start, agreed_checkpoint
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
+LOOK = timedelta(seconds=0.2)
+"""How long a rank waits for the plan before it looks whether it still should."""
 FOLDER, REBUILDS = "resilience", "rebuilds.jsonl"
 """In the run folder: how long its first rank took for each generation."""
 _BEGUN = "resilience/begun"
@@ -127,6 +131,7 @@ class _Rank:
         self._opened: list[Comm] = []
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
+        self._layer_seconds = layer_seconds(config, self._prepared, self._initial.plan)
         self._warm_up()
         self._link.warm()
 
@@ -157,11 +162,11 @@ class _Rank:
                     self._still()
 
     def _warm_up(self) -> None:
-        """Bring what plans into memory: the first loss should not wait for it."""
+        """Search the templates of the next loss, which should not wait for it."""
         plan = self._initial.plan
         survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
         if survivors:
-            replan(plan, self._prepared.model.graph.anchor, survivors, (), 0, len(plan.ranks))
+            self._replanned(plan, survivors, ())
 
     def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
         """Become part of a generation, and train in it to the end."""
@@ -222,12 +227,25 @@ class _Rank:
             }
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-            document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
-            self._store.set(_plan_key(order.generation), json.dumps(document))
         return Held(order.generation, trainer, planned, order.members, order.workers)
 
     def _planned(self, order: Rebuild) -> TrainingPlan:
-        """The plan of the generation: the same on all ranks, those included that have just come."""
+        """The plan of the generation, with its costs: made by the first rank, which all others wait for. Raises
+        Fenced."""
+        key = _plan_key(order.generation)
+        if self._rank == 0:
+            planned = self._replan(order)
+            document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
+            self._store.set(key, json.dumps(document))
+            return planned
+        while True:
+            if self._link.is_fenced:
+                raise Fenced
+            with contextlib.suppress(TimeoutError):
+                self._store.wait([key], LOOK)
+                return TrainingPlan.from_json(json.loads(self._store.get(key))["plan"])
+
+    def _replan(self, order: Rebuild) -> TrainingPlan:
         initial, size = self._initial, sum(order.workers)
         if order.base == NO_STATE:
             known = min(size, len(initial.plan.ranks))
@@ -245,10 +263,7 @@ class _Rank:
                 )
             )
             old = {rank: now[seat] for seat, rank in was.items() if seat in now}
-        anchor = self._prepared.model.graph.anchor
-        joined = sorted({*range(size)} - {*old.values()})
-        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
-        plan = replan(before, anchor, old, joined, self._config.resilience.fault_tolerance, total)
+        plan = self._replanned(before, old, sorted({*range(size)} - {*old.values()}))
         schedule, count = initial.schedule, initial.num_microbatches
         if size == 1:
             schedule, count = "serial", 1
@@ -257,6 +272,12 @@ class _Rank:
         planned = replace(initial, plan=plan, schedule=schedule, num_microbatches=count, costs=None)
         planned = replace(planned, predicted_seconds=None)
         return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
+
+    def _replanned(self, before: Plan, survivors: Mapping[int, int], joined: Sequence[int]) -> Plan:
+        anchor, initial = self._prepared.model.graph.anchor, self._initial
+        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
+        tolerance = self._config.resilience.fault_tolerance
+        return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
 
     def _trainer(self, order: Rebuild, planned: TrainingPlan, weights_follow: bool) -> Trainer:
         """Built in a model of its own: the one before keeps its memory until all are ready."""
