@@ -90,6 +90,8 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job | None:
                 link.close()
             if isinstance(job, Job):
                 return job
+            if not seconds:
+                return None  # it has ended meanwhile
             reason = job.reason if isinstance(job, End) else "what answers there is none of ours"
             raise UserError(f"the run at {options.host}:{options.port} takes nobody: {reason}")
         except Refused:

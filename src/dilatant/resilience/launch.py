@@ -16,9 +16,11 @@ from typing import Any
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
 from dilatant.config import Config
+from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
+from dilatant.report.wording import counted
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
@@ -103,12 +105,14 @@ def settings_of(config: Config, nodes: int) -> Settings:
 
 def warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
     copies = config.resilience.fault_tolerance + 1
-    few = [unit.name for unit in Plan.from_json(plan_json).units if len(unit.replicas) < copies]
+    found = copies_on_nodes(Plan.from_json(plan_json), config.resilience.ranks_per_node)
+    few = [f"{unit} on {counted(count, 'node')}" for unit, count in found.items() if count < copies]
     if few:
         warn(
             console_for(show),
-            f"{', '.join(few)}: fewer than {copies} replicas, so the loss of one node may send the run back to its "
-            f"newest checkpoint; resilience.fault_tolerance {copies - 1} asks for {copies}",
+            f"some layers have too few copies: {', '.join(few)}, and resilience.fault_tolerance {copies - 1} asks for "
+            f"{copies}; losing as many nodes may send the run back to its newest checkpoint. More replicas help, and "
+            f"`dilatant plan --fault-tolerance {copies - 1}` finds a plan",
         )
 
 
