@@ -11,7 +11,8 @@ from resilience.light.arithmetic import LAYERS, undisturbed
 
 def check(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
     """The last step. Raises AssertionError where a step was applied twice, left out, to an older state or with other
-    samples; where copies of a layer differ; where work that all had was lost; or where somebody gathers descriptors."""
+    samples; where copies of a layer differ; where work that all had was lost; where a worker was told what cannot be; or
+    where somebody gathers descriptors."""
     last = max(record["step"] for history in histories.values() for record in history)
     foretold = undisturbed(last)
     layers_at: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -19,6 +20,7 @@ def check(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
         base, step = None, 0
         for record in history:
             where = f"{node}: {record}"
+            assert record["what"] != "violated", where
             if record["what"] == "applied":
                 assert record["base"] == base, f"a state that was never activated: {where}"
                 assert record["step"] == step + 1, f"after step {step}: {where}"

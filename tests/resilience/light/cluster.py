@@ -196,11 +196,9 @@ class Cluster:
 FAULTS: dict[str, int] = {
     "worker killed": 6,
     "agent killed": 4,
-    "worker dies at a point": 6,
     "two killed": 2,
     "killed in recovery": 3,
     "coordinator killed": 3,
-    "coordinator dies at a point": 3,
     "connection reset": 2,
     "coordinator and node killed": 2,
     "stopped and continued": 1,
@@ -210,6 +208,8 @@ FAULTS: dict[str, int] = {
     "slow network": 1,
     "data cut off": 1,
     "leaves": 2,
+    **{f"worker dies {point}": 1 for point in FAILPOINTS},
+    **{f"coordinator dies {point}": 1 for point in COORDINATOR_FAILPOINTS},
 }
 """What happens to a cluster, and how often of all."""
 
@@ -224,8 +224,8 @@ def inject(cluster: Cluster, kind: str, draw: random.Random) -> None:
         cluster.signal(victim, "worker", signal.SIGKILL)
     elif kind == "agent killed":
         cluster.signal(victim, "agent", signal.SIGKILL)
-    elif kind == "worker dies at a point":
-        point = draw.choice(FAILPOINTS)
+    elif kind.startswith("worker dies"):
+        point = kind.split()[-1]
         write(cluster.folder / f"{victim}.fail", point)
         if point not in ("prepared", "applied"):  # it takes a reconfiguration to come there
             cluster.signal(other, "worker", signal.SIGKILL)
@@ -242,8 +242,8 @@ def inject(cluster: Cluster, kind: str, draw: random.Random) -> None:
         cluster.signal(victim, "worker", signal.SIGKILL)
         time.sleep(draw.uniform(0.0, 0.03))
         cluster.kill_coordinator()
-    elif kind == "coordinator dies at a point":
-        write(cluster.folder / "coordinator.fail", draw.choice(COORDINATOR_FAILPOINTS))
+    elif kind.startswith("coordinator dies"):
+        write(cluster.folder / "coordinator.fail", kind.split()[-1])
         cluster.signal(victim, "worker", signal.SIGKILL)
     elif kind == "connection reset":
         cluster.nodes[victim].control.reset()

@@ -56,6 +56,13 @@ class LightWorker:
         )
 
     def run(self) -> None:
+        try:
+            self._take_part()
+        except AssertionError as error:
+            self._write("violated", error=str(error))
+            raise
+
+    def _take_part(self) -> None:
         self._link.warm()
         while True:
             try:
@@ -90,6 +97,10 @@ class LightWorker:
         self._pending = None
         if held.base == order.base != NO_STATE and held.step == order.committed - 1:
             self._apply()
+        if held.base == order.base != NO_STATE:
+            assert held.step == order.committed, (
+                f"told to go on at {order.committed}, and has {held.step} steps"
+            )
         self._gradients = None
         return order
 
@@ -173,7 +184,7 @@ class LightWorker:
         return [[any(each[0] for each in brought), sums]] * len(brought)
 
     def _apply(self) -> None:
-        assert self._gradients is not None
+        assert self._gradients is not None, "told to apply what it has not got"
         update(self._held.state, self._gradients)
         self._held.step += 1
         self._gradients = None
