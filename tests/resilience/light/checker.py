@@ -11,8 +11,8 @@ from resilience.light.arithmetic import LAYERS, undisturbed
 
 def check(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
     """The last step. Raises AssertionError where a step was applied twice, left out, to an older state or with other
-    samples; where copies of a layer differ; where work that all had was lost; where a worker was told what cannot be; or
-    where somebody gathers descriptors."""
+    samples; where copies of a layer differ; where work that all had was lost; where a worker was told what cannot be;
+    or where somebody gathers descriptors."""
     last = max(record["step"] for history in histories.values() for record in history)
     foretold = undisturbed(last)
     layers_at: dict[tuple[int, int], set[int]] = defaultdict(set)
