@@ -226,6 +226,11 @@ class World:
         self.leaves = draw.random() < 0.2
         self.flaky = draw.choice((0.0, 0.0, 0.0, 0.05))
         self.messages = self.coordinator_messages = 0
+        self.deaf: tuple[str, float, float] = ("", 0.0, 0.0)
+        """A node that hears nothing between two times, and is heard."""
+        if draw.random() < 0.15 and self.size > 1:
+            begins = draw.uniform(2.0, 20.0)
+            self.deaf = f"n{draw.randint(1, self.size)}", begins, begins + draw.uniform(1.0, 40.0)
         self.record: Record | None = None
         self.coordinator: Coordinator | None = None
         self.agents: dict[str, Agent] = {}
@@ -349,7 +354,8 @@ class World:
 
     def obey(self, order: Any) -> None:
         agent = self.agents.get(order.node)
-        if agent is None:
+        node, begins, ends = self.deaf
+        if agent is None or (order.node == node and begins < self.now < ends):
             return
         if order.task in (Task.FENCE, Task.REBUILD, Task.RUN):
             known = self.memberships.setdefault(order.generation, order.members)

@@ -22,7 +22,7 @@ from dilatant.resilience.protocol.agent import (
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Effect, Order, Persist, Phase, Settings, Status, Task
 
-SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0)
+SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0, accuse_seconds=0.0)
 
 
 def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, dict[str, Status]]:
@@ -115,6 +115,21 @@ def test_a_node_that_most_of_the_others_wait_for_in_vain_is_left_out() -> None:
     assert coordinator.generation == 1
     say(coordinator, nodes, "n1", accuses="n3")
     assert coordinator.members == ("n0", "n1", "n2")
+
+
+def test_who_is_heard_but_does_not_hear_is_left_out() -> None:
+    coordinator, nodes = running(3)
+    coordinator.lost("n0", 1.0)
+    left = {node: nodes[node] for node in ("n1", "n2")}
+    say(coordinator, left, "n1", generation=2, phase=Phase.FENCED)
+    patience = SETTINGS.fence_seconds + SETTINGS.lease_seconds
+    for now in (1.0 + patience, 1.1 + patience):
+        assert coordinator.members == ("n1", "n2")
+        for node in left:
+            left[node] = replace(left[node], serial=left[node].serial + 1)
+            coordinator.hear(left[node], now)
+        coordinator.tick(now)
+    assert coordinator.members == ("n1",)
 
 
 def test_two_that_accuse_each_other_begin_again_together_and_then_one_goes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommTimeout
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
@@ -131,6 +131,7 @@ class _Rank:
         self._opened: list[Comm] = []
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
+        self._node_of: list[str] = []
         self._layer_seconds = layer_seconds(config, self._prepared, self._initial.plan)
         self._warm_up()
         self._link.warm()
@@ -196,6 +197,7 @@ class _Rank:
     def _made(self, order: Rebuild) -> Held:
         """This rank's trainer in the generation, with the state of those who hold it."""
         self._rank = order.first_rank + self._seat.index
+        self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch = Stopwatch()
         planned = self._planned(order)
@@ -283,9 +285,9 @@ class _Rank:
         """Built in a model of its own: the one before keeps its memory until all are ready."""
         if self._link.is_fenced:
             raise Fenced
-        nodes = itertools.chain.from_iterable([node] * count for node, count in enumerate(order.workers))
+        places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
         membership = Membership(
-            order.generation, tuple(nodes), weights_follow, self._link, self._opened.append, order.reason
+            order.generation, places, weights_follow, self._link, self._opened.append, order.reason
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
@@ -357,7 +359,10 @@ class _Rank:
             return
         if isinstance(error, UserError):
             self._mistake = error
-        self._link.broken(f"{type(error).__name__}: {error}", fatal=isinstance(error, UserError))
+        culprits = error.culprits if isinstance(error, CommTimeout) else ()
+        nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
+        accuses = nodes.pop() if len(nodes) == 1 else None
+        self._link.broken(f"{type(error).__name__}: {error}", isinstance(error, UserError), accuses)
 
 
 def _plan_key(generation: int) -> str:

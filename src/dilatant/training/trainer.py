@@ -491,4 +491,8 @@ def seed_step(seed: int, step: int) -> None:
     key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
     np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
-    torch.manual_seed(key)
+    torch.default_generator.manual_seed(
+        key
+    )  # `torch.manual_seed` takes milliseconds for devices that are not used
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)

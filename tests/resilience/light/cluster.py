@@ -151,6 +151,15 @@ class Cluster:
 
         self.await_(enough, f"step {began + more}")
 
+    def await_whole(self) -> None:
+        """As many members as in the beginning, for the next fault may take two of them."""
+
+        def whole() -> bool:
+            self.replace()
+            return len(self.record.members) >= self.size
+
+        self.await_(whole, f"a cluster of {self.size}")
+
     def await_(self, happens: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
         while not happens():
@@ -215,7 +224,8 @@ FAULTS: dict[str, int] = {
 
 
 def inject(cluster: Cluster, kind: str, draw: random.Random) -> None:
-    """One fault, and wait for the first steps after it."""
+    """One fault to a whole cluster, and wait for the first steps after it."""
+    cluster.await_whole()
     members = cluster.members()
     victim, other = draw.sample(members, 2) if len(members) > 1 else (members[0], members[0])
     time.sleep(draw.uniform(0, 0.05))

@@ -52,6 +52,7 @@ class Coordinator:
         self._fruitless = 0
         self._voted: set[str] = set()
         self._accused_since: float | None = None
+        self._fenced_at = now
         if self.stopped:
             self.task = Task.STOP
 
@@ -91,6 +92,10 @@ class Coordinator:
             return self._repeat(now)
         silent = {node for node, heard in self._heard.items() if now - heard > self.settings.lease_seconds}
         effects = self._without(silent, f"{', '.join(sorted(silent))}: silent", now) if silent else []
+        # Who is heard, but does not hear; an agent that does gives its workers up sooner.
+        if not silent and now - self._fenced_at > self.settings.fence_seconds + self.settings.lease_seconds:
+            deaf = self._not_standing()
+            effects += self._without(deaf, f"{', '.join(deaf)}: told to stop in vain", now) if deaf else []
         return effects + self._decide(now) + self._repeat(now)
 
     def stop(self, reason: str, now: float) -> list[Effect]:
@@ -229,6 +234,7 @@ class Coordinator:
         self.generation += 1
         self._voted.clear()
         self._accused_since = None
+        self._fenced_at = now
         self.members = tuple(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
@@ -251,6 +257,13 @@ class Coordinator:
             committed += 1
         self.base, self.committed, self.task = base, committed, Task.REBUILD
         return self._orders()
+
+    def _not_standing(self) -> list[str]:
+        """Members that a generation waits for in vain, since they have not taken notice of it."""
+        if self.task is not Task.FENCE:
+            return []
+        own = {s.node for s in self._of_members() if s.generation == self.generation and s.phase in STANDING}
+        return [node for node in self.members if node not in own]
 
     def _is_quiet(self, status: Status) -> bool:
         """Whether a status can decide nothing but the step, and that only with all others."""
