@@ -230,7 +230,11 @@ class World:
         """A node that hears nothing between two times, and is heard."""
         if draw.random() < 0.15 and self.size > 1:
             begins = draw.uniform(2.0, 20.0)
-            self.deaf = f"n{draw.randint(1, self.size)}", begins, draw.choice((begins + draw.uniform(1.0, 40.0), 385.0))
+            self.deaf = (
+                f"n{draw.randint(1, self.size)}",
+                begins,
+                draw.choice((begins + draw.uniform(1.0, 40.0), 385.0)),
+            )
         self.record: Record | None = None
         self.coordinator: Coordinator | None = None
         self.agents: dict[str, Agent] = {}
