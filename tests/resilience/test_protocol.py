@@ -122,7 +122,7 @@ def test_who_is_heard_but_does_not_hear_is_left_out() -> None:
     coordinator.lost("n0", 1.0)
     left = {node: nodes[node] for node in ("n1", "n2")}
     say(coordinator, left, "n1", generation=2, phase=Phase.FENCED)
-    patience = SETTINGS.fence_seconds + SETTINGS.lease_seconds
+    patience = 2 * SETTINGS.lease_seconds
     for now in (1.0 + patience, 1.1 + patience):
         assert coordinator.members == ("n1", "n2")
         for node in left:
@@ -130,6 +130,19 @@ def test_who_is_heard_but_does_not_hear_is_left_out() -> None:
             coordinator.hear(left[node], now)
         coordinator.tick(now)
     assert coordinator.members == ("n1",)
+
+
+def test_who_does_not_hear_of_a_committed_step_is_left_out() -> None:
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, *nodes, prepared=0)
+    say(coordinator, nodes, "n0", "n1", applied=1, prepared=None)
+    for now in (2 * SETTINGS.lease_seconds, 2 * SETTINGS.lease_seconds + 0.1):
+        assert coordinator.members == ("n0", "n1", "n2")
+        for node, status in nodes.items():
+            nodes[node] = replace(status, serial=status.serial + 1)
+            coordinator.hear(nodes[node], now)
+        coordinator.tick(now)
+    assert coordinator.members == ("n0", "n1")
 
 
 def test_two_that_accuse_each_other_begin_again_together_and_then_one_goes() -> None:

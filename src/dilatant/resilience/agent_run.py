@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import secrets
 import signal
@@ -61,7 +60,12 @@ def run_agent(options: AgentOptions) -> int:
     token = shared_token()
     name = re.sub(r"[^A-Za-z0-9_-]", "-", options.name or socket.gethostname())
     for attempt in itertools.count():
-        job = _ask(options, token, options.wait_seconds if attempt == 0 else 0.0)
+        try:
+            job = _ask(options, token, options.wait_seconds if attempt == 0 else 0.0)
+        except UserError:
+            if attempt == 0:
+                raise
+            job = None  # it has ended meanwhile
         if job is None:
             return TOO_FEW_EXIT_CODE
         # A name that nobody had before: who was lost once is another node when it comes again.
@@ -77,8 +81,8 @@ def run_agent(options: AgentOptions) -> int:
     raise AssertionError
 
 
-def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job | None:
-    """What the run is; None if nobody says so after it was known once. Raises UserError."""
+def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:
+    """What the run is. Raises UserError."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -90,8 +94,6 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job | None:
                 link.close()
             if isinstance(job, Job):
                 return job
-            if not seconds:
-                return None  # it has ended meanwhile
             reason = job.reason if isinstance(job, End) else "what answers there is none of ours"
             raise UserError(f"the run at {options.host}:{options.port} takes nobody: {reason}")
         except Refused:
@@ -100,8 +102,6 @@ def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job | None:
             ) from None
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
-                if not seconds:
-                    return None
                 raise UserError(
                     f"no coordinator answers at {options.host}:{options.port} within {seconds:g} s ({error}): "
                     "`dilatant train` did not start there, or a firewall is in between"
@@ -150,10 +150,9 @@ def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Serv
 def _started(start: WorkerStart) -> subprocess.Popen[bytes]:
     """A worker, which ends with this process."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", WORKER],
+        [sys.executable, "-u", "-m", WORKER],
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for us
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert worker.stdin is not None
     worker.stdin.write(json.dumps(asdict(start)).encode() + b"\n")

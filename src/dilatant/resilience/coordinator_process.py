@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -136,7 +137,10 @@ def main() -> None:
     """Read how to start from standard input, whose end is that of whoever started this."""
     start = read_start()
     end_with_parent()
-    service = Service(start)
+    try:
+        service = Service(start)
+    except OSError as error:
+        sys.exit(f"the coordinator cannot listen at {start.host}:{start.port}: {error.strerror}")
     signal.signal(signal.SIGTERM, lambda *_: service.end())
     write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
     say(port=service.port, pid=os.getpid())

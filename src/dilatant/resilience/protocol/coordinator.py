@@ -19,6 +19,8 @@ from dilatant.resilience.protocol.values import (
     Task,
 )
 
+DEAF_LEASES = 2
+"""What agents have to take notice of an order, which is repeated meanwhile."""
 STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
 
 
@@ -52,7 +54,7 @@ class Coordinator:
         self._fruitless = 0
         self._voted: set[str] = set()
         self._accused_since: float | None = None
-        self._fenced_at = now
+        self._ordered_at = now
         if self.stopped:
             self.task = Task.STOP
 
@@ -92,10 +94,11 @@ class Coordinator:
             return self._repeat(now)
         silent = {node for node, heard in self._heard.items() if now - heard > self.settings.lease_seconds}
         effects = self._without(silent, f"{', '.join(sorted(silent))}: silent", now) if silent else []
-        # Who is heard, but does not hear; an agent that does gives its workers up sooner.
-        if not silent and now - self._fenced_at > self.settings.fence_seconds + self.settings.lease_seconds:
-            deaf = self._not_standing()
-            effects += self._without(deaf, f"{', '.join(deaf)}: told to stop in vain", now) if deaf else []
+        if not silent and now - self._ordered_at > DEAF_LEASES * self.settings.lease_seconds:
+            deaf = self._not_heeding()
+            effects += (
+                self._without(deaf, f"{', '.join(deaf)}: heard, but does not hear", now) if deaf else []
+            )
         return effects + self._decide(now) + self._repeat(now)
 
     def stop(self, reason: str, now: float) -> list[Effect]:
@@ -146,7 +149,7 @@ class Coordinator:
         if self.task is Task.FENCE and all(
             s.generation == self.generation and s.phase in STANDING for s in own
         ):
-            return self._rebuild(own)
+            return self._rebuild(own, now)
         if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
             return self._run(own, now)
         if self.task is Task.RUN:
@@ -161,7 +164,7 @@ class Coordinator:
         own = self._of_members()
         complete = len(own) == len(self.members)
         if complete and all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
-            self.task, self._returned = Task.RUN, False
+            self.task, self._returned, self._ordered_at = Task.RUN, False, now
             self.base, self.committed = self.generation, max(s.applied for s in own)
             return [*self._orders(), *self._while_running(own, now)]
         missing = [node for node in self.members if node not in self.statuses and node not in self._gone]
@@ -187,7 +190,7 @@ class Coordinator:
             self._fruitless += 1
             blamed = odd if self._fruitless > self.settings.attempts else ()
             return self._without(blamed, f"gradients differ on {', '.join(sorted(odd))}", now)
-        self.committed += 1
+        self.committed, self._ordered_at = self.committed + 1, now
         self._fruitless = 0
         self._voted.clear()
         joining = self._admitted(now)
@@ -234,7 +237,7 @@ class Coordinator:
         self.generation += 1
         self._voted.clear()
         self._accused_since = None
-        self._fenced_at = now
+        self._ordered_at = now
         self.members = tuple(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
@@ -242,7 +245,7 @@ class Coordinator:
     def _too_few(self, left: int, reason: str) -> str:
         return f"{left} {TOO_FEW} {self.settings.fewest} that are needed ({reason})"
 
-    def _rebuild(self, own: list[Status]) -> list[Effect]:
+    def _rebuild(self, own: list[Status], now: float) -> list[Effect]:
         """Everybody stands still and has said what it holds: what to go on from is decided by that alone.
 
         The newest generation that anybody ran counts: its members all were ready for it, so they hold its state,
@@ -255,14 +258,20 @@ class Coordinator:
         ready = [s for s in holders if s.prepared == committed == s.applied]
         if len(ready) == len(holders) > 0 and not self._disagreeing(ready):
             committed += 1
-        self.base, self.committed, self.task = base, committed, Task.REBUILD
+        self.base, self.committed, self.task, self._ordered_at = base, committed, Task.REBUILD, now
         return self._orders()
 
-    def _not_standing(self) -> list[str]:
-        """Members that a generation waits for in vain, since they have not taken notice of it."""
-        if self.task is not Task.FENCE:
+    def _not_heeding(self) -> list[str]:
+        """Members whose agents have not taken notice of the last order, which they do at once."""
+
+        def heeds(s: Status) -> bool:
+            if self.task is Task.RUN:
+                return s.phase is Phase.RUNNING and s.applied >= self.committed
+            return self.task is not Task.REBUILD or s.phase is not Phase.FENCED
+
+        if self.task not in (Task.FENCE, Task.REBUILD, Task.RUN):
             return []
-        own = {s.node for s in self._of_members() if s.generation == self.generation and s.phase in STANDING}
+        own = {s.node for s in self._of_members() if s.generation == self.generation and heeds(s)}
         return [node for node in self.members if node not in own]
 
     def _is_quiet(self, status: Status) -> bool:
@@ -283,7 +292,7 @@ class Coordinator:
         if len(steps) > 1 or step is None:
             self._fruitless += 1
             return self._without((), f"nodes became ready at unlike steps: {sorted(map(str, steps))}", now)
-        self.task, self.base, self.committed = Task.RUN, self.generation, step
+        self.task, self.base, self.committed, self._ordered_at = Task.RUN, self.generation, step, now
         return self._orders()
 
     def _blame(self, broken: list[Status], now: float) -> set[str] | None:
