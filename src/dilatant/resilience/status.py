@@ -53,7 +53,7 @@ def read_status(run: Path) -> RunStatus:
     nodes = []
     for file in sorted(folder.glob("node*.json")):
         for document in _lines(file):
-            host = document["host"]
+            host = document.get("host", socket.gethostname())
             is_here = host == socket.gethostname() and os.path.isdir("/proc")
             alive = (
                 Path(f"/proc/{document['pid']}").exists()
