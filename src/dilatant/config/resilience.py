@@ -26,9 +26,9 @@ class ResilienceConfig(Section):
     restarts: int = Field(0, ge=0)
     """How often a lost node is started again, on one machine all in all, on several each of them; it joins at the end
     of a step, and takes over layers."""
-    lease_seconds: float = Field(3.0, gt=0)
+    lease_seconds: float = Field(3.0, gt=0, le=1e5)
     """A node that is silent for longer is lost, be it stopped or cut off. One whose process ends is noticed at once."""
-    fence_seconds: float = Field(10.0, gt=0)
+    fence_seconds: float = Field(10.0, gt=0, le=1e5)
     """What a process has to stop what it computes when others were lost; who hangs longer is killed."""
     progress_seconds: float = Field(60.0, gt=0)
     """A process that has computed a step for longer than this, and than five of the longest steps before, hangs."""

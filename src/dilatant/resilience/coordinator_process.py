@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -36,7 +35,7 @@ def read_record(folder: Path) -> Record | None:
         return msgspec.json.decode((folder / STATE).read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"{folder / STATE}: {error}") from None
 
 
@@ -129,8 +128,8 @@ class Service:
             "members": list(coordinator.members),
             "reason": coordinator.stopped or coordinator.reason,
         }
-        with (self._folder / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        with suppress(OSError), (self._folder / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")  # a full disk costs the history, not the run
 
 
 def main() -> None:
@@ -139,12 +138,12 @@ def main() -> None:
     end_with_parent()
     try:
         service = Service(start)
-    except OSError as error:
-        sys.exit(f"the coordinator cannot listen at {start.host}:{start.port}: {error.strerror}")
-    signal.signal(signal.SIGTERM, lambda *_: service.end())
-    write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
-    say(port=service.port, pid=os.getpid())
-    service.serve()
+        signal.signal(signal.SIGTERM, lambda *_: service.end())
+        write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
+        say(port=service.port, pid=os.getpid())
+        service.serve()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"the coordinator cannot work: {error}") from None
 
 
 if __name__ == "__main__":

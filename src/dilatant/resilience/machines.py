@@ -15,11 +15,11 @@ from dilatant.comm.store_server import StoreServer
 from dilatant.comm.token import shared_token
 from dilatant.config import Config, UserError
 from dilatant.report.say import say
-from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.job import Job, is_loopback
 from dilatant.resilience.launch import (
     COORDINATOR,
     fresh_folder,
+    known_record,
     settings_of,
     stopped_error,
     warn_of_few_copies,
@@ -145,7 +145,7 @@ class _Led:
         """Wait for the end of the run. Raises WorkerFailed where the agent here fails before it begins."""
         while True:
             time.sleep(WATCH_SECONDS)
-            record = read_record(self._folder)
+            record = known_record(self._folder)
             if record is not None and record.stopped:
                 return record
             if not self._child.is_alive:
