@@ -91,11 +91,13 @@ def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(
     cluster: tuple[Child, list[Child], Path],
 ) -> None:
     _, agents, folder = cluster
-    link_to(agents[0]).warm()
+    told = link_to(agents[0])
+    told.warm()
     link = connect("127.0.0.1", agents[1].port, TOKEN)
     link.send(Hello(0, 2**22 + 1))  # no such process
     link.close()
     assert "node1: its worker 0 is gone" in stopped(folder)
+    told.await_end()  # a worker that loses its agent before ends its process, which is this one
 
 
 def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Path]) -> None:
