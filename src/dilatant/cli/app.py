@@ -17,6 +17,7 @@ from rich.console import Console
 
 from dilatant import __version__
 from dilatant.cli import (
+    agent,
     chat,
     data,
     doctor,
@@ -69,6 +70,7 @@ app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("evaluate")(evaluate.evaluate)
+app.command("agent")(agent.agent)
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")

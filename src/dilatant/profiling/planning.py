@@ -137,10 +137,10 @@ def _without_context(costs: CostModel) -> CostModel:
     return replace(costs, layers=layers)
 
 
-def plan_run(problem: PlanningProblem, all_devices: bool = False) -> PlannedRun:
-    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. Raises PlanError as
-    `plan.search` does."""
-    result = _search(problem, all_devices)
+def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> PlannedRun:
+    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
+    be lost at once. Raises PlanError as `plan.search` does."""
+    result = _search(problem, all_devices, fault_tolerance)
     work = _work(problem)
     return PlannedRun(
         problem=problem,
@@ -151,7 +151,18 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False) -> PlannedRun:
     )
 
 
-def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
+def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
+    """Nodes that may be lost at once → the seconds of a step, planned for that; None where no plan allows it."""
+    found: dict[int, float | None] = {}
+    for tolerance in range(most + 1):
+        try:
+            found[tolerance] = _search(problem, False, tolerance).seconds
+        except PlanError:
+            found[tolerance] = None
+    return found
+
+
+def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
     config, target = problem.config, problem.target
     return search(
         problem.model.spec,
@@ -167,6 +178,8 @@ def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
         num_microbatches=config.parallel.microbatches,
         chunks=config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,),
         all_devices=all_devices,
+        copies=fault_tolerance + 1,
+        ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
     )
 
 

@@ -17,7 +17,9 @@ class StepMetrics:
     gradient sync, which `step_seconds` holds with the wait for data and the update. drift: unit → measured over
     predicted seconds of its actions. teraflops: that the model asked for, a second and device (see
     `training.model_flops`); mfu: as a share of the device's peak, where that is known. warning: of drift, once.
-    slowest_samples: name → seconds of decoding, of rank 0's samples that took longest, where it waited for data."""
+    slowest_samples: name → seconds of decoding, of rank 0's samples that took longest, where it waited for data.
+    generation: of a run that goes on when ranks are lost, 0 of another; recovery: in the first step of one that follows
+    another, its ranks and its costs."""
 
     step: int
     total_steps: int
@@ -43,6 +45,8 @@ class StepMetrics:
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
     slowest_samples: Mapping[str, float] = field(default_factory=dict)
+    generation: int = 0
+    recovery: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
@@ -55,6 +59,8 @@ class StepMetrics:
             name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
         }
         unknown = {name for name in ("predicted_seconds", "mfu") if record[name] is None}
+        if not self.generation:
+            unknown.add("generation")
         return {name: value for name, value in record.items() if value != {} and name not in unknown}
 
     def to_scalars(self) -> dict[str, float]:

@@ -32,7 +32,9 @@ class Observer:
     def __enter__(self) -> Observer:
         trainer = self._trainer
         if trainer.step:
-            self._console.print(f"going on after step {trainer.step}", highlight=False)
+            reason = trainer.membership.reason
+            why = f" with {trainer.comm.size} ranks: {reason}" if reason else ""
+            self._console.print(f"going on after step {trainer.step}{why}", highlight=False, markup=False)
             self._history = self._folder.evaluations_before(trainer.step)
         if (warning := self._folder.begin_metrics(trainer.step)) is not None:
             warn(self._console, warning)

@@ -57,6 +57,8 @@ from dilatant.training.stored_weights import read_pretrained
 
 NOTED_WAIT = 0.02
 """The share of a step from which on a wait for data is worth naming samples."""
+SLOWER = 5
+"""A step that takes so many times as long as the longest one before is taken to hang."""
 LAST_PATIENCE_SECONDS = 20.0
 """How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
 
@@ -112,6 +114,8 @@ class Trainer:
         membership.opened(self.comm)
         held = boxes_held_on(holdings_of(plan, model.units), worker.rank)
         self._gate = membership.gate
+        self.membership = membership
+        self.recovery: Mapping[str, float] = {}
         if membership.weights_follow:
             weights = {name: torch.zeros(box.shape) for name, box in held.items()}
         else:
@@ -171,7 +175,7 @@ class Trainer:
         self._half_updated = False
         self._voted: tuple[StepResult, GlobalBatch] | None = None
         self._data_wait: DataWait | None = None
-        self._began = self._rate = 0.0
+        self._began = self._rate = self._longest_step = 0.0
         self.last_metrics: StepMetrics | None = None
         self._layer_of = {
             weight.name: weight.layer for unit in model.units.values() for weight in unit.weights
@@ -386,6 +390,8 @@ class Trainer:
         rate = self._rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step)
+        if self._gate is not None:
+            self._gate.begin(self.step, self._step_limit_seconds())
         result = self.runtime.execute(
             batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
         )
@@ -394,9 +400,18 @@ class Trainer:
         self._left_out = steps.left_out
         # Samples that turn out bad are skipped before their step: it is the step before that waits for them.
         waited = steps.waited_seconds - waited
-        metrics = self._metrics(batch, result, rate, time.perf_counter() - began, waited)
+        seconds = time.perf_counter() - began
+        self._longest_step = max(self._longest_step, seconds)
+        metrics = self._metrics(batch, result, rate, seconds, waited)
         self.last_metrics = metrics
+        self.recovery = {}
         return metrics, result.should_stop
+
+    def _step_limit_seconds(self) -> float:
+        """What a step may take before this rank is taken to hang. Of the first one, which warms up, nobody knows."""
+        if not self._longest_step:
+            return 600.0 if self._config.parallel is None else self._config.parallel.timeout_seconds
+        return max(self._config.resilience.progress_seconds, SLOWER * self._longest_step)
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
@@ -459,6 +474,8 @@ class Trainer:
             drift=result.drift,
             warning=result.warning,
             slowest_samples=dict(batch.slowest) if noted else {},
+            generation=self.membership.generation,
+            recovery=self.recovery,
         )
 
     def _source_losses(self, batch: GlobalBatch, result: StepResult) -> dict[str, float]:
@@ -567,4 +584,8 @@ def seed_step(seed: int, step: int) -> None:
     key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
     np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
-    torch.manual_seed(key)
+    torch.default_generator.manual_seed(
+        key
+    )  # `torch.manual_seed` takes milliseconds for devices that are not used
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
