@@ -83,7 +83,9 @@ def unit_costs(stages: int) -> StageCosts:
     seconds = np.zeros((stages, 4, 3))
     seconds[:, :, 1] = [1.0, 2.0, 1.0, 1.0]
     none = np.zeros((stages, 3))
-    return StageCosts(seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0))
+    return StageCosts(
+        seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0), np.zeros(stages)
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 4])

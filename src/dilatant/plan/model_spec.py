@@ -11,7 +11,7 @@ from dilatant.config.recompute import Recompute
 class LayerSpec:
     """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
-    holds them once."""
+    holds them once. `largest` are those of its largest weight that trains."""
 
     name: str
     kind: str
@@ -19,6 +19,7 @@ class LayerSpec:
     trainable: bool = True
     divided: bool = True
     tied: int = 0
+    largest: int = 0
 
     def held(self, tp: int) -> float:
         """Parameters that one of `tp` ranks holds."""

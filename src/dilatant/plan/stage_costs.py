@@ -14,7 +14,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.state_sharing import sharing
 
 KIND_ORDER = ("F", "B", "I", "W")
@@ -27,7 +27,8 @@ class StageCosts:
     `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
     `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
     backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
-    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared.
+    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared;
+    `sum_bytes` `[stages]` those taken for a while after the stage's last backward, to sum its largest gradient.
     """
 
     seconds: NDArray[np.float64]
@@ -36,6 +37,7 @@ class StageCosts:
     transient_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
+    sum_bytes: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +122,7 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
-    static = np.empty(len(placed))
+    static, summed = np.empty(len(placed)), np.empty(len(placed))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
         key = entry.unit, entry.stage.tp, entry.stage.cp
@@ -141,7 +143,19 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
         if entry.is_first:
             static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
-    return StageCosts(seconds, kept, weight, transient, output, static)
+        summed[entry.index] = _sum_bytes(entry, plan, model, rules)
+    return StageCosts(seconds, kept, weight, transient, output, static, summed)
+
+
+def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
+    """What a rank takes to sum the stage's largest gradient with other holders: a flat copy of it, and where they share
+    state another, in the order of their shares, before the gradient itself goes."""
+    stage = entry.stage
+    if len(plan.unit(entry.unit).replicas) * stage.cp == 1:
+        return 0.0
+    layers = model.unit(entry.unit).layers[stage.first : stage.end]
+    largest = max(layer.largest / (stage.tp if layer.divided else 1) for layer in layers)
+    return largest * rules.gradient * (1.0 if rules.zero == "none" else 2.0)
 
 
 def polynomial(coefficients: NDArray[np.float64], tokens: Sequence[int]) -> NDArray[np.float64]:

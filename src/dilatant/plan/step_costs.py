@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Link
+from dilatant.cost.memory import MemoryReserve
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
@@ -59,25 +60,31 @@ class StepCosts:
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
         """Read what `to_document` wrote for `plan`. Raises ValueError when it is something else, or of another plan."""
         try:
-            arrays = {
-                one.name: np.asarray(document["stages"][one.name], dtype=np.float64)
-                for one in fields(StageCosts)
-            }
+            count = len(plan.stages())
+            by_name = {"sum_bytes": [0.0] * count, **document["stages"]}  # which older files do not have
+            arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
-            links = {} if cluster is None else {name: Link(**cluster[name]) for name in ("inside", "between")}
+            if cluster is not None:
+                links = {name: Link(**cluster[name]) for name in ("inside", "between")}
+                cluster = Cluster(
+                    **{**cluster, **links, "reserve": MemoryReserve(**cluster.get("reserve", {}))}
+                )
             costs = cls(
                 StageCosts(**arrays),
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
                 {unit: float(times) for unit, times in document["dense"].items()},
-                None if cluster is None else Cluster(**{**cluster, **links}),
+                cluster,
                 {int(rank): float(seconds) for rank, seconds in document["sync_seconds"].items()},
                 str(document["origin"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
-        count = len(plan.stages())
         for name, values in arrays.items():
-            shape = {"seconds": (count, len(KIND_ORDER), 3), "static_bytes": (count,)}.get(name, (count, 3))
+            shape = {
+                "seconds": (count, len(KIND_ORDER), 3),
+                "static_bytes": (count,),
+                "sum_bytes": (count,),
+            }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
             if not (np.isfinite(values).all() and values.min(initial=0.0) >= 0):
@@ -96,7 +103,7 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 1, 1] = np.where(backward, 2.0, 0.0)
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
-    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, np.zeros(count))
+    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, np.zeros(count), np.zeros(count))
     return StepCosts(stages, origin=TOKENS)
 
 

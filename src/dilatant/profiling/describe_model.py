@@ -119,6 +119,9 @@ def describe_model(
                     kind=kind,
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     trainable=any(parameter.requires_grad for _, parameter in weights),
+                    largest=max(
+                        (parameter.numel() for _, parameter in weights if parameter.requires_grad), default=0
+                    ),
                     divided=types[kind].is_divided,
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading

@@ -142,8 +142,8 @@ def workload_ratio(
 def memory_use(
     timeline: Timeline, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
 ) -> tuple[MemoryUse, ...]:
-    """Peak memory by use; ranks that hold the same stages and peak alike are one entry. Empty when no memory was
-    simulated."""
+    """Peak memory by use; ranks that hold the same stages and peak alike are one entry. What is left free
+    counts as used. Empty when no memory was simulated."""
     if timeline.peak_bytes is None:
         return ()
     held: dict[int, list[PlacedStage]] = {rank: [] for rank in timeline.ranks}
@@ -155,16 +155,15 @@ def memory_use(
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
     uses = []
     shared_by = sharing(timeline.plan, model, rules)
+    reserved = {"reserve": round(cluster.reserve.total)} if cluster.reserve.total else {}
     for (stages, peak), ranks in groups.items():
         fixed = _parameter_bytes(held[ranks[0]], model, rules, shared_by)
         uses.append(
             MemoryUse(
                 ranks=tuple(ranks),
                 stages=stages,
-                bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0)},
-                capacity_bytes=round(cluster.bytes_per_device)
-                if math.isfinite(cluster.bytes_per_device)
-                else peak,
+                bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0), **reserved},
+                capacity_bytes=round(cluster.memory) if math.isfinite(cluster.memory) else peak,
             )
         )
     return tuple(uses)
@@ -196,7 +195,7 @@ def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Co
         layout=f"{layout_text(plan)}; {counted(ranked.num_microbatches, 'microbatch')} of {ranked.microbatch_size}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
-        peak_memory=max(score.peak_bytes, default=0.0) / cluster.bytes_per_device,
+        peak_memory=(max(score.peak_bytes, default=0.0) + cluster.reserve.total) / cluster.memory,
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
     )

@@ -108,6 +108,8 @@ def step_bytes(
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums[graph.piece])
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
+    last = _last_backward(graph)
+    transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)
     weight = np.where(split, np.minimum(weight, kept), 0.0)
@@ -173,6 +175,17 @@ def _sums(
 ) -> NDArray[np.float64]:
     total = np.bincount(group, linear, count)
     return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
+
+
+def _last_backward(graph: ScheduleGraph) -> NDArray[np.int64]:
+    """The op after which each stage that has a backward knows its gradients."""
+    ops = np.flatnonzero(np.isin(graph.kind, (BACKWARD, WEIGHT_GRADIENT)))
+    place = np.empty(graph.num_ops, dtype=np.int64)
+    place[graph.row_op] = np.arange(len(graph.row_op))
+    ops = ops[np.argsort(place[ops])]
+    last = np.full(len(graph.arrays.placed), -1)
+    last[graph.stage[ops]] = ops  # of several the last one stays
+    return last[last >= 0]
 
 
 def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:

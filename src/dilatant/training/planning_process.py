@@ -136,7 +136,9 @@ def _for_devices_here(config: Config) -> tuple[Config, list[str]]:
     cluster = config.cluster
     if plan_target(cluster, config.train.precision).is_local:
         return config, []
-    here = cluster.model_copy(update={"hardware": None, "hardware_file": None, "memory_gib": None})
+    here = cluster.model_copy(
+        update={"hardware": None, "hardware_file": None, "memory_gib": None, "reserve": None}
+    )
     return config.model_copy(update={"cluster": here}), [
         f"cluster.hardware is {cluster.hardware}, which is not here: planned for the devices that are"
     ]
