@@ -213,5 +213,5 @@ def test_a_plan_for_a_gpu_that_is_here_leaves_room_for_what_is_no_tensor(
     assert usable(memory_gib=100) == 100
     assert usable(memory_gib=100, reserve={"fragmentation": 0.1}) == pytest.approx(90)
     assert usable(hardware="CPU") == pytest.approx(8e9 / 2**30)
-    with pytest.raises(UserError, match="NVIDIA H200 has; lower it"):
+    with pytest.raises(UserError, match="be left free; lower it"):
         usable(reserve={"context_gib": 200})

@@ -34,6 +34,13 @@ def plan(
         typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False),
     ] = None,
     page: Page = None,
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A layout, like 'vision: {pp: 2}, language: {tp: 4}': say why it was not chosen. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
@@ -42,6 +49,7 @@ def plan(
     """
     from rich.console import Console
 
+    from dilatant.plan.why_not import read_asked
     from dilatant.profiling.planning import plan_run
     from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
@@ -52,9 +60,12 @@ def plan(
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
     problem = open_problem(resolved, console)
+    asked = {
+        text: read_asked(text, [unit.name for unit in problem.model.spec.units]) for text in why_not or ()
+    }
     with console.status("searching"):
         planned = plan_run(problem)
-        report = plan_report(planned, config.stem)
+        report = plan_report(planned, config.stem, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
@@ -69,6 +80,10 @@ def plan(
     print_line(console, ("Why this plan", "bold"))
     for sentence in report.reasons:
         print_indented(console, sentence)
+    for question in report.why_not:
+        print_line(console, (f"Why not {question.asked}?", "bold"))
+        for sentence in question.answer:
+            print_indented(console, sentence)
     show_places(
         console,
         {

@@ -29,8 +29,9 @@ class LayerShape:
     input directly (not differentiated with respect to it if nothing before trains). `attention_width` is heads times
     head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
-    `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
-    of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
+    `weight_only` those of the first that nothing but weight gradients needs, `traffic` elements read and written by
+    elementwise kernels. `output_width` elements go to the next layer for each of `output_share` tokens per input token
+    (less than 1 where a projector merges patches). `parameters` and
     `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each with an all-gather before
     it and a reduce-scatter behind it.
     """
@@ -45,6 +46,7 @@ class LayerShape:
     attention_width: int = 0
     attended_share: float = 0.5
     key_value_width: int = 0
+    weight_only: float = 0.0
     output_share: float = 1.0
     launches: int = 1
     collectives: int = 0
@@ -78,6 +80,7 @@ def block_shape(
         attention_width=query,
         attended_share=0.5 if causal else 1.0,
         key_value_width=key_value,
+        weight_only=2 * hidden + intermediate,  # what the norms give, and what the last product takes
         launches=16,
         collectives=2,
     )
@@ -100,6 +103,7 @@ def linear_shape(inputs: int, outputs: int, *, share: float = 1.0, count: int = 
         kept=inputs + 2 * (count - 1) * outputs * share,
         weight_kept=inputs + count * outputs * share,
         traffic=inputs + 2 * count * outputs * share,
+        weight_only=inputs + (count - 1) * outputs * share,
         output_width=outputs,
         output_share=share,
         launches=2 * count,
@@ -115,6 +119,7 @@ def head_shape(hidden: int, vocabulary: int) -> LayerShape:
         kept=2 * hidden + 2 * vocabulary,
         weight_kept=hidden + vocabulary,
         traffic=4 * vocabulary,
+        weight_only=hidden,
         output_width=0,
         launches=6,
     )
@@ -144,6 +149,7 @@ def analytic_cost(
         first_trainable=(input_gradient + weight_gradient + leading.scaled(-1.0)).rounded(),
         recompute=forward.rounded(),
         activation_bytes=kept.rounded(),
+        frozen_bytes=Quadratic(b=width * (shape.kept - shape.weight_only) / group).rounded(),
         weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
         checkpoint_bytes=Quadratic(
             b=width * shape.output_width / (group if shape.collectives else cp)

@@ -21,6 +21,7 @@ _WITHOUT = (
     "weight_gradient",
     "attention_bytes",
     "activation_bytes",
+    "frozen_bytes",
     "weight_bytes",
     "checkpoint_bytes",
     "output_bytes",

@@ -62,6 +62,7 @@ class Measurement:
     attention: float = 0.0
     attention_bytes: int = 0
     working_bytes: int = 0
+    frozen_bytes: int = 0
 
 
 def profile_layers(
@@ -120,6 +121,7 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         "activation_bytes",
         "attention_bytes",
         "working_bytes",
+        "frozen_bytes",
         "weight_bytes",
         "checkpoint_bytes",
         "output_bytes",
@@ -203,6 +205,11 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
     working = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
     for parameter in parameters:
+        parameter.requires_grad_(False)
+    frozen, _, _ = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    for parameter in parameters:
         parameter.grad = None
     return Measurement(
         tokens=tokens,
@@ -215,6 +222,7 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         activation_bytes=kept,
         attention_bytes=attention_bytes,
         working_bytes=working,
+        frozen_bytes=frozen,
         weight_bytes=weight,
         checkpoint_bytes=0
         if source is None

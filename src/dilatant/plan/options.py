@@ -127,11 +127,17 @@ class OptionTable:
         if count <= 1:
             return self
         if count not in self._shared_by:
-            limits = self._capacity, self._node, self._rules, self._batch
-            table = OptionTable(self._model, self._costs, self._workload, *limits)
-            table._tables, table._sharing = self._tables, count
+            table = self.with_capacity(self._capacity)
+            table._sharing = count
             self._shared_by[count] = table
         return self._shared_by[count]
+
+    def with_capacity(self, capacity_bytes: float) -> OptionTable:
+        """The options where a device has so much memory."""
+        limits = self._node, self._rules, self._batch
+        table = OptionTable(self._model, self._costs, self._workload, capacity_bytes, *limits)
+        table._tables = self._tables
+        return table
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
@@ -433,7 +439,10 @@ _COLUMNS = ("seconds", "work", "light", "heavy", "static", "kept", "transient", 
 def _by_stage(layers: Layers, cuts: tuple[int, ...]) -> list[NDArray[np.float64]]:
     """The columns of `layers` by stage."""
     at = np.array(cuts)
+    kept = np.cumsum(layers.kept)  # behind a layer that runs, nothing is kept yet or any more
     return [
-        (np.maximum if name == "transient" else np.add).reduceat(getattr(layers, name), at)
+        np.maximum.reduceat(layers.transient + kept, at) - kept[[*at[1:] - 1, -1]]
+        if name == "transient"
+        else np.add.reduceat(getattr(layers, name), at)
         for name in _COLUMNS
     ]

@@ -138,13 +138,20 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         ]:  # what went to the next stage stays, as the root of the backward
             kept[entry.index] += table.output_bytes[entry.stage.end - 1]
         weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
-        transient[entry.index] = table.transient_bytes[layers].max(axis=0)
+        transient[entry.index] = _transient(table.transient_bytes[layers], table.kept_bytes[layers])
         output[entry.index] = table.output_bytes[entry.stage.end - 1]
         static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
         if entry.is_first:
             static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
         summed[entry.index] = _sum_bytes(entry, plan, model, rules)
     return StageCosts(seconds, kept, weight, transient, output, static, summed)
+
+
+def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What the layers of a stage, [layers, 3] each, hold at most beyond all that it keeps: while one runs, those behind
+    it keep nothing yet, or nothing any more."""
+    behind = np.cumsum(kept[::-1], axis=0)[::-1] - kept
+    return np.asarray(np.maximum(own - behind, 0.0).max(axis=0))
 
 
 def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:

@@ -189,6 +189,7 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         "weight_gradient",
         "first_trainable",
         "activation_bytes",
+        "frozen_bytes",
         "working_bytes",
         "weight_bytes",
         "checkpoint_bytes",

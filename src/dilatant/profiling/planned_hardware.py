@@ -119,9 +119,9 @@ def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> Memory
         asked["context_gib"] * GIB, asked["communicators_gib"] * GIB, asked["fragmentation"] * hardware.memory
     )
     if reserve.total >= hardware.memory:
+        there, free = bytes_text(hardware.memory), bytes_text(reserve.total)
         raise UserError(
-            f"cluster.reserve: {bytes_text(reserve.total)} are to be left free of the {bytes_text(hardware.memory)} that "
-            f"{hardware.name} has; lower it"
+            f"cluster.reserve: of {hardware.name}'s {there}, {free} are to be left free; lower it"
         )
     return reserve
 

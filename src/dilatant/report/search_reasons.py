@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dilatant.plan.candidates import EncoderPosition
-from dilatant.plan.search import RankedPlan, SearchResult
+from dilatant.plan.finals import RankedPlan
+from dilatant.plan.search import SearchResult
 from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
 
 _WHERE = {
@@ -17,7 +18,7 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
     """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
     Idle time, memory and runners-up are not among them: the plan report draws these."""
     winner = result.winner
-    lines = [_shape(winner), *_shares(winner), _bottleneck(winner)]
+    lines = [_shape(winner), *_shares(winner), _bottleneck(winner), *_tensor(result)]
     sync = winner.score.sync_seconds
     if sync > 0.0:
         lines.append(
@@ -26,7 +27,7 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
         )
     if winner.idle_devices:
         lines.append(
-            f"Unused devices: {winner.idle_devices}. No shape with profiled degrees uses all of them exactly."
+            f"Unused devices: {winner.idle_devices}. Every plan on all of them that was simulated is slower."
         )
     lines += [f"Rejected: {text}." for text in result.rejected[:3]]
     lines.append(_certainty(result))
@@ -66,6 +67,25 @@ def _shares(one: RankedPlan) -> list[str]:
     return [f"Devices follow work: {listed(shares)}."]
 
 
+def _tensor(result: SearchResult) -> list[str]:
+    """The best step with each tensor-parallel degree of the widest unit, where several were simulated."""
+    plans = (result.winner, *result.runners_up)
+
+    def widest(one: RankedPlan) -> int:
+        return max(placed.stage.tp for placed in one.plan.stages())
+
+    best = {
+        tp: min(one.score.seconds for one in plans if widest(one) == tp) for tp in sorted(map(widest, plans))
+    }
+    if len(best) < 2:
+        return []
+    own = widest(result.winner)
+    others = [f"tp {tp} {seconds_text(seconds)}" for tp, seconds in best.items() if tp != own]
+    return [
+        f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."
+    ]
+
+
 def _bottleneck(one: RankedPlan) -> str:
     stages = [
         (seconds, name, position)
@@ -84,6 +104,8 @@ def _bottleneck(one: RankedPlan) -> str:
 def _certainty(result: SearchResult) -> str:
     seen = 1 + len(result.runners_up) + len(result.rejected)
     tried = f"{seen} of {counted(result.candidates, 'candidate')} were simulated"
+    if cut := sum(group.cut for group in result.groups):
+        tried += f", {cut:,} were cut off by their bounds"
     if result.proven:
         return f"{tried}; no other of them can be faster."
     return f"{tried}; no other of them can be faster than {seconds_text(result.lower_bound)}."

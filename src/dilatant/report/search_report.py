@@ -12,9 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.candidates import EncoderPosition, roles_of
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.search import RankedPlan, SearchResult
+from dilatant.plan.search import SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.state_sharing import sharing
 from dilatant.plan.workload import Workload
@@ -23,6 +24,7 @@ from dilatant.report.plan_report import (
     ComparedPlan,
     MemoryUse,
     PlanReport,
+    SearchedPlans,
     SizeDistribution,
     UnitFacts,
     WorkloadRatio,
@@ -61,7 +63,7 @@ def search_report(
     """
     roles = roles_of(model)
     shown = [result.winner, *result.runners_up[:_RUNNERS_UP]]
-    candidates = [_candidate(one, cluster, chosen=one is result.winner) for one in shown]
+    candidates = [compared_plan(one, cluster, chosen=one is result.winner) for one in shown]
     warnings = [stable.warning(global_batch)] if stable else []
     return PlanReport(
         title=title,
@@ -93,6 +95,21 @@ def search_report(
         reasons=search_reasons(result),
         warnings=tuple(warning for warning in warnings if warning),
         searched=searched,
+        gpus_per_node=cluster.gpus_per_node,
+        ports_per_node=cluster.ports,
+        groups=tuple(
+            SearchedPlans(
+                name=_shape_name(group.encoders_at, group.replicas, len(model.units)),
+                candidates=group.candidates,
+                simulated=group.simulated,
+                overflowed=group.overflowed,
+                cut=group.cut,
+                left=group.left,
+                bound_seconds=group.bound,
+                step_seconds=group.seconds,
+            )
+            for group in result.groups
+        ),
     )
 
 
@@ -186,12 +203,13 @@ def _parameter_bytes(
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
-def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:
+def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:
+    """A searched plan as the report compares it."""
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
-        name=_name(ranked),
+        name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
         layout=f"{layout_text(plan)}; {counted(ranked.num_microbatches, 'microbatch')} of {ranked.microbatch_size}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
@@ -201,17 +219,17 @@ def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> Co
     )
 
 
-def _name(ranked: RankedPlan) -> str:
+def _shape_name(encoders_at: EncoderPosition, replicas: int, units: int) -> str:
     """How many pipelines, and where encoders run."""
-    pipelines = counted(ranked.replicas, "pipeline")
-    if len(ranked.plan.units) == 1:
+    pipelines = counted(replicas, "pipeline")
+    if units == 1:
         return pipelines
     where = {
         EncoderPosition.PARALLEL: "units apart",
         EncoderPosition.COLOCATED: "encoders together",
         EncoderPosition.IN_LANGUAGE: "encoders in language",
     }
-    return f"{where[ranked.encoders_at]}, {pipelines}"
+    return f"{where[encoders_at]}, {pipelines}"
 
 
 def layout_text(plan: Plan) -> str:

@@ -112,7 +112,7 @@ def step_bytes(
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)
-    weight = np.where(split, np.minimum(weight, kept), 0.0)
+    weight = np.where(split, weight, 0.0)  # more than was kept, where that was recomputed
     allocate = np.where((graph.kind == FORWARD) & has_backward, kept, 0.0)
     release = np.select(
         [graph.kind == BACKWARD, graph.kind == INPUT_GRADIENT, graph.kind == WEIGHT_GRADIENT],
