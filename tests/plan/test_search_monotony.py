@@ -16,6 +16,7 @@ from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.zero_bubble import zero_bubble_h1
 from model_cases import cluster, cost_model
 from search_cases import RULES, find, random_vlm
 
@@ -141,7 +142,7 @@ def test_recomputation_left_to_the_plan_is_no_slower_than_any_that_is_prescribed
 
 @often
 def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
-    """Dense rows, which cost less the more even they are, and unlike samples."""
+    """Dense rows, which cost less the more even they are, unlike samples, and backwards in halves."""
 
     def one(seed):
         draw = random.Random(seed)
@@ -157,10 +158,13 @@ def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
         }
         workload = Workload(tokens, {}, {"language": draw.choice([1.0, 2.0])} if draw.random() < 0.7 else {})
         machine = cluster(draw.choice([1, 2]), devices)
-        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES)
+        halves = draw.random() < 0.3
+        families = {"zb-h1": zero_bubble_h1} if halves else None
+        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES, families=families)
 
         def found(finalists):
-            return search(spec, costs, machine, workload, batch, scorer, Mode.BEST, (1, 2), RULES, finalists)
+            asked = Mode.BEST, (1, 2), RULES, finalists
+            return search(spec, costs, machine, workload, batch, scorer, *asked, halves=halves)
 
         early, every = found(1), found(10_000)
         assert early.lower_bound <= every.seconds * ROUNDING

@@ -201,6 +201,6 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     balance = np.zeros((count, len(sums)))
     np.add.at(balance, (graph.stage, graph.piece), size.allocate - size.release)
     np.testing.assert_allclose(balance, 0.0, atol=1e-9)  # sums of doubles below 1e4
-    halves = np.isin(graph.kind, (2, 3))
+    halves = graph.kind == 3  # an input half may take: it recomputes what its weight half needs
     assert (size.release[halves] >= 0).all()
     assert halves.any() == (family != "1f1b" and any(step.trainability.weight_gradient))

@@ -3,7 +3,7 @@ says "analytic", and its seconds rank plans rather than promise a step time.
 
 A layer's forward takes its multiply-adds at the speed large matrix products reach, its attention likewise, its
 activation traffic and one reading of its weights at memory speed, its launches, and, under tensor or context
-parallelism, its collectives over the links inside a node, none of them overlapped. The input-gradient half repeats the
+parallelism, its collectives over the links of its group, none of them overlapped. The input-gradient half repeats the
 forward's products (attention's 2.5 times: its backward recomputes the scores), the weight-gradient half once more.
 A backward works with half as many bytes as the layer kept, as a block of Llama does.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dilatant.cost.hardware import Hardware, Link
+from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
 from dilatant.cost.quadratic import Quadratic
@@ -126,9 +126,16 @@ def head_shape(hidden: int, vocabulary: int) -> LayerShape:
 
 
 def analytic_cost(
-    shape: LayerShape, hardware: Hardware, dtype: str = "bfloat16", tp: int = 1, cp: int = 1
+    shape: LayerShape,
+    hardware: Hardware,
+    dtype: str = "bfloat16",
+    tp: int = 1,
+    cp: int = 1,
+    gpus_per_node: int | None = None,
 ) -> LayerCost:
-    """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them)."""
+    """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them).
+    gpus_per_node: None where all are on one."""
+    links = hardware.group_links(tp, cp, gpus_per_node)
     flops, width = hardware.flops(dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency
     group = tp * cp
@@ -137,7 +144,7 @@ def analytic_cost(
     attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
     traffic = Quadratic(b=width * shape.traffic / memory / group)
     once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
-    forth, back = (collective_seconds(shape, hardware.inside, dtype, tp, cp, way) for way in (False, True))
+    forth, back = (collective_seconds(shape, links, dtype, tp, cp, way) for way in (False, True))
     forward = product + attention + traffic + once + forth
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
     weight_gradient = product + once
@@ -155,7 +162,7 @@ def analytic_cost(
             b=width * shape.output_width / (group if shape.collectives else cp)
         ).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        attention=(attention + kept_seconds(shape, hardware.inside, dtype, tp, cp)).rounded(),
+        attention=(attention + kept_seconds(shape, links, dtype, tp, cp)).rounded(),
         working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
         attention_bytes=(
             Quadratic(b=width * shape.attention_width / group) + kept_bytes(shape, dtype, tp, cp)
@@ -169,15 +176,17 @@ def analytic_costs(
     hardware: Hardware,
     degrees: Iterable[Degree] = ((1, 1),),
     dtype: str = "bfloat16",
+    gpus_per_node: int | None = None,
 ) -> CostModel:
-    """A cost model of these layer types at these (tp, cp), said to be analytic. UserError for an unknown dtype."""
+    """A cost model of these layer types at these (tp, cp), said to be analytic. gpus_per_node: as in `analytic_cost`.
+    UserError for an unknown dtype."""
     wanted = sorted(set(degrees))
     return CostModel(
         hardware=hardware.name,
         origin="analytic",
         dtype=dtype,
         layers={
-            kind: {degree: analytic_cost(shape, hardware, dtype, *degree) for degree in wanted}
+            kind: {degree: analytic_cost(shape, hardware, dtype, *degree, gpus_per_node) for degree in wanted}
             for kind, shape in shapes.items()
         },
         note=f"from FLOPs and bytes, not measured; {hardware.source}",
@@ -185,22 +194,22 @@ def analytic_costs(
 
 
 def collective_seconds(
-    shape: LayerShape, link: Link, dtype: str, tp: int, cp: int, backward: bool = False
+    shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int, backward: bool = False
 ) -> Quadratic:
-    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-gathers and
+    """What a pass of one layer waits for its group, by a sample's tokens, over `links`: all-gathers and
     reduce-scatters of hidden states (tensor parallel), and the all-gather of keys and values (context parallel), behind
     which the backward sends their gradients to their ranks in fp32."""
-    result = _exchanged(shape, link, dtype, tp, cp).scaled(2.0)
+    result = _exchanged(shape, links.tensor, dtype, tp, cp).scaled(2.0)
     if cp > 1 and shape.key_value_width:
         moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
-        result += Quadratic(b=moved / link.bandwidth, c=(1 + backward) * link.latency)
+        result += Quadratic(b=moved / links.context.bandwidth, c=(1 + backward) * links.context.latency)
     return result
 
 
-def kept_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+def kept_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
     """What of that need not be waited for again where attention is kept: all but the all-gathers of hidden states."""
-    exchanged = _exchanged(shape, link, dtype, tp, cp)
-    return collective_seconds(shape, link, dtype, tp, cp) + exchanged.scaled(-1.0)
+    exchanged = _exchanged(shape, links.tensor, dtype, tp, cp)
+    return collective_seconds(shape, links, dtype, tp, cp) + exchanged.scaled(-1.0)
 
 
 def kept_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dilatant.cost.analytic import LayerShape, collective_seconds, gathered_bytes, kept_seconds
-from dilatant.cost.hardware import Link
+from dilatant.cost.hardware import GroupLinks
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import Degree
 from dilatant.cost.quadratic import Quadratic
@@ -28,17 +28,19 @@ _WITHOUT = (
 )
 
 
-def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degree: Degree) -> LayerCost:
+def group_cost(
+    share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degree: Degree
+) -> LayerCost:
     """The cost at `degree`, (tp, cp), of a layer whose share at (tp, 1), without collectives, costs `share`.
 
-    `shape` is that of the whole layer, `link` what the group's collectives travel on, none of them overlapped.
+    `shape` is that of the whole layer, `links` what the group's collectives travel on, none of them overlapped.
     """
     tp, cp = degree
     added = {
-        **dict.fromkeys(_FORTH, collective_seconds(shape, link, dtype, tp, cp)),
-        **dict.fromkeys(_BACK, collective_seconds(shape, link, dtype, tp, cp, backward=True)),
+        **dict.fromkeys(_FORTH, collective_seconds(shape, links, dtype, tp, cp)),
+        **dict.fromkeys(_BACK, collective_seconds(shape, links, dtype, tp, cp, backward=True)),
         **dict.fromkeys(_WITHOUT, ZERO),
-        "attention": kept_seconds(shape, link, dtype, tp, cp),
+        "attention": kept_seconds(shape, links, dtype, tp, cp),
         "working_bytes": gathered_bytes(shape, dtype, tp, cp),
     }
     own: dict[str, Any] = {

@@ -28,9 +28,9 @@ class Layers:
     """Per layer of one unit under one (tp, cp), for the mean microbatch; all arrays are [layers].
 
     `seconds` is forward plus backward, `work` the least of it, however samples are grouped; `light` and `heavy` those
-    of the lightest and of the heaviest sample alone. Bytes per rank: `static` throughout (`twice` of them where the
-    first layer is not held too), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be
-    synced.
+    of the lightest and of the heaviest sample alone, of which only what others wait for where backwards are split.
+    Bytes per rank: `static` throughout (`twice` of them where the first layer is not held too), `kept` per microbatch
+    in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
     seconds: NDArray[np.float64]
@@ -93,7 +93,8 @@ class Option:
 
 
 class OptionTable:
-    """All options of a model's units for microbatches of some number of samples, computed once each."""
+    """All options of a model's units for microbatches of some number of samples, computed once each. halves: backwards
+    may be split, so bounds count on less."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class OptionTable:
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
         global_batch: int = 1,
+        halves: bool = False,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -112,6 +114,7 @@ class OptionTable:
         self._node = gpus_per_node
         self._rules = rules
         self._batch = global_batch
+        self._halves = halves
         self._tables: dict[tuple[str, int, int, Recompute], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float, Recompute], Layers] = {}
         self._options: dict[tuple[object, ...], Option | None] = {}
@@ -134,7 +137,7 @@ class OptionTable:
 
     def with_capacity(self, capacity_bytes: float) -> OptionTable:
         """The options where a device has so much memory."""
-        limits = self._node, self._rules, self._batch
+        limits = self._node, self._rules, self._batch, self._halves
         table = OptionTable(self._model, self._costs, self._workload, capacity_bytes, *limits)
         table._tables = self._tables
         return table
@@ -173,11 +176,14 @@ class OptionTable:
             row, least = self._workload.mean_row(unit, samples), self._workload.least_row(unit, samples)
             light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
+            # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
+            there = free.seconds[:, 0] if self._halves else fastest
+            back = free.seconds[:, 0] + free.seconds[:, 2] if self._halves else fastest
             self._layers[key] = Layers(
                 seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
                 work=fastest @ least,
-                light=fastest @ light,
-                heavy=fastest @ heavy,
+                light=there @ light,
+                heavy=back @ heavy,
                 static=table.static_shared_by(self._sharing),
                 twice=table.twice(self._sharing),
                 kept=table.kept_bytes @ row,

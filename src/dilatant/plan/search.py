@@ -86,6 +86,7 @@ def search(
     num_microbatches: int | None = None,
     chunks: Sequence[int] = (1,),
     all_devices: bool = False,
+    halves: bool = False,
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
@@ -93,6 +94,7 @@ def search(
     costs) and number of stages, of which a group of devices has any of `chunks` (the language model's), and where
     encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
     `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses.
+    halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less.
     Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
     as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
     become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
@@ -106,7 +108,7 @@ def search(
     """
     started = time.perf_counter()
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    space = open_space(model, costs, cluster, workload, global_batch, rules, chunks)
+    space = open_space(model, costs, cluster, workload, global_batch, rules, chunks, halves)
     check_devices(space.table, space.roles, cluster, mode)
     found = enumerate_candidates(space, mode, sizes, num_microbatches, all_devices)
     if not found:
@@ -151,9 +153,10 @@ def open_space(
     global_batch: int,
     rules: ParameterBytes = BF16,
     chunks: Sequence[int] = (1,),
+    halves: bool = False,
 ) -> Space:
     """What `search` searches, with arguments as there."""
-    limits = cluster.gpus_per_node, rules, global_batch
+    limits = cluster.gpus_per_node, rules, global_batch, halves
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
     return Space(model, roles_of(model), table, unaware, cluster, global_batch, tuple(chunks))

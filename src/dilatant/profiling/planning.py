@@ -154,7 +154,7 @@ def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False)
     problem, config = planned.problem, planned.problem.config
     space = open_space(
         problem.model.spec, problem.costs, problem.target.cluster, problem.simulated(), problem.global_batch,
-        problem.target.rules, _searched_chunks(config),
+        problem.target.rules, _searched_chunks(config), _splits(config),
     )  # fmt: skip
     return why_not(
         space, asked, planned.result, _scorer(problem), _searched_sizes(config, problem.target),
@@ -182,7 +182,13 @@ def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
         num_microbatches=config.parallel.microbatches,
         chunks=_searched_chunks(config),
         all_devices=all_devices,
+        halves=_splits(config),
     )
+
+
+def _splits(config: Config) -> bool:
+    """Whether the schedule that the config names splits backwards; none that a search tries by itself does."""
+    return config.parallel.schedule in ("zb-h1", "zb-h2")
 
 
 def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
