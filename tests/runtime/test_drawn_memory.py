@@ -126,12 +126,12 @@ def drawn(seed: int) -> Drawn:
     chunks = draw.choice([1, 1, 2]) if stages == 2 else 1
     colocated = draw.random() < 0.4
     microbatches = draw.choice([2, 4])
-    # One sample a microbatch: of several, attention on a CPU keeps queries, keys and values once more, in other orders,
+    # One sample a microbatch: of several, attention on a CPU keeps queries, keys and values once more, reordered,
     # which layers measured on one sample do not tell; kernels on GPUs need no copies.
     count = replicas * microbatches
     dtype = draw.choice([torch.float32, torch.bfloat16])
     frozen = draw.choice([(), (), ("vision.encoder",), ("vision.encoder", "language")])
-    # Where a frozen language model gets no row that asks for a gradient it keeps nothing, and the planner does not know.
+    # Without a row that asks for a gradient a frozen language model keeps nothing, which the planner does not know.
     fewest = 1 if "language" in frozen else 0
     families = ["interleaved"] if chunks > 1 else ["1f1b", "eager", "gpipe", "zb-h1"]
     return Drawn(
