@@ -17,7 +17,8 @@ from dilatant.plan.stable_batch import minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.report.plan_page import render_plan_page
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.search_report import layout_text, search_report, size_distribution, workload_ratio
+from dilatant.report.search_reasons import layout_text
+from dilatant.report.search_report import search_report, size_distribution, workload_ratio
 from dilatant.schedule import Assignment, one_f_one_b
 from dilatant.schedule.predict import predict
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan.candidates import Candidate, EncoderPosition, Space
 from dilatant.plan.errors import PlanError
+from dilatant.plan.leftovers import promising, with_leftovers
 from dilatant.plan.options import Option
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import RankOrder, map_ranks
@@ -83,6 +85,13 @@ class Finals:
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, recomputing(plan, again))
 
+    def fill_idle(self, found: Sequence[Candidate]) -> None:
+        """Simulate the candidates of which one more pipeline on their idle devices promises most, with it."""
+        for candidate in promising(self._space, found, self.best):
+            for plan in sorted(self._plans(candidate), key=self._travel)[:1]:
+                for filled in with_leftovers(plan, candidate, self._space):
+                    self._score(candidate, filled)
+
     def _plans(self, candidate: Candidate) -> list[Plan]:
         """In every order of ranks; none where tensor groups do not pack into nodes."""
         orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
@@ -130,7 +139,7 @@ def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, devices: int) ->
         microbatch_size=candidate.microbatch_size,
         num_microbatches=candidate.num_microbatches,
         stage_seconds={[*option.cuts][-1]: tuple(option.seconds.tolist()) for option in candidate.options},
-        idle_devices=devices - candidate.gpus,
+        idle_devices=devices - len(plan.ranks),
         estimate=candidate.estimate,
         bound=candidate.bound,
         score=score,

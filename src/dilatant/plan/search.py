@@ -55,9 +55,9 @@ class SearchedGroup:
 class SearchResult(Answer):
     """The best plan and the next ones, fastest first.
 
-    `seconds` is the winner's simulated step. `lower_bound` is one that no plan in the searched space beats, simulated
-    or not; `proven` says that the winner reaches the least any other could. `rejected` names plans that
-    overflowed memory in simulation; `groups` say what was looked at, the fastest first.
+    `seconds` is the winner's simulated step. `lower_bound` is one that no plan of equal pipelines in the searched space
+    beats, simulated or not; `proven` says that the winner reaches the least any of these could. `rejected` names plans
+    that overflowed memory in simulation; `groups` say what was looked at, the fastest first.
     """
 
     winner: RankedPlan
@@ -87,6 +87,7 @@ def search(
     chunks: Sequence[int] = (1,),
     all_devices: bool = False,
     halves: bool = False,
+    leftovers: bool = False,
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
@@ -95,6 +96,8 @@ def search(
     encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
     `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses.
     halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less.
+    leftovers: devices that promising plans leave idle may form one more pipeline, unlike the others and with fewer of
+    the samples; of these plans bounds say nothing.
     Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
     as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
     become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
@@ -128,7 +131,11 @@ def search(
     if not finals.ranked:
         raise nothing_survived(finals.rejected, cluster)
     finals.reorder()
+    if leftovers:
+        finals.fill_idle(found)
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
+    if all_devices:
+        ranked.sort(key=lambda one: one.idle_devices)
     winner = ranked[0]
     unseen = min(finals.skipped, remaining_bound[done] if done < len(found) else math.inf)
     return SearchResult(

@@ -183,6 +183,7 @@ def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
         chunks=_searched_chunks(config),
         all_devices=all_devices,
         halves=_splits(config),
+        leftovers=not config.resilience.enabled,  # recovery makes pipelines alike
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from dilatant.plan.candidates import EncoderPosition
 from dilatant.plan.finals import RankedPlan
+from dilatant.plan.plan import Plan
 from dilatant.plan.search import SearchResult
 from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
 
@@ -34,16 +37,46 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def layout_text(plan: Plan) -> str:
+    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`."""
+    texts = []
+    for unit in plan.units:
+        alike = Counter(
+            (len(replica.stages), tuple(sorted({(stage.tp, stage.cp) for stage in replica.stages})))
+            for replica in unit.replicas
+        )
+        shapes = [
+            " ".join(
+                [
+                    f"{count} × {counted(stages, 'stage')}",
+                    *filter(None, (degrees_text(*one) for one in degrees)),
+                ]
+            )
+            for (stages, degrees), count in alike.items()
+        ]
+        texts.append(f"{unit.name} {' and '.join(shapes)}")
+    return ", ".join(texts)
+
+
 def _shape(one: RankedPlan) -> str:
-    units = []
-    for unit in one.plan.units:
-        stages = unit.replicas[0].stages
-        times = f"{len(unit.replicas)} × " if len(unit.replicas) > 1 else ""
-        degrees = degrees_text(stages[0].tp, stages[0].cp)
-        units.append(f"{unit.name} {times}{counted(len(stages), 'stage')} {degrees}".rstrip())
+    extra = ", one more on the devices that these leave" if _is_unlike(one.plan) else ""
     return (
-        f"{counted(one.replicas, 'pipeline')}, {counted(one.num_microbatches, 'microbatch')} of "
-        f"{counted(one.microbatch_size, 'sample')} each: {', '.join(units)}; {_WHERE[one.encoders_at]}."
+        f"{counted(one.replicas, 'pipeline')}{extra}, {counted(one.num_microbatches, 'microbatch')} of "
+        f"{counted(one.microbatch_size, 'sample')} each: {layout_text(one.plan)}; {_WHERE[one.encoders_at]}."
+    )
+
+
+def _is_unlike(plan: Plan) -> bool:
+    """Whether a unit's replicas are cut or shared unlike."""
+    return any(
+        len(
+            {
+                tuple((stage.first, stage.tp, stage.cp) for stage in replica.stages)
+                for replica in unit.replicas
+            }
+        )
+        > 1
+        for unit in plan.units
     )
 
 
@@ -57,7 +90,7 @@ def _shares(one: RankedPlan) -> list[str]:
             work[unit.name] = (
                 sum(one.stage_seconds[unit.name]) * stages[0].tp * stages[0].cp * len(unit.replicas)
             )
-    if len(work) < 2:
+    if len(work) < 2 or _is_unlike(one.plan):
         return []
     shares = [
         f"{name} has {percent_text(devices[name] / sum(devices.values()))} of the devices for "

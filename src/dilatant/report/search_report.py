@@ -14,7 +14,7 @@ from dilatant.plan.candidates import EncoderPosition, roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.plan import PlacedStage
 from dilatant.plan.search import SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.state_sharing import sharing
@@ -29,8 +29,8 @@ from dilatant.report.plan_report import (
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.search_reasons import search_reasons
-from dilatant.report.wording import counted, degrees_text
+from dilatant.report.search_reasons import layout_text, search_reasons
+from dilatant.report.wording import counted
 from dilatant.schedule import Timeline
 
 _BINS = 24
@@ -230,18 +230,6 @@ def _shape_name(encoders_at: EncoderPosition, replicas: int, units: int) -> str:
         EncoderPosition.IN_LANGUAGE: "encoders in language",
     }
     return f"{where[encoders_at]}, {pipelines}"
-
-
-def layout_text(plan: Plan) -> str:
-    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`."""
-    texts = []
-    for unit in plan.units:
-        stages = unit.replicas[0].stages
-        text = f"{unit.name} {len(unit.replicas)} × {counted(len(stages), 'stage')}"
-        for tp, cp in sorted({(stage.tp, stage.cp) for stage in stages}):
-            text += f" {degrees_text(tp, cp)}".rstrip()
-        texts.append(text)
-    return ", ".join(texts)
 
 
 def _role(is_language: bool) -> str:
