@@ -213,7 +213,7 @@ def errors(workers: WorkerPool, seed: int) -> np.ndarray:
 
 
 # A case is off by what no layer tells of itself: index tensors, rotary tables, rows beside messages.
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [3, 7])
 def test_peaks_of_a_drawn_step_are_near_what_the_planner_says(workers: WorkerPool, seed: int) -> None:
     assert errors(workers, seed).max() < 0.15
 

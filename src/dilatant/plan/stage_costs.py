@@ -27,8 +27,9 @@ class StageCosts:
     `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
     `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
     backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
-    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared;
-    `sum_bytes` `[stages]` those taken for a while after the stage's last backward, to sum its largest gradient.
+    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared; of these
+    `gradient_bytes` `[stages]` are there only from the stage's first weight gradients on. `sum_bytes` `[stages]` are
+    taken for a while after the stage's last backward, to sum its largest gradient.
     """
 
     seconds: NDArray[np.float64]
@@ -37,6 +38,7 @@ class StageCosts:
     transient_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
+    gradient_bytes: NDArray[np.float64]
     sum_bytes: NDArray[np.float64]
 
 
@@ -122,7 +124,7 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
-    static, summed = np.empty(len(placed)), np.empty(len(placed))
+    static, gradient, summed = (np.empty(len(placed)) for _ in range(3))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
         key = entry.unit, entry.stage.tp, entry.stage.cp
@@ -143,8 +145,14 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
         if entry.is_first:
             static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
+        own = model.unit(entry.unit).layers[layers]
+        gradient[entry.index] = rules.gradient * sum(
+            layer.held(entry.stage.tp) - (layer.held_before(entry.stage.tp) if entry.is_first else 0.0)
+            for layer in own
+            if layer.trainable
+        )
         summed[entry.index] = _sum_bytes(entry, plan, model, rules)
-    return StageCosts(seconds, kept, weight, transient, output, static, summed)
+    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed)
 
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:

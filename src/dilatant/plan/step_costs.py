@@ -61,7 +61,8 @@ class StepCosts:
         """Read what `to_document` wrote for `plan`. Raises ValueError when it is something else, or of another plan."""
         try:
             count = len(plan.stages())
-            by_name = {"sum_bytes": [0.0] * count, **document["stages"]}  # which older files do not have
+            nothing = [0.0] * count  # in older files
+            by_name = {"gradient_bytes": nothing, "sum_bytes": nothing, **document["stages"]}
             arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
             if cluster is not None:
@@ -82,8 +83,7 @@ class StepCosts:
         for name, values in arrays.items():
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
-                "static_bytes": (count,),
-                "sum_bytes": (count,),
+                **dict.fromkeys(("static_bytes", "gradient_bytes", "sum_bytes"), (count,)),
             }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
@@ -103,7 +103,7 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 1, 1] = np.where(backward, 2.0, 0.0)
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
-    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, np.zeros(count), np.zeros(count))
+    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, *np.zeros((3, count)))
     return StepCosts(stages, origin=TOKENS)
 
 
