@@ -103,7 +103,7 @@ def _searched(problem: PlanningProblem) -> str:
     count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
     cut = f"microbatches of {_either(sizes)}" if count is None else counted(count, "microbatch")
     wide = "" if context == [1] else f", cp {_either(context)}"
-    return f"tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
+    return f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
 
 
 def _either(values: Iterable[object]) -> str:
