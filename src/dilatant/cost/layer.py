@@ -101,7 +101,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         # Only gradients inside the layer: the input-gradient half is what the leading variant takes beyond weights.
         input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
         weight_gradient = _positive(cost.first_trainable, input_gradient)
-    kept = cost.activation_bytes if trainable or cost.frozen_bytes == ZERO else cost.frozen_bytes
+    kept = whole = cost.activation_bytes if trainable or cost.frozen_bytes == ZERO else cost.frozen_bytes
     # What keeps no less where it is recomputed (a head, an embedding) is not.
     recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
@@ -118,7 +118,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        transient_bytes=cost.working_bytes + cost.activation_bytes if recomputed else cost.working_bytes,
+        transient_bytes=cost.working_bytes + whole if recomputed else cost.working_bytes,
     )
 
 
