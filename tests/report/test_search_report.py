@@ -145,4 +145,7 @@ def test_reasons_name_the_shape_the_slowest_stage_and_how_sure_the_search_is(rep
     assert re.search(
         r"(slowest stage, (vision|language) stage \d,|One stage) takes [\d.]+ m?s for a mean microbatch", text
     )
-    assert re.search(r"\d+ of [\d,]+ candidates were simulated; no other of them can be faster", text)
+    assert re.search(
+        r"\d+ of [\d,]+ candidates were simulated(, \d+ were cut off by their bounds)?; no other of them can be faster",
+        text,
+    )
