@@ -281,7 +281,8 @@ def table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
             f"Over all {len(rows)} layouts predicted / published is {statistics.median(ratios):.2f} in the median, "
             f"{spread(ratios)}.",
             "The sources' tables were written down without the papers at hand; compared with public text were five of "
-            "Narayanan's rows in part, Llama 3's TFLOP/s, and of MegaScale 55.2 % and 1.34 x. Check one before you cite it.",
+            "Narayanan's rows in part, Llama 3's TFLOP/s, and of MegaScale 55.2 % and 1.34 x. Check one before citing "
+            "it.",
         ),
     )
 

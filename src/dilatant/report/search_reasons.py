@@ -42,7 +42,7 @@ def layout_text(plan: Plan) -> str:
     texts = []
     for unit in plan.units:
         alike = Counter(
-            (len(replica.stages), tuple(sorted({(stage.tp, stage.cp) for stage in replica.stages})))
+            (len(replica.stages), tuple(sorted({(stage.tp, stage.cp, stage.ep) for stage in replica.stages})))
             for replica in unit.replicas
         )
         shapes = [
@@ -71,7 +71,7 @@ def _is_unlike(plan: Plan) -> bool:
     return any(
         len(
             {
-                tuple((stage.first, stage.tp, stage.cp) for stage in replica.stages)
+                tuple((stage.first, stage.tp, stage.cp, stage.ep) for stage in replica.stages)
                 for replica in unit.replicas
             }
         )
