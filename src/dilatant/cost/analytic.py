@@ -34,8 +34,8 @@ class LayerShape:
     (less than 1 where a projector merges patches). `row_kept` of the kept elements are of whole rows also where the
     rest runs in chunks. `routed_width` numbers of a token travel to experts elsewhere: its width, once for each of its
     experts. `parameters` and `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each
-    with an all-gather before
-    it and a reduce-scatter behind it.
+    with an all-gather before it and a reduce-scatter behind it. `trained_share` of its products have weights that
+    train, where the layer does.
     """
 
     matmul: int
@@ -52,6 +52,7 @@ class LayerShape:
     output_share: float = 1.0
     launches: int = 1
     collectives: int = 0
+    trained_share: float = 1.0
     routed_width: int = 0
     row_kept: float = 0.0
 
@@ -152,7 +153,7 @@ def analytic_cost(
     forth, back = (collective_seconds(shape, links, dtype, tp, cp, way) for way in (False, True))
     forward = product + attention + traffic + once + forth
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
-    weight_gradient = product + once
+    weight_gradient = product.scaled(shape.trained_share) + once
     kept = Quadratic(b=width * shape.kept / group)
     return LayerCost(
         forward=forward.rounded(),

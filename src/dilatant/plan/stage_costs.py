@@ -102,8 +102,8 @@ def layer_table(
         weight.append(_triple(work.weight_bytes))
         transient.append(_triple(work.transient_bytes))
         output.append(_triple(cost.output_bytes))
-        static.append(rules.of(layer.held(tp, ep), layer.trainable))
-        shared.append(rules.shared(layer.held(tp, ep), layer.trainable))
+        static.append(rules.held(layer.held(tp, ep), layer.held_trained(tp, ep)))
+        shared.append(rules.shared(layer.held_trained(tp, ep), True))
     trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
     columns = {
         "seconds": seconds,
@@ -152,8 +152,8 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
             static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
         own = model.unit(entry.unit).layers[layers]
         gradient[entry.index] = rules.gradient * sum(
-            layer.held(entry.stage.tp, entry.stage.ep)
-            - (layer.held_before(entry.stage.tp) if entry.is_first else 0.0)
+            layer.held_trained(entry.stage.tp, entry.stage.ep)
+            - (layer.held_before(entry.stage.tp) * layer.trained_share if entry.is_first else 0.0)
             for layer in own
             if layer.trainable
         )

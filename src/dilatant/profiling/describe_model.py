@@ -125,6 +125,7 @@ def describe_model(
                         (parameter.numel() for _, parameter in weights if parameter.requires_grad), default=0
                     ),
                     divided=types[kind].is_divided,
+                    fixed=sum(parameter.numel() for _, parameter in weights if not parameter.requires_grad),
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading
                     ),

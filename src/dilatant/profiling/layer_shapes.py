@@ -11,6 +11,7 @@ from torch import nn
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.experts import fused_experts
+from dilatant.models.lora import is_adapter
 from dilatant.profiling.describe_model import (
     CONNECTOR,
     EMBEDDING,
@@ -40,7 +41,24 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
             if not guess:
                 raise
             shapes[entry.kind] = _plain_shape(entry)
+        shapes[entry.kind] = replace(shapes[entry.kind], trained_share=_trained_share(entry))
     return shapes
+
+
+def _trained_share(entry: LayerType) -> float:
+    """Of a layer with adapters, the share of its products whose weights train; 1 of others, whether they train or
+    not."""
+    weights = {
+        f"{path}.{name}": parameter
+        for layer, path in entry.unit.pieces()
+        if layer == _name(entry)
+        for name, parameter in entry.unit.get_submodule(path).named_parameters()
+        if parameter.dim() >= 2
+    }
+    if not any(is_adapter(name) for name in weights):
+        return 1.0
+    trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
+    return trained / sum(weight.numel() for weight in weights.values())
 
 
 def _shape(entry: LayerType) -> LayerShape:

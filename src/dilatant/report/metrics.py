@@ -10,11 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`step` counts from 1. losses: what `loss` is the weighted sum of, by name, where that is more than one. `tokens`
-    by unit; `tokens_per_second` counts the language model's tokens. skipped_updates: steps so far whose loss or
-    gradient was not finite, which changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of
-    the step's actions and gradient sync, which `step_seconds` holds with the wait for data and the update. drift:
-    unit → measured over predicted seconds of its actions. warning: of it, once."""
+    """`step` counts from 1. losses: what `loss` is the weighted sum of, by name, where that is more than one;
+    source_losses: of a token of each data set, where there are several. `tokens` by unit; `tokens_per_second`
+    counts the language model's tokens. skipped_updates: steps so far whose loss or gradient was not finite, which
+    changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of the step's actions and
+    gradient sync, which `step_seconds` holds with the wait for data and the update. drift: unit → measured over
+    predicted seconds of its actions. teraflops: that the model asked for, a second and device (see
+    `training.model_flops`); mfu: as a share of the device's peak, where that is known. warning: of drift, once."""
 
     step: int
     total_steps: int
@@ -33,7 +35,10 @@ class StepMetrics:
     busy: Mapping[str, float] = field(default_factory=dict)
     waited: Mapping[str, float] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     predicted_seconds: float | None = None
+    teraflops: float = 0.0
+    mfu: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
 
@@ -47,7 +52,7 @@ class StepMetrics:
         record["losses"] = {
             name: loss if math.isfinite(loss) else None for name, loss in record["losses"].items()
         }
-        unknown = {"predicted_seconds"} if self.predicted_seconds is None else set()
+        unknown = {name for name in ("predicted_seconds", "mfu") if record[name] is None}
         return {name: value for name, value in record.items() if value != {} and name not in unknown}
 
     def to_scalars(self) -> dict[str, float]:

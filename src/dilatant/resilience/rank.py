@@ -30,6 +30,7 @@ from dilatant.training.checkpoint import list_checkpoints, newest_valid
 from dilatant.training.checkpoint_boxes import pieces_of
 from dilatant.training.commit import Membership
 from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
+from dilatant.training.master_weights import MOMENTS
 from dilatant.training.prepare import Prepared, prepare, with_costs
 from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
 from dilatant.training.starting_point import Start, agreed_checkpoint
@@ -273,7 +274,8 @@ class _Rank:
         """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
         Raises Lost on all ranks."""
         state = {} if old is None else old.state()
-        moments = {parse_key(key)[0] for key in state.get("optimizer", {})}
+        of_weights = state.get("optimizer", {})
+        moments = {parse_key(key)[0] for key, kinds in of_weights.items() if MOMENTS[0] in kinds}
         told = all_gather_object(trainer.comm, None if old is None else [old.values(), sorted(moments)])
         values, _ = next(each for each in told if each is not None)
         everybody = {name for each in told if each is not None for name in each[1]}

@@ -67,6 +67,7 @@ class IndexedData:
             draw,
             int(self.index.target_tokens[index]),
             int(self.index.content[index]),
+            self.samples.source_of(index),
         )
 
 

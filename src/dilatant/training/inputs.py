@@ -95,10 +95,10 @@ class Inputs:
             yield feed
 
     def held_out(self, limit: int | None, batch_size: int) -> Iterator[StepInput[PreparedStep]]:
-        """Batches of held-out samples as questions (see `encode_sample`), those that are refused left out."""
+        """Batches of held-out samples as questions (see `encode_sample`), those that are refused left out. limit: of
+        each data set."""
         data = self._data[HELD_OUT]
-        total = min(len(data.samples), limit or len(data.samples))
-        indices = np.array([index for index in range(total) if index not in data.refused], np.int64)
+        indices = np.array([index for index in self._first(limit) if index not in data.refused], np.int64)
         batches = (
             Draw(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
@@ -115,7 +115,16 @@ class Inputs:
     def refused(self, limit: int | None) -> tuple[str, ...]:
         """Why held-out samples are left out, those that sizes tell of."""
         refused = self._data[HELD_OUT].refused
-        return tuple(why for index, why in refused.items() if limit is None or index < limit)
+        return tuple(refused[index] for index in self._first(limit) if index in refused)
+
+    def _first(self, limit: int | None) -> list[int]:
+        """The first held-out samples of each data set."""
+        begin = 0
+        found: list[int] = []
+        for length in self._data[HELD_OUT].samples.lengths:
+            found += range(begin, begin + min(length, limit or length))
+            begin += length
+        return found
 
     def close(self) -> None:
         """End the processes that decode."""

@@ -43,7 +43,8 @@ class RunResult:
     step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
     checkpoint: the last one that was written here. began_at: steps that were done before. is_first: this process speaks
     for the run; under an outer launcher that is rank 0's. training_began: when its first step could, by
-    `time.monotonic`."""
+    `time.monotonic`. best_step: of the evaluation that `evaluation.keep_best` found best. ended_early: the step after
+    which no evaluation was better for long enough."""
 
     folder: Path
     step: int
@@ -57,6 +58,8 @@ class RunResult:
     began_at: int = 0
     is_first: bool = True
     training_began: float | None = None
+    best_step: int | None = None
+    ended_early: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -119,11 +122,13 @@ def train_to_end(
         if observer is not None and late is not None:
             observer.stepped(late)
         training_began = time.monotonic()
-        result = _train(config, trainer, observer, stop)
+        result = _train(trainer, observer, stop)
         summary = _show_last_step(trainer, folder) if result.step else ""
-        evaluation = trainer.evaluate() if result.finished else None
-        if observer is not None:
-            observer.evaluated(trainer.step, evaluation)
+        evaluation = result.evaluation
+        if result.finished and evaluation is None:
+            evaluation = trainer.evaluate()
+            if observer is not None and evaluation is not None:
+                observer.evaluated(trainer.step, evaluation)
     return RunResult(
         folder.path,
         result.step,
@@ -138,20 +143,15 @@ def train_to_end(
         began_at,
         first,
         training_began,
+        trainer.best.step,
+        result.step if trainer.ends_early and result.step < result.total_steps else None,
     )
 
 
-def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
-    def after_step(step: int) -> None:
-        every = config.evaluation.steps
-        if every and step % every == 0 and step < trainer.total_steps:
-            evaluation = trainer.evaluate()
-            if observer is not None:
-                observer.evaluated(step, evaluation)
-
+def _train(trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
     if observer is None:
-        return trainer.run(lambda metrics: None, lambda: stop.received, after_step)
-    return trainer.run(observer.stepped, lambda: stop.received, after_step)
+        return trainer.run(lambda metrics: None, lambda: stop.received)
+    return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
 
 
 def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:

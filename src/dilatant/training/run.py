@@ -22,6 +22,7 @@ from dilatant.models.freeze import audit
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted
+from dilatant.training.answer_metrics import find_metric
 from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.training.checkpoint import newest_valid
 from dilatant.training.export import export_checkpoint
@@ -63,6 +64,8 @@ def train(
     if config.train.device == "cpu":
         hide_gpus()
     check_optimizer(config.train.optimizer)
+    for metric in config.evaluation.metrics if config.data.holds_out else ():
+        find_metric(metric)
     place = place_from()
     plans = is_planned_here(config, place)
     if not plans and place is not None and not config.parallel.is_laid_out:
@@ -225,6 +228,9 @@ def _interrupt() -> None:
 
 def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
     checkpoint = result.checkpoint or _newest(folder)
+    if config.evaluation.keep_best is not None and result.best_step is not None:
+        best = folder.checkpoints / f"step-{result.best_step:08d}"
+        checkpoint = best if best.is_dir() else checkpoint
     export_checkpoint(
         checkpoint, prepared.model, config, prepared.samples.encoding, folder.export, folder.path
     )

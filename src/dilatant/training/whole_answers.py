@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from dilatant.config.errors import UserError
+from dilatant.models.lora import merged_by_peft
 from dilatant.models.whole import Whole
 
 
@@ -22,10 +23,16 @@ class WholeAnswers:
         self._whole = whole
 
     @classmethod
-    def open(cls, folder: Path, whole: Whole) -> Self:
-        """Raises UserError."""
+    def open(cls, source: str, whole: Whole, adapter: Path | None = None) -> Self:
+        """The model of a folder or id, with the adapter that lies in another folder merged in. Raises UserError."""
+        folder = source if adapter is None else adapter
         try:
-            return cls(AutoModelForImageTextToText.from_pretrained(folder), whole)
+            model = AutoModelForImageTextToText.from_pretrained(source)
+            if adapter is not None:
+                model = merged_by_peft(model, adapter)
+            return cls(model, whole)
+        except UserError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{str(folder)!r} cannot be loaded: {reason}") from None
