@@ -73,6 +73,12 @@ class DataConfig(Section):
     """Most MiB of each rank for samples that are being made or lie ready: how far is read ahead."""
     decode_seconds: float = Field(60.0, ge=1, allow_inf_nan=False)
     """Longest that decoding a sample may take; one that takes longer, twice, is a corrupt sample."""
+    preprocess: Literal["local", "ray"] = "local"
+    """Who decodes: `local`, processes of each rank's machine; `ray`, those of a Ray cluster, whose machines see the
+    data under the same paths. `workers` are then the most for all ranks together."""
+    ray_address: str | None = None
+    """HOST:PORT of a Ray cluster with token authentication, or `local`, one of the first rank's machine for the run.
+    Default: `RAY_ADDRESS`, else `local`."""
     cache_dir: str | None = None
     """Where the index of records and sizes is kept. Default: the user's cache (`DILATANT_CACHE`, or
     `~/.cache/dilatant`)."""

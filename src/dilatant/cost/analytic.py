@@ -35,7 +35,8 @@ class LayerShape:
     rest runs in chunks. `routed_width` numbers of a token travel to experts elsewhere: its width, once for each of its
     experts. `parameters` and `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each
     with an all-gather before it and a reduce-scatter behind it. `trained_share` of its products have weights that
-    train, where the layer does.
+    train, where the layer does. `forward_only` are multiply-adds of what has no backward, whatever trains (an
+    autoencoder that makes targets).
     """
 
     matmul: int
@@ -55,6 +56,7 @@ class LayerShape:
     trained_share: float = 1.0
     routed_width: int = 0
     row_kept: float = 0.0
+    forward_only: int = 0
 
 
 def block_shape(
@@ -151,7 +153,8 @@ def analytic_cost(
     traffic = Quadratic(b=width * shape.traffic / memory / group)
     once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
     forth, back = (collective_seconds(shape, links, dtype, tp, cp, way) for way in (False, True))
-    forward = product + attention + traffic + once + forth
+    targets = Quadratic(b=2 * shape.forward_only / flops / group)
+    forward = product + attention + traffic + once + forth + targets
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
     weight_gradient = product.scaled(shape.trained_share) + once
     kept = Quadratic(b=width * shape.kept / group)

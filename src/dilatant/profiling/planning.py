@@ -29,6 +29,7 @@ from dilatant.plan.why_not import Asked, WhyNot, why_not
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
+from dilatant.profiling.decode_costs import DecodeCost, decode_cost
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_degrees import planned_degrees
@@ -49,7 +50,8 @@ ALIKE = 0.02
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
     """All that a search or a simulation needs. `measured` are the costs as measured or modelled, `costs` as this run
-    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement."""
+    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement. decoding: of its samples on
+    this machine, None where that is not known."""
 
     config: Config
     target: Target
@@ -58,6 +60,7 @@ class PlanningProblem:
     costs: CostModel
     samples: PlannedSamples
     from_before: bool = False
+    decoding: DecodeCost | None = None
 
     @property
     def policy(self) -> Policy:
@@ -124,7 +127,8 @@ def planning_problem(
     if config.plan.costs is None and kept is None:
         keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
-    return PlanningProblem(config, target, model, measured, costs, sampled, from_before=kept is not None)
+    decoding = decode_cost(samples, config.seed, config.train.global_batch_size)
+    return PlanningProblem(config, target, model, measured, costs, sampled, kept is not None, decoding)
 
 
 def _without_context(costs: CostModel) -> CostModel:

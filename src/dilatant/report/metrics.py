@@ -16,7 +16,8 @@ class StepMetrics:
     changed nothing. `busy` and `waited` are those of `StepShares`. predicted_seconds: of the step's actions and
     gradient sync, which `step_seconds` holds with the wait for data and the update. drift: unit → measured over
     predicted seconds of its actions. teraflops: that the model asked for, a second and device (see
-    `training.model_flops`); mfu: as a share of the device's peak, where that is known. warning: of drift, once."""
+    `training.model_flops`); mfu: as a share of the device's peak, where that is known. warning: of drift, once.
+    slowest_samples: name → seconds of decoding, of rank 0's samples that took longest, where it waited for data."""
 
     step: int
     total_steps: int
@@ -41,6 +42,7 @@ class StepMetrics:
     mfu: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
+    slowest_samples: Mapping[str, float] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
@@ -59,7 +61,7 @@ class StepMetrics:
         """The same figures under the flat names that trackers group by."""
         flat: dict[str, float] = {}
         for name, value in self.to_record().items():
-            if name == "step" or value is None:
+            if name in ("step", "slowest_samples") or value is None:
                 continue
             if isinstance(value, Mapping):
                 flat |= {

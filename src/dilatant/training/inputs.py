@@ -21,7 +21,7 @@ from dilatant.data.workers import workers_of_machine
 from dilatant.profiling.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step_planner import PreparedStep
-from dilatant.training.decoding import Decoding, MachineSource
+from dilatant.training.decoding import decoding_of, open_source
 from dilatant.training.feed import Draw, Feed, IndexedData, StepInput, agree_on_bad, draws
 from dilatant.training.needs import Needs
 from dilatant.training.shared_batches import SharedBatches
@@ -65,8 +65,7 @@ class Inputs:
         self._shared = None if TRAIN in self._data else SharedBatches(comm, bool(self._needs.media))
         data = config.data
         datasets = {name: known.samples for name, known in self._data.items()}
-        how = Decoding(data.workers, data.decode_seconds, data.memory << 20)
-        self._source = MachineSource(comm, datasets, samples.encoding, how)
+        self._source = open_source(comm, datasets, samples.encoding, decoding_of(data))
 
     @contextmanager
     def training(

@@ -21,7 +21,7 @@ from dilatant.report.plan_report import PlanReport, WhyNotFacts
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.search_report import search_report
 from dilatant.report.why_not_text import why_not_text
-from dilatant.report.wording import counted, origin_text
+from dilatant.report.wording import count_text, counted, origin_text, seconds_text
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.plan_advice import plan_advice
 
@@ -69,6 +69,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
     return replace(
         report,
         units=units,
+        reasons=(*report.reasons, *_decoding(planned)),
         warnings=(*report.warnings, *_warnings(planned)),
         advice=(*report.advice, *plan_advice(planned)),
         why_not=tuple(
@@ -125,6 +126,26 @@ def _searched(problem: PlanningProblem) -> str:
 def _either(values: Iterable[object]) -> str:
     texts = [str(value) for value in values]
     return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def _decoding(planned: PlannedRun) -> list[str]:
+    """How many processors must decode, and where that is more than there are workers, what helps."""
+    cost, config = planned.problem.decoding, planned.problem.config
+    if cost is None:
+        return []
+    rate = planned.problem.global_batch / planned.result.winner.score.seconds
+    needed = cost.processors(rate)
+    said = [
+        f"Decoding takes {seconds_text(cost.seconds)} of a processor a sample (mean of {cost.samples}, measured here): "
+        f"{counted(needed, 'processor')} keep up with {count_text(rate)} samples per second."
+    ]
+    machines = planned.problem.target.cluster.nodes if config.data.preprocess == "local" else 1
+    if config.data.workers is not None and config.data.workers * machines < needed:
+        said.append(
+            f"data.workers allows only {config.data.workers * machines}: training would wait for data; raise it, or "
+            "let other machines decode (data.preprocess: ray)."
+        )
+    return said
 
 
 def _warnings(planned: PlannedRun) -> list[str]:

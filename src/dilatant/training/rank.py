@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -171,11 +171,11 @@ def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Con
 def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
     ranks, of which the first writes."""
-    step = trainer.runtime.measured_step()
+    step, waits = trainer.runtime.measured_step(), trainer.data_waits()
     if trainer.rank != 0 or step is None or not step.actions:
         return ""
-    plan = trainer.runtime.plan
-    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
+    plan, step = trainer.runtime.plan, replace(step, waits=waits)
+    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows(), waits)
     planned = trainer.runtime.last_step
     predicted = None if planned is None else planned.predicted_timeline()
     write_step_page(
@@ -184,10 +184,11 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
         plan,
         f"{folder.path.name}: the last step",
         None if planned is None or predicted is None else Prediction(predicted, planned.origin),
+        waits,
     )
     folder.write_text("step.json", step.to_json() + "\n")
     link_pages(folder.path)
-    return by_lane(measured_chart(step.actions, plan), plan)
+    return by_lane(measured_chart(step.actions, plan, waits), plan)
 
 
 def console_for(show: Show) -> Console:

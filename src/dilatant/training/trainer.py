@@ -32,6 +32,7 @@ from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import boxes_held_on, holdings_of, written_cells
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.schedule.measured import DataWait
 from dilatant.training.averages import AVERAGE, Averages
 from dilatant.training.best import Best
 from dilatant.training.checkpoint import load, stored_shapes
@@ -54,6 +55,8 @@ from dilatant.training.optimizer import (
 from dilatant.training.run_state import held_state, state_tensors, written_state
 from dilatant.training.stored_weights import read_pretrained
 
+NOTED_WAIT = 0.02
+"""The share of a step from which on a wait for data is worth naming samples."""
 LAST_PATIENCE_SECONDS = 20.0
 """How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
 
@@ -167,6 +170,7 @@ class Trainer:
         self._unpublished = False
         self._half_updated = False
         self._voted: tuple[StepResult, GlobalBatch] | None = None
+        self._data_wait: DataWait | None = None
         self._began = self._rate = 0.0
         self.last_metrics: StepMetrics | None = None
         self._layer_of = {
@@ -308,6 +312,12 @@ class Trainer:
         """The last checkpoint that this run wrote; known on rank 0."""
         return None if self._writer.published is None else self._writer.published.path
 
+    def data_waits(self) -> tuple[DataWait, ...]:
+        """How long each rank waited for samples before the last step; called by all of them."""
+        own = None if self._data_wait is None else self._data_wait.to_row()
+        rows = all_gather_object(self.comm, own)
+        return tuple(DataWait.from_row(row) for row in rows if row is not None)
+
     def evaluate(self) -> Evaluation | None:
         """See `evaluation.evaluate`; None without held-out data. Called by all ranks together."""
         if self._samples.held_out is None:
@@ -365,13 +375,14 @@ class Trainer:
     def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began, waited = time.perf_counter(), steps.waited_seconds
-        self._began = began
+        self._began, turned = began, time.time()
         inputs = next(steps, None)
         if inputs is None:
             raise UserError(
                 f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
             )
         batch = inputs.batch
+        self._data_wait = DataWait(self.rank, turned, time.time() - turned, batch.slowest)
         rate = self._rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step)
@@ -422,6 +433,7 @@ class Trainer:
     ) -> StepMetrics:
         tokens = batch.tokens
         per_device = self._flops.of(batch.samples) / seconds / len(self.runtime.plan.ranks)
+        noted = waited > NOTED_WAIT * seconds
         return StepMetrics(
             step=self.step,
             total_steps=self.total_steps,
@@ -446,6 +458,7 @@ class Trainer:
             predicted_seconds=result.predicted_seconds,
             drift=result.drift,
             warning=result.warning,
+            slowest_samples=dict(batch.slowest) if noted else {},
         )
 
     def _source_losses(self, batch: GlobalBatch, result: StepResult) -> dict[str, float]:
