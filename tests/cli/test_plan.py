@@ -40,9 +40,14 @@ def simulated(dilatant: Dilatant, *arguments: object) -> dict[str, Any]:
 
 
 def test_a_plan_is_found_and_left_in_the_run_folder(project: Path, dilatant: Dilatant) -> None:
-    code, out, err = dilatant("plan", project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2")
+    wanted = "vision: {tp: 1}, language: {pp: 2}"
+    asked = ("--why-not", wanted, "--why-not", "language: {tp: 8}")
+    code, out, err = dilatant(
+        "plan", project / "config.yaml", *H100, "--set", "cluster.gpus_per_node=2", *asked
+    )
     assert code == 0, err
     assert "samples per second" in out
+    assert f"Why not {wanted}?" in out
     assert "Why this plan" in out
     assert re.search(r"Decoding takes .* of a processor a sample", " ".join(out.split()))
     folder = project / "run" / "plan"
@@ -56,7 +61,16 @@ def test_a_plan_is_found_and_left_in_the_run_folder(project: Path, dilatant: Dil
     assert report.global_batch == 4
     assert "analytic" in report.cost_source
     assert "not measured" in report.cost_source
-    assert "language" in (folder / "plan.html").read_text()
+    page = (folder / "plan.html").read_text()
+    assert "language" in page
+    first, second = report.why_not
+    assert first.asked == wanted
+    assert first.answer
+    assert "language: tp 8 was not offered" in " ".join(second.answer)
+    assert f"Why not {wanted}?" in page
+    assert sum(group.candidates for group in report.groups) >= len(report.candidates)
+    assert "What was searched" in page
+    assert "Ranks, nodes and ports" in page
 
 
 def test_the_page_the_plan_and_json_say_the_same(project: Path, dilatant: Dilatant, tmp_path: Path) -> None:
@@ -158,7 +172,7 @@ def test_what_the_plan_recomputes_for_lack_of_memory_is_in_its_file_and_trains(
     )
     free = planned(dilatant, config, *H100, *settings)
     assert not any(how != "none" for unit in free.plan.units for how in unit.recompute)
-    peak = max(one.peak_bytes for one in free.memory)
+    peak = max(one.peak_bytes - one.bytes_by_use["reserve"] for one in free.memory)
     little = (*H100, *settings, "--set", f"cluster.memory_gib={0.95 * peak / 2**30}")
     report = planned(dilatant, config, *little)
     again = report.plan.unit("language").recompute

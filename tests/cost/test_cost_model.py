@@ -321,3 +321,16 @@ def test_the_halves_of_a_leading_layers_backward_are_never_more_than_the_whole()
     cost = LayerCost(*(Quadratic(b=1.0) for _ in range(2)), Quadratic(b=1.0), Quadratic(b=0.8))
     work = frozen_work(cost, trainable=True, before=False)
     assert work.backward == Quadratic(b=0.8)
+
+
+def test_what_does_not_train_keeps_nothing_for_weight_gradients():
+    cost = replace(COST, activation_bytes=Quadratic(b=10.0), frozen_bytes=Quadratic(b=6.0))
+    assert frozen_work(cost, trainable=True, before=True).kept_bytes == Quadratic(b=10.0)
+    assert frozen_work(cost, trainable=False, before=True).kept_bytes == Quadratic(b=6.0)
+    unknown = replace(cost, frozen_bytes=Quadratic())
+    assert frozen_work(unknown, trainable=False, before=True).kept_bytes == Quadratic(b=10.0)
+
+
+def test_a_layer_that_keeps_no_less_where_it_is_recomputed_is_not():
+    head = replace(COST, activation_bytes=Quadratic(b=10.0), checkpoint_bytes=Quadratic(b=10.0))
+    assert frozen_work(head, True, True, "block") == frozen_work(head, True, True, "none")

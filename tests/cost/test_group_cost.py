@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dilatant.cost import LayerCost, Link, Quadratic, block_shape
+from dilatant.cost.analytic import collective_seconds
 from dilatant.cost.group import group_cost
+from dilatant.cost.hardware import GroupLinks, load_hardware
 
 SHAPE = block_shape(64, 256, 8, 4)
 LINK = Link(bandwidth=1e9, latency=1e-5)
@@ -27,13 +29,13 @@ ALONE = ("weight_gradient", "activation_bytes", "weight_bytes", "checkpoint_byte
 
 
 def test_one_device_has_the_measured_curve():
-    assert group_cost(SHARE, SHAPE, LINK, "float32", (1, 1)) == SHARE
+    assert group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", (1, 1)) == SHARE
 
 
 @pytest.mark.parametrize("degree", [(1, 2), (2, 1), (2, 4)])
 def test_a_rank_has_its_part_of_a_row_and_waits_for_the_collectives(degree):
     tp, cp = degree
-    found = group_cost(SHARE, SHAPE, LINK, "float32", degree)
+    found = group_cost(SHARE, SHAPE, GroupLinks(LINK, LINK), "float32", degree)
     for tokens in (128, 4096):
         added = dict.fromkeys(PASSES, 0.0)
         for name in PASSES:
@@ -57,3 +59,21 @@ def test_a_rank_has_its_part_of_a_row_and_waits_for_the_collectives(degree):
             saved -= 2 * (1e-5 + (tp - 1) / tp * tokens / cp * 64 * 4 / 1e9)
         assert found.attention(tokens) == pytest.approx(saved, rel=1e-5)
     assert (found.parameters, found.fit_error) == (1000, 0.01)
+
+
+def test_keys_and_values_that_leave_a_node_take_its_ports():
+    """16 ranks on two nodes of 8: a ring passes each node's border once, and tp rings share its ports."""
+    hardware, tokens = load_hardware("H100"), 4096
+    for tp in (1, 2, 4):
+        cp = 16 // tp
+        links = hardware.group_links(tp, cp, 8)
+        both, alone = (
+            collective_seconds(SHAPE, one, "bfloat16", tp, cp)
+            for one in (links, hardware.group_links(tp, cp))
+        )
+        moved = (cp - 1) / cp * SHAPE.key_value_width * 2 * tokens / tp
+        rate = min(hardware.inside.bandwidth, hardware.between.bandwidth / tp)
+        more = moved * (1 / rate - 1 / hardware.inside.bandwidth)
+        more += hardware.between.latency - hardware.inside.latency
+        assert both(tokens) - alone(tokens) == pytest.approx(more, rel=1e-9)  # doubles
+    assert hardware.group_links(2, 4, 8) == hardware.group_links(2, 4), "all on one node"

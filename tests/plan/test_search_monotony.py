@@ -17,6 +17,7 @@ from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import OptionTable
 from dilatant.schedule.plan_scorer import plan_scorer
+from dilatant.schedule.zero_bubble import zero_bubble_h1
 from model_cases import cluster, cost_model
 from search_cases import RULES, find, random_vlm
 
@@ -157,7 +158,7 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
 
 @often
 def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
-    """Dense rows, which cost less the more even they are, and unlike samples."""
+    """Dense rows, which cost less the more even they are, unlike samples, and backwards in halves."""
 
     def one(seed):
         draw = random.Random(seed)
@@ -173,10 +174,13 @@ def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
         }
         workload = Workload(tokens, {}, {"language": draw.choice([1.0, 2.0])} if draw.random() < 0.7 else {})
         machine = cluster(draw.choice([1, 2]), devices)
-        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES)
+        halves = draw.random() < 0.3
+        families = {"zb-h1": zero_bubble_h1} if halves else None
+        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES, families=families)
 
         def found(finalists):
-            return search(spec, costs, machine, workload, batch, scorer, Mode.BEST, (1, 2), RULES, finalists)
+            asked = Mode.BEST, (1, 2), RULES, finalists
+            return search(spec, costs, machine, workload, batch, scorer, *asked, halves=halves)
 
         early, every = found(1), found(10_000)
         assert early.lower_bound <= every.seconds * ROUNDING

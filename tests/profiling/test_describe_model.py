@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilatant.config import ClusterConfig, Config, parse_config
+from dilatant.config import ClusterConfig, Config, UserError, parse_config
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.cost.layer import frozen_work
@@ -210,5 +210,16 @@ def test_a_plan_for_a_gpu_that_is_here_leaves_room_for_what_is_no_tensor(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(planned_hardware, "pick_precision", lambda *asked: torch.bfloat16)
-    assert 128 < plan_target(ClusterConfig()).cluster.bytes_per_device / 2**30 < 133
-    assert plan_target(ClusterConfig(memory_gib=140)).cluster.bytes_per_device == 140 * 2**30
+
+    def usable(**said: Any) -> float:
+        return plan_target(ClusterConfig(**said)).cluster.bytes_per_device / 2**30
+
+    assert usable() == pytest.approx(0.96 * 140 - 2)
+    assert usable(gpus_per_node=1) == pytest.approx(0.96 * 140 - 1), "nobody to talk to"
+    assert usable(reserve={"context_gib": 3}) == pytest.approx(0.96 * 140 - 4)
+    assert usable(reserve={"context_gib": 0, "communicators_gib": 0, "fragmentation": 0}) == 140
+    assert usable(memory_gib=100) == 100
+    assert usable(memory_gib=100, reserve={"fragmentation": 0.1}) == pytest.approx(90)
+    assert usable(hardware="CPU") == pytest.approx(8e9 / 2**30)
+    with pytest.raises(UserError, match="be left free; lower it"):
+        usable(reserve={"context_gib": 200})

@@ -155,6 +155,23 @@ def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
     check_case(workers, case_of(plan, **changes), zero, 2)
 
 
+def test_a_pipeline_whose_encoder_shares_ranks_beside_one_whose_encoder_has_its_own(
+    workers: WorkerPool,
+) -> None:
+    """What plans make of devices that would be idle (`plan.leftovers`)."""
+    own = Replica((Stage(0, 5, (0,)),)), Replica((Stage(0, 4, (1,)),))
+    leftover = Replica((Stage(0, 5, (2, 3), tp=2),)), Replica((Stage(0, 4, (2, 3), tp=2),))
+    plan = Plan(
+        (
+            UnitPlan("vision", (own[0], leftover[0]), ("language",)),
+            UnitPlan("language", (own[1], leftover[1])),
+        )
+    )
+    shares = (BATCHES[:2], BATCHES[2:])
+    assigned = replace(CASE.assignment, microbatches={"vision": shares, "language": shares})
+    check_case(workers, case_of(plan, assignment=assigned), "node", 2)
+
+
 def _predicted(worker: Worker, case: Case) -> dict[int, list[int]]:
     comm = Comm(worker.store, worker.rank, worker.size)
     runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -83,7 +85,9 @@ def unit_costs(stages: int) -> StageCosts:
     seconds = np.zeros((stages, 4, 3))
     seconds[:, :, 1] = [1.0, 2.0, 1.0, 1.0]
     none = np.zeros((stages, 3))
-    return StageCosts(seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0))
+    return StageCosts(
+        seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0), *np.zeros((2, stages))
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -115,3 +119,17 @@ def test_a_frozen_encoder_holds_no_activations_and_its_rows_wait_at_the_consumer
     assert timeline.peak_bytes is not None
     # Encoder: 1 second each, all done at 6 s; language: 3 s each. At 6 s one runs and four wait.
     assert timeline.peak_bytes.tolist() == [10, 10 + 1 + 4]
+
+
+def test_gradients_are_there_from_the_first_backward_on_and_are_summed_after_the_last():
+    plan = Plan((UnitPlan("language", (Replica((Stage(0, 1, (0,)),)),)),))
+    for count, gradient, summed, most in (
+        (1, 4.0, 0.0, 6 + 7),
+        (2, 4.0, 0.0, 10 + 7),
+        (2, 0.0, 9.0, 10 + 7 + 9),
+    ):
+        assignment = Assignment({"language": (tuple((k,) for k in range(count)),)})
+        costs = replace(unit_costs(1), gradient_bytes=np.array([gradient]), sum_bytes=np.array([summed]))
+        timeline = predict(plan, assignment, one_f_one_b(plan, assignment), costs, {"language": [7] * count})
+        assert timeline.peak_bytes is not None
+        assert timeline.peak_bytes.tolist() == [most]

@@ -218,7 +218,8 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     """Whole, or in halves of which the second frees what weight gradients kept."""
     rng, step = np.random.default_rng(seed), random_step(seed)
     count = len(step.plan.stages())
-    costs = StageCosts(*(rng.random((count, *shape)) for shape in ((4, 3), (3,), (3,), (3,), (3,), ())))
+    shapes = (4, 3), (3,), (3,), (3,), (3,), (), ()
+    costs = StageCosts(*(rng.random((count, *shape)) for shape in shapes[:-1]), *np.zeros((2, count)))
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
     tokens = {unit.name: rng.integers(1, 30, 16) for unit in step.plan.units}
     sums = piece_sums(graph, tokens)
@@ -226,6 +227,6 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     balance = np.zeros((count, len(sums)))
     np.add.at(balance, (graph.stage, graph.piece), size.allocate - size.release)
     np.testing.assert_allclose(balance, 0.0, atol=1e-9)  # sums of doubles below 1e4
-    halves = np.isin(graph.kind, (2, 3))
+    halves = graph.kind == 3  # an input half may take: it recomputes what its weight half needs
     assert (size.release[halves] >= 0).all()
     assert halves.any() == (family != "1f1b" and any(step.trainability.weight_gradient))

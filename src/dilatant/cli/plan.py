@@ -42,6 +42,13 @@ def plan(
             help="Nodes that may be lost at once: every layer lies on one more. Says what 0 to 3 cost.",
         ),
     ] = None,
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A layout, like 'vision: {pp: 2}, language: {tp: 4}': say why it was not chosen. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
@@ -50,6 +57,8 @@ def plan(
     """
     from rich.console import Console
 
+    from dilatant.config import UserError
+    from dilatant.plan.why_not import read_asked
     from dilatant.profiling.planning import plan_run
     from dilatant.report.page_links import link_pages
     from dilatant.report.plan_page import write_plan_page
@@ -62,13 +71,18 @@ def plan(
         write_plan_folder,
     )
 
+    if why_not and fault_tolerance:
+        raise UserError("--why-not answers for plans without --fault-tolerance; ask for one of them")
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
     check_plan_folder(resolved)  # before the work, too
     problem = open_problem(resolved, console)
+    asked = {
+        text: read_asked(text, [unit.name for unit in problem.model.spec.units]) for text in why_not or ()
+    }
     with console.status("searching"):
         planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
-        report = plan_report(planned, config.stem)
+        report = plan_report(planned, config.stem, asked)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
     if out is not None:
@@ -85,6 +99,10 @@ def plan(
     print_line(console, ("Why this plan", "bold"))
     for sentence in report.reasons:
         print_indented(console, sentence)
+    for question in report.why_not:
+        print_line(console, (f"Why not {question.asked}?", "bold"))
+        for sentence in question.answer:
+            print_indented(console, sentence)
     show_places(
         console,
         {

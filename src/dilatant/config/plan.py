@@ -9,6 +9,18 @@ from pydantic import Field, model_validator
 from dilatant.config.base import Section
 
 
+class ReserveConfig(Section):
+    """Memory of each device that plans leave free. What is not said is nothing on a CPU; on GPUs see each key."""
+
+    context_gib: float | None = Field(None, ge=0)
+    """The context of driver and libraries. Default on GPUs: 1."""
+    communicators_gib: float | None = Field(None, ge=0)
+    """Buffers of all communicators of a device. Default on GPUs: 1, where there are several."""
+    fragmentation: float | None = Field(None, ge=0, lt=1)
+    """Pieces between tensors that the allocator cannot join, as a share of the device's memory. Default on GPUs:
+    0.04."""
+
+
 class ClusterConfig(Section):
     """The devices to plan for. Default: this machine."""
 
@@ -22,8 +34,10 @@ class ClusterConfig(Section):
     hardware_file: str | None = None
     """Your hardware file, in the form of the one that ships with Dilatant."""
     memory_gib: float | None = Field(None, gt=0)
-    """Memory of one device that training may use. Default: 93 % of a GPU that is here, for its context and what cannot
-    be allocated take the rest; otherwise what the hardware file says."""
+    """Memory of one device that training may use; nothing of it is reserved unless `reserve` is written too. Default:
+    all of a GPU that is here, otherwise what the hardware file says, less `reserve`."""
+    reserve: ReserveConfig | None = None
+    """What of a device's memory plans leave free."""
 
     @model_validator(mode="after")
     def _entry_named(self) -> Self:

@@ -3,7 +3,7 @@ says "analytic", and its seconds rank plans rather than promise a step time.
 
 A layer's forward takes its multiply-adds at the speed large matrix products reach, its attention likewise, its
 activation traffic and one reading of its weights at memory speed, its launches, and, under tensor or context
-parallelism, its collectives over the links inside a node, none of them overlapped. The input-gradient half repeats the
+parallelism, its collectives over the links of its group, none of them overlapped. The input-gradient half repeats the
 forward's products (attention's 2.5 times: its backward recomputes the scores), the weight-gradient half once more.
 A backward works with half as many bytes as the layer kept, as a block of Llama does.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dilatant.cost.hardware import Hardware, Link
+from dilatant.cost.hardware import GroupLinks, Hardware, Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree
 from dilatant.cost.quadratic import Quadratic
@@ -29,13 +29,14 @@ class LayerShape:
     input directly (not differentiated with respect to it if nothing before trains). `attention_width` is heads times
     head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
-    `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
-    of `output_share` tokens per input token (less than 1 where a projector merges patches). `forward_only` are
-    multiply-adds of what has no backward, whatever trains (an autoencoder that makes targets). `row_kept` of
-    the kept elements are of whole rows also where the rest runs in chunks. `routed_width` numbers of a token travel to
-    experts elsewhere: its width, once for each of its experts. `parameters` and `launches` are per layer, `collectives`
-    are regions that tensor-parallel ranks share, each with an all-gather before
-    it and a reduce-scatter behind it. `trained_share` of its products have weights that train, where the layer does.
+    `weight_only` those of the first that nothing but weight gradients needs, `traffic` elements read and written by
+    elementwise kernels. `output_width` elements go to the next layer for each of `output_share` tokens per input token
+    (less than 1 where a projector merges patches). `row_kept` of the kept elements are of whole rows also where the
+    rest runs in chunks. `routed_width` numbers of a token travel to experts elsewhere: its width, once for each of its
+    experts. `parameters` and `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each
+    with an all-gather before it and a reduce-scatter behind it. `trained_share` of its products have weights that
+    train, where the layer does. `forward_only` are multiply-adds of what has no backward, whatever trains (an
+    autoencoder that makes targets).
     """
 
     matmul: int
@@ -48,6 +49,7 @@ class LayerShape:
     attention_width: int = 0
     attended_share: float = 0.5
     key_value_width: int = 0
+    weight_only: float = 0.0
     output_share: float = 1.0
     launches: int = 1
     collectives: int = 0
@@ -85,6 +87,7 @@ def block_shape(
         attention_width=query,
         attended_share=0.5 if causal else 1.0,
         key_value_width=key_value,
+        weight_only=2 * hidden + intermediate,  # what the norms give, and what the last product takes
         launches=16,
         collectives=2,
     )
@@ -107,6 +110,7 @@ def linear_shape(inputs: int, outputs: int, *, share: float = 1.0, count: int = 
         kept=inputs + 2 * (count - 1) * outputs * share,
         weight_kept=inputs + count * outputs * share,
         traffic=inputs + 2 * count * outputs * share,
+        weight_only=inputs + (count - 1) * outputs * share,
         output_width=outputs,
         output_share=share,
         launches=2 * count,
@@ -123,15 +127,23 @@ def head_shape(hidden: int, vocabulary: int) -> LayerShape:
         row_kept=2 * hidden,
         weight_kept=hidden + vocabulary,
         traffic=4 * vocabulary,
+        weight_only=hidden,
         output_width=0,
         launches=6,
     )
 
 
 def analytic_cost(
-    shape: LayerShape, hardware: Hardware, dtype: str = "bfloat16", tp: int = 1, cp: int = 1
+    shape: LayerShape,
+    hardware: Hardware,
+    dtype: str = "bfloat16",
+    tp: int = 1,
+    cp: int = 1,
+    gpus_per_node: int | None = None,
 ) -> LayerCost:
-    """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them)."""
+    """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them).
+    gpus_per_node: None where all are on one."""
+    links = hardware.group_links(tp, cp, gpus_per_node)
     flops, width = hardware.flops(dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency
     group = tp * cp
@@ -140,7 +152,7 @@ def analytic_cost(
     attention = Quadratic(a=4 * shape.attention_width * shape.attended_share / flops / group)
     traffic = Quadratic(b=width * shape.traffic / memory / group)
     once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
-    forth, back = (collective_seconds(shape, hardware.inside, dtype, tp, cp, way) for way in (False, True))
+    forth, back = (collective_seconds(shape, links, dtype, tp, cp, way) for way in (False, True))
     targets = Quadratic(b=2 * shape.forward_only / flops / group)
     forward = product + attention + traffic + once + forth + targets
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
@@ -153,17 +165,18 @@ def analytic_cost(
         first_trainable=(input_gradient + weight_gradient + leading.scaled(-1.0)).rounded(),
         recompute=forward.rounded(),
         activation_bytes=kept.rounded(),
+        frozen_bytes=Quadratic(b=width * (shape.kept - shape.weight_only) / group).rounded(),
         weight_bytes=Quadratic(b=width * min(shape.weight_kept, shape.kept) / group).rounded(),
         checkpoint_bytes=Quadratic(
             b=width * shape.output_width / (group if shape.collectives else cp)
         ).rounded(),
         output_bytes=Quadratic(b=width * shape.output_width * shape.output_share / cp).rounded(),
-        attention=(attention + kept_seconds(shape, hardware.inside, dtype, tp, cp)).rounded(),
+        attention=(attention + kept_seconds(shape, links, dtype, tp, cp)).rounded(),
         working_bytes=(kept.scaled(0.5) + gathered_bytes(shape, dtype, tp, cp)).rounded(),
         attention_bytes=(
             Quadratic(b=width * shape.attention_width / group) + kept_bytes(shape, dtype, tp, cp)
         ).rounded(),
-        expert_exchange=exchange_seconds(shape, hardware.inside, dtype, tp, cp).rounded(),
+        expert_exchange=exchange_seconds(shape, links, dtype, tp, cp).rounded(),
         row_bytes=Quadratic(b=width * shape.row_kept / cp).rounded(),
         row_working_bytes=Quadratic(b=0.5 * width * shape.row_kept / cp).rounded(),
         parameters=-(-shape.parameters // tp),
@@ -175,15 +188,17 @@ def analytic_costs(
     hardware: Hardware,
     degrees: Iterable[Degree] = ((1, 1),),
     dtype: str = "bfloat16",
+    gpus_per_node: int | None = None,
 ) -> CostModel:
-    """A cost model of these layer types at these (tp, cp), said to be analytic. UserError for an unknown dtype."""
+    """A cost model of these layer types at these (tp, cp), said to be analytic. gpus_per_node: as in `analytic_cost`.
+    UserError for an unknown dtype."""
     wanted = sorted(set(degrees))
     return CostModel(
         hardware=hardware.name,
         origin="analytic",
         dtype=dtype,
         layers={
-            kind: {degree: analytic_cost(shape, hardware, dtype, *degree) for degree in wanted}
+            kind: {degree: analytic_cost(shape, hardware, dtype, *degree, gpus_per_node) for degree in wanted}
             for kind, shape in shapes.items()
         },
         note=f"from FLOPs and bytes, not measured; {hardware.source}",
@@ -191,31 +206,31 @@ def analytic_costs(
 
 
 def collective_seconds(
-    shape: LayerShape, link: Link, dtype: str, tp: int, cp: int, backward: bool = False
+    shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int, backward: bool = False
 ) -> Quadratic:
-    """What a pass of one layer waits for its group, by a sample's tokens, over `link`: all-gathers and
+    """What a pass of one layer waits for its group, by a sample's tokens, over `links`: all-gathers and
     reduce-scatters of hidden states (tensor parallel), and the all-gather of keys and values (context parallel), behind
     which the backward sends their gradients to their ranks in fp32."""
-    result = _exchanged(shape, link, dtype, tp, cp).scaled(2.0)
+    result = _exchanged(shape, links.tensor, dtype, tp, cp).scaled(2.0)
     if cp > 1 and shape.key_value_width:
         moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
-        result += Quadratic(b=moved / link.bandwidth, c=(1 + backward) * link.latency)
+        result += Quadratic(b=moved / links.context.bandwidth, c=(1 + backward) * links.context.latency)
     return result
 
 
-def exchange_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+def exchange_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
     """What one pass takes to send all of a rank's share of tokens to experts on other ranks of its group and back:
     counts first, then rows there, then rows back."""
     if tp * cp == 1 or not shape.routed_width:
         return ZERO
     moved = 2 * shape.routed_width * BYTES[dtype] / (tp * cp)
-    return Quadratic(b=moved / link.bandwidth, c=3 * link.latency)
+    return Quadratic(b=moved / links.context.bandwidth, c=3 * links.context.latency)
 
 
-def kept_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+def kept_seconds(shape: LayerShape, links: GroupLinks, dtype: str, tp: int, cp: int) -> Quadratic:
     """What of that need not be waited for again where attention is kept: all but the all-gathers of hidden states."""
-    exchanged = _exchanged(shape, link, dtype, tp, cp)
-    return collective_seconds(shape, link, dtype, tp, cp) + exchanged.scaled(-1.0)
+    exchanged = _exchanged(shape, links.tensor, dtype, tp, cp)
+    return collective_seconds(shape, links, dtype, tp, cp) + exchanged.scaled(-1.0)
 
 
 def kept_bytes(shape: LayerShape, dtype: str, tp: int, cp: int) -> Quadratic:

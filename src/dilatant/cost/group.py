@@ -16,7 +16,7 @@ from dilatant.cost.analytic import (
     gathered_bytes,
     kept_seconds,
 )
-from dilatant.cost.hardware import Link
+from dilatant.cost.hardware import GroupLinks
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import Degree
 from dilatant.cost.quadratic import Quadratic
@@ -27,6 +27,7 @@ _WITHOUT = (
     "weight_gradient",
     "attention_bytes",
     "activation_bytes",
+    "frozen_bytes",
     "weight_bytes",
     "checkpoint_bytes",
     "output_bytes",
@@ -35,20 +36,22 @@ _WITHOUT = (
 )
 
 
-def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degree: Degree) -> LayerCost:
+def group_cost(
+    share: LayerCost, shape: LayerShape, links: GroupLinks, dtype: str, degree: Degree
+) -> LayerCost:
     """The cost at `degree`, (tp, cp), of a layer whose share at (tp, 1), without collectives, costs `share`.
 
-    `shape` is that of the whole layer, `link` what the group's collectives travel on, none of them overlapped.
+    `shape` is that of the whole layer, `links` what the group's collectives travel on, none of them overlapped.
     """
     tp, cp = degree
     added = {
-        **dict.fromkeys(_FORTH, collective_seconds(shape, link, dtype, tp, cp)),
-        **dict.fromkeys(_BACK, collective_seconds(shape, link, dtype, tp, cp, backward=True)),
+        **dict.fromkeys(_FORTH, collective_seconds(shape, links, dtype, tp, cp)),
+        **dict.fromkeys(_BACK, collective_seconds(shape, links, dtype, tp, cp, backward=True)),
         **dict.fromkeys(_WITHOUT, ZERO),
-        "attention": kept_seconds(shape, link, dtype, tp, cp),
+        "attention": kept_seconds(shape, links, dtype, tp, cp),
         "working_bytes": gathered_bytes(shape, dtype, tp, cp),
     }
-    exchange = exchange_seconds(shape, link, dtype, tp, cp)
+    exchange = exchange_seconds(shape, links, dtype, tp, cp)
     own: dict[str, Any] = {
         name: (_of_row(getattr(share, name), cp) + more).rounded() for name, more in added.items()
     }

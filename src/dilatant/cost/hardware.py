@@ -29,6 +29,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLinks:
+    """What the ranks of one stage talk over: its tensor-parallel groups, and its context-parallel ones."""
+
+    tensor: Link
+    context: Link
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """One device type. `peak_flops` per second by dtype, `memory` in bytes, `bandwidth` in bytes per second.
 
@@ -48,6 +56,14 @@ class Hardware:
     between: Link
     ports: int = 1
     source: str = ""
+
+    def group_links(self, tp: int, cp: int, gpus_per_node: int | None = None) -> GroupLinks:
+        """The links of a stage of tp * cp such devices, with so many on a node (None: any number). Where its
+        context-parallel rings leave nodes, of which each is full of it, tp of them share a node's ports."""
+        if gpus_per_node is None or tp * cp <= gpus_per_node:
+            return GroupLinks(self.inside, self.inside)
+        share = min(self.inside.bandwidth, self.between.bandwidth / tp)
+        return GroupLinks(self.inside, Link(share, self.between.latency))
 
     def flops(self, dtype: str) -> float:
         """Multiply-adds count twice; per second, as large kernels reach it. UserError names the dtypes there are."""

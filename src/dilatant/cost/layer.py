@@ -22,6 +22,8 @@ class LayerCost:
     backward. `output_bytes` is what goes to the next stage, `parameters` are those that one rank holds.
     `attention` is the part of `recompute` that is saved where attention, and what ranks exchange for it, is kept, at
     `attention_bytes` more.
+    `frozen_bytes` are the activations that are kept where the layer does not train: without what only weight gradients
+    need (zero: not known, so all of them).
     `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
     `expert_exchange` is what tokens take in one pass on their way to experts on other ranks and back, if every one
     left its rank.
@@ -43,6 +45,7 @@ class LayerCost:
     attention: Quadratic = ZERO
     attention_bytes: Quadratic = ZERO
     working_bytes: Quadratic = ZERO
+    frozen_bytes: Quadratic = ZERO
     expert_exchange: Quadratic = ZERO
     row_bytes: Quadratic = ZERO
     row_working_bytes: Quadratic = ZERO
@@ -119,8 +122,9 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         # Only gradients inside the layer: the input-gradient half is what the leading variant takes beyond weights.
         input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
         weight_gradient = _positive(cost.first_trainable, input_gradient)
-    recomputed = recompute != "none" or cost.in_chunks
-    kept = cost.activation_bytes
+    kept = whole = cost.activation_bytes if trainable or cost.frozen_bytes == ZERO else cost.frozen_bytes
+    # What keeps no less where it is recomputed (a head, an embedding) is not.
+    recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
         input_gradient = input_gradient + cost.recompute
         kept = cost.checkpoint_bytes
@@ -135,7 +139,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        transient_bytes=cost.working_bytes + cost.activation_bytes if recomputed else cost.working_bytes,
+        transient_bytes=cost.working_bytes + whole if recomputed else cost.working_bytes,
     )
 
 

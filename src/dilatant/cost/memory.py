@@ -39,6 +39,21 @@ class ParameterBytes:
         return parameters * self.optimizer if trainable else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryReserve:
+    """Bytes of a device that plans leave free: for the context of its driver and libraries, for the buffers of all its
+    communicators, and for pieces between tensors that its allocator cannot join."""
+
+    context: float = 0.0
+    communicators: float = 0.0
+    fragmentation: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.context + self.communicators + self.fragmentation
+
+
+NOTHING = MemoryReserve()
 FP32_MOMENTS = 8.0
 FP32_AVERAGE = 4.0
 EIGHT_BIT_MOMENTS = 2.0 + 2 * 4 / 256

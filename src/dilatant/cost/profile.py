@@ -64,6 +64,7 @@ class Measurement:
     attention: float = 0.0
     attention_bytes: int = 0
     working_bytes: int = 0
+    frozen_bytes: int = 0
     row_bytes: int = 0
     row_working_bytes: int = 0
 
@@ -124,6 +125,7 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         "activation_bytes",
         "attention_bytes",
         "working_bytes",
+        "frozen_bytes",
         "weight_bytes",
         "checkpoint_bytes",
         "output_bytes",
@@ -216,6 +218,11 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         of_row, _, _ = _saved_bytes(layer, parameters, lambda: forward(True, run=before)[0])
         working_of_row = _working_bytes(clock.device, lambda: forward(True, run=before)[0])
     for parameter in parameters:
+        parameter.requires_grad_(False)
+    frozen, _, _ = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    for parameter in parameters:
         parameter.grad = None
     return Measurement(
         tokens=tokens,
@@ -228,6 +235,7 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         activation_bytes=kept,
         attention_bytes=attention_bytes,
         working_bytes=working,
+        frozen_bytes=frozen,
         weight_bytes=weight,
         checkpoint_bytes=0
         if source is None

@@ -8,6 +8,7 @@ from dilatant.plan.cluster import Cluster, Link, cluster_of
 from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches
 from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
+from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 from dilatant.plan.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 from dilatant.plan.partition import partition_layers, partition_layers_in_memory
@@ -15,7 +16,7 @@ from dilatant.plan.plan import ParallelSpec, PlacedStage, Plan, Replica, Stage, 
 from dilatant.plan.reinstantiate import LayerCopy, NodePipeline, Origin, Reinstantiation, reinstantiate
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore, PlanScorer
-from dilatant.plan.search import RankedPlan, SearchResult, search
+from dilatant.plan.search import SearchResult, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import LayerTable, StageCosts, layer_table, stage_costs
 from dilatant.plan.sync_time import sync_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dilatant.cost.hardware import Hardware, Link
+from dilatant.cost.memory import NOTHING, MemoryReserve
 
 __all__ = ["Cluster", "Link", "cluster_of"]
 
@@ -14,7 +15,7 @@ class Cluster:
     """`nodes` of `gpus_per_node` devices; rank r sits on node `r // gpus_per_node`.
 
     `inside` links two devices of a node, `between` is one node's way to the others: that of `ports` network ports of
-    equal bandwidth, which its devices share evenly.
+    equal bandwidth, which its devices share evenly. `bytes_per_device` are those that a plan may use, beside `reserve`.
     """
 
     nodes: int
@@ -23,6 +24,12 @@ class Cluster:
     inside: Link
     between: Link
     ports: int = 1
+    reserve: MemoryReserve = NOTHING
+
+    @property
+    def memory(self) -> float:
+        """All bytes of a device."""
+        return self.bytes_per_device + self.reserve.total
 
     @property
     def num_devices(self) -> int:
@@ -46,6 +53,9 @@ class Cluster:
         return self.inside if self.node_of(rank) == self.node_of(other) else self.port
 
 
-def cluster_of(hardware: Hardware, nodes: int, gpus_per_node: int) -> Cluster:
-    """`nodes` nodes of `gpus_per_node` such devices."""
-    return Cluster(nodes, gpus_per_node, hardware.memory, hardware.inside, hardware.between, hardware.ports)
+def cluster_of(
+    hardware: Hardware, nodes: int, gpus_per_node: int, reserve: MemoryReserve = NOTHING
+) -> Cluster:
+    """`nodes` nodes of `gpus_per_node` such devices, of whose memory plans leave `reserve` free."""
+    links = hardware.inside, hardware.between, hardware.ports
+    return Cluster(nodes, gpus_per_node, hardware.memory - reserve.total, *links, reserve)

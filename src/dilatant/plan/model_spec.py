@@ -12,7 +12,8 @@ class LayerSpec:
     """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
     holds them once. `experts` it has, with `expert_parameters` of its parameters: expert-parallel ranks divide them.
-    `fixed` of all do not train though the layer does, as beside adapters.
+    `fixed` of all do not train though the layer does, as beside adapters. `largest` are those of its largest weight
+    that trains.
     """
 
     name: str
@@ -23,6 +24,7 @@ class LayerSpec:
     tied: int = 0
     experts: int = 0
     expert_parameters: int = 0
+    largest: int = 0
     fixed: int = 0
 
     @property

@@ -29,9 +29,9 @@ class Layers:
     """Per layer of one unit under one (tp, cp), for the mean microbatch; all arrays are [layers].
 
     `seconds` is forward plus backward, `work` the least of it, however samples are grouped; `light` and `heavy` those
-    of the lightest and of the heaviest sample alone. Bytes per rank: `static` throughout (`twice` of them where the
-    first layer is not held too), `kept` per microbatch in flight, `transient` while the layer runs, `gradient` to be
-    synced.
+    of the lightest and of the heaviest sample alone, of which only what others wait for where backwards are split.
+    Bytes per rank: `static` throughout (`twice` of them where the first layer is not held too), `kept` per microbatch
+    in flight, `transient` while the layer runs, `gradient` to be synced.
     """
 
     seconds: NDArray[np.float64]
@@ -96,7 +96,8 @@ class Option:
 
 
 class OptionTable:
-    """All options of a model's units for microbatches of some number of samples, computed once each."""
+    """All options of a model's units for microbatches of some number of samples, computed once each. halves: backwards
+    may be split, so bounds count on less."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class OptionTable:
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
         global_batch: int = 1,
+        halves: bool = False,
     ) -> None:
         self._model = model
         self._costs = costs
@@ -115,6 +117,7 @@ class OptionTable:
         self._node = gpus_per_node
         self._rules = rules
         self._batch = global_batch
+        self._halves = halves
         self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float, Recompute, int], Layers] = {}
         self._options: dict[tuple[object, ...], Option | None] = {}
@@ -133,11 +136,17 @@ class OptionTable:
         if count <= 1:
             return self
         if count not in self._shared_by:
-            limits = self._capacity, self._node, self._rules, self._batch
-            table = OptionTable(self._model, self._costs, self._workload, *limits)
-            table._tables, table._sharing = self._tables, count
+            table = self.with_capacity(self._capacity)
+            table._sharing = count
             self._shared_by[count] = table
         return self._shared_by[count]
+
+    def with_capacity(self, capacity_bytes: float) -> OptionTable:
+        """The options where a device has so much memory."""
+        limits = self._node, self._rules, self._batch, self._halves
+        table = OptionTable(self._model, self._costs, self._workload, capacity_bytes, *limits)
+        table._tables = self._tables
+        return table
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """The (tp, cp) that all layer types of `units` have costs for, with tensor groups inside a node."""
@@ -185,11 +194,14 @@ class OptionTable:
             row, least = self._workload.mean_row(unit, samples), self._workload.least_row(unit, samples)
             light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
+            # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
+            there = free.seconds[:, 0] if self._halves else fastest
+            back = free.seconds[:, 0] + free.seconds[:, 2] if self._halves else fastest
             self._layers[key] = Layers(
                 seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
                 work=fastest @ least,
-                light=fastest @ light,
-                heavy=fastest @ heavy,
+                light=there @ light,
+                heavy=back @ heavy,
                 static=table.static_shared_by(ranks),
                 twice=table.twice(ranks),
                 kept=table.kept_bytes @ row,
@@ -465,7 +477,10 @@ _COLUMNS = ("seconds", "work", "light", "heavy", "static", "kept", "transient", 
 def _by_stage(layers: Layers, cuts: tuple[int, ...]) -> list[NDArray[np.float64]]:
     """The columns of `layers` by stage."""
     at = np.array(cuts)
+    kept = np.cumsum(layers.kept)  # behind a layer that runs, nothing is kept yet or any more
     return [
-        (np.maximum if name == "transient" else np.add).reduceat(getattr(layers, name), at)
+        np.maximum.reduceat(layers.transient + kept, at) - kept[[*at[1:] - 1, -1]]
+        if name == "transient"
+        else np.add.reduceat(getattr(layers, name), at)
         for name in _COLUMNS
     ]

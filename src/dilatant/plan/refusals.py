@@ -65,14 +65,16 @@ def _colocated(least: Callable[[Sequence[str]], int], roles: Roles) -> int:
 def does_not_fit(space: Space, mode: Mode, samples: int) -> PlanError:
     """Which unit overflows by most with one pipeline and the smallest microbatches, or that only all together do."""
     excess = excess_by_unit(space, mode, samples, space.global_batch // samples)
-    capacity = bytes_text(space.cluster.bytes_per_device)
+    capacity, reserve = bytes_text(space.cluster.bytes_per_device), space.cluster.reserve.total
+    if reserve:
+        capacity += f" beside the reserve of {bytes_text(reserve)}"
     devices = space.cluster.num_devices
     unit = max(excess, key=lambda name: excess[name])
     remedy = "add devices, use recomputation or smaller microbatches, or freeze more layers"
     if 0.0 < excess[unit] < math.inf:
         return DoesNotFitError(
-            f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than the {capacity} of a "
-            f"device, spread over {devices} devices as thinly as it can be; {remedy}",
+            f"no plan fits memory: unit {unit!r} needs about {bytes_text(excess[unit])} more than a device's "
+            f"{capacity}, spread over {devices} devices as thinly as it can be; {remedy}",
             unit,
             excess[unit],
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,54 +15,49 @@ from dilatant.cost.model import CostModel
 from dilatant.plan.answer import Answer
 from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, roles_of
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.errors import PlanError
+from dilatant.plan.finals import Finals, RankedPlan
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.options import Option, OptionTable
+from dilatant.plan.options import OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
-from dilatant.plan.plan import Plan
-from dilatant.plan.rank_mapping import RankOrder, map_ranks
-from dilatant.plan.recomputation import more_recomputed, recomputing
 from dilatant.plan.refusals import (
     check_devices,
     does_not_fit,
     microbatch_sizes_for,
     nothing_survived,
-    rejection,
 )
-from dilatant.plan.score import PlanScore, PlanScorer
-from dilatant.plan.sync_time import sync_seconds
+from dilatant.plan.score import PlanScorer
 from dilatant.plan.workload import Workload
 
 MANY, FEWEST = 128, 6
 """On more devices than this fewer plans are simulated than were asked for, but not fewer than these."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankedPlan:
-    """A plan with what simulation says of it. `stage_seconds[unit]` are the mean microbatch's, forward plus backward
-    (colocated units are listed together under the chain's last unit); `estimate` is the closed form that chose it for
-    simulation."""
+@dataclass(frozen=True, slots=True)
+class SearchedGroup:
+    """The candidates with so many pipelines and encoders there: how many there are, and of them how many were
+    `simulated`, of which so many `overflowed` memory; the rest were left out because their bound is above the winner
+    (`cut`), or because others promised more (`left`). bound: the least of all, `seconds` of the fastest that was
+    simulated and fits, None where none does."""
 
-    plan: Plan
     encoders_at: EncoderPosition
     replicas: int
-    microbatch_size: int
-    num_microbatches: int
-    stage_seconds: dict[str, tuple[float, ...]]
-    idle_devices: int
-    estimate: float
+    candidates: int
+    simulated: int
+    overflowed: int
+    cut: int
+    left: int
     bound: float
-    score: PlanScore
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchResult(Answer):
     """The best plan and the next ones, fastest first.
 
-    `seconds` is the winner's simulated step. `lower_bound` is one that no plan in the searched space beats, simulated
-    or not; `proven` says that the winner reaches the least any other could. `rejected` names plans that
-    overflowed memory in simulation.
+    `seconds` is the winner's simulated step. `lower_bound` is one that no plan of equal pipelines in the searched space
+    beats, simulated or not; `proven` says that the winner reaches the least any of these could. `rejected` names plans
+    that overflowed memory in simulation; `groups` say what was looked at, the fastest first.
     """
 
     winner: RankedPlan
@@ -74,6 +69,7 @@ class SearchResult(Answer):
     proven: bool
     lower_bound: float
     wall_seconds: float = field(default=0.0, compare=False)
+    groups: tuple[SearchedGroup, ...] = ()
 
 
 def search(
@@ -92,6 +88,8 @@ def search(
     all_devices: bool = False,
     copies: int = 1,
     ranks_per_node: int | None = None,
+    halves: bool = False,
+    leftovers: bool = False,
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
@@ -100,6 +98,9 @@ def search(
     encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
     `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses,
     `copies` to those with every layer on so many nodes of `ranks_per_node` devices (default: those of the cluster).
+    halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less.
+    leftovers: devices that promising plans leave idle may form one more pipeline, unlike the others and with fewer of
+    the samples; of these plans bounds say nothing.
     Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
     as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
     become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
@@ -112,21 +113,17 @@ def search(
     DoesNotFitError (which unit, by how much), UserError for missing costs.
     """
     started = time.perf_counter()
-    roles = roles_of(model)
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    limits = cluster.gpus_per_node, rules, global_batch
-    table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
-    check_devices(table, roles, cluster, mode)
-    unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
-    space = Space(model, roles, table, unaware, cluster, global_batch, tuple(chunks))
-    found = _enumerate(space, mode, sizes, num_microbatches, all_devices)
+    space = open_space(model, costs, cluster, workload, global_batch, rules, chunks, halves)
+    check_devices(space.table, space.roles, cluster, mode)
+    found = enumerate_candidates(space, mode, sizes, num_microbatches, all_devices)
     if not found:
         raise does_not_fit(space, mode, sizes[0])
     found = [candidate for candidate in found if min(candidate.counts) >= copies]
     per_node = ranks_per_node or cluster.gpus_per_node
     # Steps on many devices take longer to simulate, and all of their candidates together are to take seconds.
     finalists = min(finalists, max(FEWEST, finalists * MANY // cluster.num_devices))
-    finals = _Finals(space, rules, scorer, copies, per_node)
+    finals = Finals(space, rules, scorer, copies, per_node)
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
     done = 0
     for candidate in found:
@@ -145,7 +142,11 @@ def search(
     if not finals.ranked:
         raise nothing_survived(finals.rejected, cluster)
     finals.reorder()
+    if leftovers:
+        finals.fill_idle(found)
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
+    if all_devices:
+        ranked.sort(key=lambda one: one.idle_devices)
     winner = ranked[0]
     unseen = min(finals.skipped, remaining_bound[done] if done < len(found) else math.inf)
     return SearchResult(
@@ -158,102 +159,59 @@ def search(
         proven=bool(unseen >= winner.score.seconds),
         lower_bound=min(winner.score.seconds, unseen),
         wall_seconds=time.perf_counter() - started,
+        groups=_groups(found, finals, winner.score.seconds),
     )
 
 
-class _Finals:
-    """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
-    skipped: the least bound of those that were not simulated because a part of them had overflowed."""
-
-    def __init__(
-        self, space: Space, rules: ParameterBytes, scorer: PlanScorer, copies: int, ranks_per_node: int
-    ) -> None:
-        self._space, self._rules, self._scorer = space, rules, scorer
-        self._copies, self._ranks_per_node = copies, ranks_per_node
-        self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
-        self._feeds = {unit.name: unit.feeds for unit in space.model.units}
-        self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
-        self._seen: set[tuple[Plan, int]] = set()
-        self._found: list[tuple[RankedPlan, Candidate]] = []
-        self.rejected: list[tuple[float, str]] = []
-        self.skipped = math.inf
-
-    @property
-    def ranked(self) -> list[RankedPlan]:
-        return [one for one, _ in self._found]
-
-    @property
-    def best(self) -> float:
-        return min((one.score.seconds for one in self.ranked), default=math.inf)
-
-    def simulate(self, candidate: Candidate) -> None:
-        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows."""
-        if any((option, candidate.replicas) in self._overflowing for option in candidate.options):
-            self.skipped = min(self.skipped, candidate.bound)
-            return
-        overflow: tuple[Option, float, str] | None = None
-        for plan in sorted(self._plans(candidate), key=self._travel):
-            overflow = self._score(candidate, plan)
-            if overflow is None:
-                return
-        if overflow is not None:  # in every order: state is shared by who lies side by side
-            culprit, excess, text = overflow
-            self.rejected.append((excess, text))
-            self._overflowing.add((culprit, candidate.replicas))
-
-    def reorder(self, most: int = 2) -> None:
-        """Simulate the best plans in every other rank order too."""
-        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
-            for plan in self._plans(candidate):
-                again = {unit.name: unit.recompute for unit in one.plan.units}
-                self._score(candidate, recomputing(plan, again))
-
-    def _plans(self, candidate: Candidate) -> list[Plan]:
-        """In every order of ranks with enough copies; none where tensor groups do not pack into nodes."""
-        orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
-        found: dict[Plan, None] = {}
-        for order in orders:
-            with suppress(PlanError):
-                found[map_ranks(candidate.chains, self._layers, self._feeds, self._space.cluster, order)] = (
-                    None
-                )
-        if self._copies == 1:
-            return list(found)
-        return [
-            plan
-            for plan in found
-            if min(copies_on_nodes(plan, self._ranks_per_node).values()) >= self._copies
-        ]
-
-    def _travel(self, plan: Plan) -> float:
-        """Seconds until the last rank has summed its gradients: what differs most between orders of ranks."""
-        cluster = self._space.cluster
-        if cluster.nodes == 1:
-            return 0.0
-        sums = sync_seconds(plan, self._space.model, cluster, self._rules)
-        return max(sums.values(), default=0.0)
-
-    def _score(self, candidate: Candidate, plan: Plan) -> tuple[Option, float, str] | None:
-        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why."""
-        key = plan, candidate.num_microbatches
-        if key in self._seen:
-            return None  # DistTrain's search finds some of the others' plans
-        self._seen.add(key)
-        cluster = self._space.cluster
-        score = self._scorer(plan, candidate.num_microbatches)
-        excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
-        if excess > 0.0:
-            frugal = more_recomputed(plan, score, self._space.table, cluster.bytes_per_device)
-            if frugal is not None:
-                return self._score(candidate, frugal)
-            culprit, text = rejection(plan, candidate, score, excess)
-            return culprit, excess, text
-        self._found.append((_ranked(plan, candidate, score, cluster.num_devices), candidate))
-        return None
+def open_space(
+    model: ModelSpec,
+    costs: CostModel,
+    cluster: Cluster,
+    workload: Workload,
+    global_batch: int,
+    rules: ParameterBytes = BF16,
+    chunks: Sequence[int] = (1,),
+    halves: bool = False,
+) -> Space:
+    """What `search` searches, with arguments as there."""
+    limits = cluster.gpus_per_node, rules, global_batch, halves
+    table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
+    unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
+    return Space(model, roles_of(model), table, unaware, cluster, global_batch, tuple(chunks))
 
 
-def _enumerate(
-    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None, all_devices: bool
+def _groups(found: Sequence[Candidate], finals: Finals, best: float) -> tuple[SearchedGroup, ...]:
+    by_shape: dict[tuple[EncoderPosition, int], list[Candidate]] = defaultdict(list)
+    for one in found:
+        by_shape[one.encoders_at, one.replicas].append(one)
+    groups = []
+    for (encoders_at, replicas), members in by_shape.items():
+        seconds = [finals.seconds[one] for one in members if one in finals.seconds]
+        bounds = [one.bound for one in members if one not in finals.seconds]
+        cut = sum(bound >= best for bound in bounds)
+        fastest = min(seconds, default=math.inf)
+        groups.append(
+            SearchedGroup(
+                encoders_at,
+                replicas,
+                candidates=len(members),
+                simulated=len(seconds),
+                overflowed=seconds.count(math.inf),
+                cut=cut,
+                left=len(bounds) - cut,
+                bound=min(one.bound for one in members),
+                seconds=fastest if math.isfinite(fastest) else None,
+            )
+        )
+    return tuple(sorted(groups, key=lambda one: (one.seconds is None, one.seconds or one.bound)))
+
+
+def enumerate_candidates(
+    space: Space,
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
 ) -> list[Candidate]:
     """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
     that any uses."""
@@ -297,7 +255,7 @@ def _first_of_modes(
         :1
     ]  # Cornstarch's
     for other in (Mode.ENTRAIN, Mode.MEGATRON):
-        yield from _enumerate(space, other, sizes, microbatches, all_devices)[:1]
+        yield from enumerate_candidates(space, other, sizes, microbatches, all_devices)[:1]
 
 
 def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
@@ -358,21 +316,6 @@ def _module(space: Space, name: str) -> ModuleCost:
         seconds={tp: float(layers.seconds.sum()) for tp, layers in by_degree.items()},
         state_bytes=float(one.static.sum()) * degrees[0],
         activation_bytes=float(one.kept.sum()) * degrees[0],
-    )
-
-
-def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, devices: int) -> RankedPlan:
-    return RankedPlan(
-        plan=plan,
-        encoders_at=candidate.encoders_at,
-        replicas=candidate.replicas,
-        microbatch_size=candidate.microbatch_size,
-        num_microbatches=candidate.num_microbatches,
-        stage_seconds={[*option.cuts][-1]: tuple(option.seconds.tolist()) for option in candidate.options},
-        idle_devices=devices - candidate.gpus,
-        estimate=candidate.estimate,
-        bound=candidate.bound,
-        score=score,
     )
 
 

@@ -14,7 +14,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.state_sharing import sharing
 
 KIND_ORDER = ("F", "B", "I", "W")
@@ -27,7 +27,9 @@ class StageCosts:
     `seconds` is `[stages, kinds, 3]` in the order F, B, I, W. `kept_bytes`, `weight_bytes`, `transient_bytes` and
     `output_bytes` are `[stages, 3]` bytes per rank: activations from forward to backward, the part of them that a split
     backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
-    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared.
+    `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared; of these
+    `gradient_bytes` `[stages]` are there only from the stage's first weight gradients on. `sum_bytes` `[stages]` are
+    taken for a while after the stage's last backward, to sum its largest gradient.
     """
 
     seconds: NDArray[np.float64]
@@ -36,6 +38,8 @@ class StageCosts:
     transient_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
+    gradient_bytes: NDArray[np.float64]
+    sum_bytes: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +127,7 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
-    static = np.empty(len(placed))
+    static, gradient, summed = (np.empty(len(placed)) for _ in range(3))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
         key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep
@@ -141,12 +145,38 @@ def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: Parameter
         ]:  # what went to the next stage stays, as the root of the backward
             kept[entry.index] += table.output_bytes[entry.stage.end - 1]
         weight[entry.index] = table.weight_bytes[layers].sum(axis=0)
-        transient[entry.index] = table.transient_bytes[layers].max(axis=0)
+        transient[entry.index] = _transient(table.transient_bytes[layers], table.kept_bytes[layers])
         output[entry.index] = table.output_bytes[entry.stage.end - 1]
         static[entry.index] = table.static_shared_by(shared_by[entry.index], layers).sum()
         if entry.is_first:
             static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
-    return StageCosts(seconds, kept, weight, transient, output, static)
+        own = model.unit(entry.unit).layers[layers]
+        gradient[entry.index] = rules.gradient * sum(
+            layer.held_trained(entry.stage.tp, entry.stage.ep)
+            - (layer.held_before(entry.stage.tp) * layer.trained_share if entry.is_first else 0.0)
+            for layer in own
+            if layer.trainable
+        )
+        summed[entry.index] = _sum_bytes(entry, plan, model, rules)
+    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed)
+
+
+def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What the layers of a stage, [layers, 3] each, hold at most beyond all that it keeps: while one runs, those behind
+    it keep nothing yet, or nothing any more."""
+    behind = np.cumsum(kept[::-1], axis=0)[::-1] - kept
+    return np.asarray(np.maximum(own - behind, 0.0).max(axis=0))
+
+
+def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
+    """What a rank takes to sum the stage's largest gradient with other holders: a flat copy of it, and where they share
+    state another, in the order of their shares, before the gradient itself goes."""
+    stage = entry.stage
+    if len(plan.unit(entry.unit).replicas) * stage.cp == 1:
+        return 0.0
+    layers = model.unit(entry.unit).layers[stage.first : stage.end]
+    largest = max(layer.largest / (stage.tp if layer.divided else 1) for layer in layers)
+    return largest * rules.gradient * (1.0 if rules.zero == "none" else 2.0)
 
 
 def polynomial(coefficients: NDArray[np.float64], tokens: Sequence[int]) -> NDArray[np.float64]:

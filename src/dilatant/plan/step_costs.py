@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Link
+from dilatant.cost.memory import MemoryReserve
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
@@ -59,26 +60,32 @@ class StepCosts:
     def from_document(cls, document: Mapping[str, Any], plan: Plan) -> StepCosts:
         """Read what `to_document` wrote for `plan`. Raises ValueError when it is something else, or of another plan."""
         try:
-            arrays = {
-                one.name: np.asarray(document["stages"][one.name], dtype=np.float64)
-                for one in fields(StageCosts)
-            }
+            count = len(plan.stages())
+            nothing = [0.0] * count  # in older files
+            by_name = {"gradient_bytes": nothing, "sum_bytes": nothing, **document["stages"]}
+            arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
-            links = {} if cluster is None else {name: Link(**cluster[name]) for name in ("inside", "between")}
+            if cluster is not None:
+                links = {name: Link(**cluster[name]) for name in ("inside", "between")}
+                cluster = Cluster(
+                    **{**cluster, **links, "reserve": MemoryReserve(**cluster.get("reserve", {}))}
+                )
             costs = cls(
                 StageCosts(**arrays),
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
                 {unit: float(times) for unit, times in document["dense"].items()},
-                None if cluster is None else Cluster(**{**cluster, **links}),
+                cluster,
                 {int(rank): float(seconds) for rank, seconds in document["sync_seconds"].items()},
                 str(document["origin"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
         _check_numbers(costs)
-        count = len(plan.stages())
         for name, values in arrays.items():
-            shape = {"seconds": (count, len(KIND_ORDER), 3), "static_bytes": (count,)}.get(name, (count, 3))
+            shape = {
+                "seconds": (count, len(KIND_ORDER), 3),
+                **dict.fromkeys(("static_bytes", "gradient_bytes", "sum_bytes"), (count,)),
+            }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
             if not (np.isfinite(values).all() and values.min(initial=0.0) >= 0):
@@ -88,9 +95,10 @@ class StepCosts:
 
 def _check_numbers(costs: StepCosts) -> None:
     """Raise ValueError for what is no number, or below 0. A link may be without bounds."""
-    places = () if costs.cluster is None else (costs.cluster, costs.cluster.inside, costs.cluster.between)
+    cluster = costs.cluster
+    places = () if cluster is None else (cluster, cluster.inside, cluster.between, cluster.reserve)
     values = [getattr(place, field.name) for place in places for field in fields(place)]
-    numbers = [value for value in values if not isinstance(value, Link)]
+    numbers = [value for value in values if not isinstance(value, Link | MemoryReserve)]
     numbers += [*costs.item_tokens.values(), *costs.dense.values(), *costs.sync_seconds.values()]
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
         raise ValueError("tokens, seconds and links must be numbers and not negative")
@@ -107,7 +115,7 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 1, 1] = np.where(backward, 2.0, 0.0)
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
-    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, np.zeros(count))
+    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, *np.zeros((3, count)))
     return StepCosts(stages, origin=TOKENS)
 
 

@@ -135,6 +135,9 @@ def describe_model(
                     kind=kind,
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     trainable=any(parameter.requires_grad for _, parameter in weights),
+                    largest=max(
+                        (parameter.numel() for _, parameter in weights if parameter.requires_grad), default=0
+                    ),
                     divided=types[kind].is_divided,
                     fixed=sum(parameter.numel() for _, parameter in weights if not parameter.requires_grad),
                     tied=sum(

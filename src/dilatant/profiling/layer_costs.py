@@ -42,7 +42,8 @@ def layer_costs(
     if target.is_local:
         return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
     check_tensor_degrees(model, [tp for tp, _ in degrees])
-    return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype)
+    per_node = target.cluster.gpus_per_node
+    return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype, per_node)
 
 
 def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
@@ -79,7 +80,7 @@ def measure_layers(
 
     Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
     vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
-    from the link inside a node of the target's hardware; the cost model's note says so.
+    from the links of the target's hardware; the cost model's note says so.
     `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips. Raises UserError for
     degrees that do not divide the layers, and for families whose shares are not known.
     """
@@ -118,7 +119,11 @@ def _on_groups(
         whole = next(iter(shares.values()))
         layers[kind] = {
             degree: group_cost(
-                shares.get((degree[0], 1), whole), shape, target.hardware.inside, target.dtype, degree
+                shares.get((degree[0], 1), whole),
+                shape,
+                target.hardware.group_links(*degree, target.cluster.gpus_per_node),
+                target.dtype,
+                degree,
             )
             for degree in degrees
         }
@@ -184,6 +189,7 @@ def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
         cost,
         recompute=cost.forward,
         activation_bytes=Quadratic(c=activations),
+        frozen_bytes=ZERO,  # as what trains
         checkpoint_bytes=cost.row_bytes + chosen,
         working_bytes=chosen + most,
         in_chunks=True,
@@ -204,6 +210,7 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
             ZERO,
         ),
         "activation_bytes": cost.row_bytes,
+        "frozen_bytes": cost.row_bytes,
         "working_bytes": cost.row_working_bytes,
     }
     scaled = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from dilatant.config import ClusterConfig, OptimizerConfig, UserError
+from dilatant.config.plan import ReserveConfig
 from dilatant.cost.hardware import Hardware, load_hardware
 from dilatant.cost.memory import (
     BF16,
@@ -21,16 +22,20 @@ from dilatant.cost.memory import (
     FP32,
     FP32_AVERAGE,
     FP32_MOMENTS,
+    MemoryReserve,
     ParameterBytes,
     Zero,
+    bytes_text,
 )
 from dilatant.plan.cluster import Cluster, cluster_of
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
 
-USABLE = 0.93
-"""The part of a GPU's memory that training may use: its context, NCCL's buffers and pieces that the allocator cannot
-join take the rest. The data sheets' decimal gigabytes, which stand for GPUs that are not here, leave as much."""
+GIB = 2**30
+GPU_RESERVE = ReserveConfig(context_gib=1.0, communicators_gib=1.0, fragmentation=0.04)
+"""Of a GPU among several. Assumptions, on the safe side: contexts take 0.4 to 0.8 GiB, a communicator of NCCL some
+hundred MiB, and an allocator that splits its blocks loses a few percent."""
+NO_RESERVE = ReserveConfig(context_gib=0.0, communicators_gib=0.0, fragmentation=0.0)
 _UNKNOWN_GPU = "A40"
 """Whose links an unlisted GPU is taken to have: PCIe 4.0 and one fast port, which most machines have at least."""
 
@@ -65,7 +70,8 @@ def plan_target(
 ) -> Target:
     """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
 
-    Raises UserError for hardware that the file does not have, and for bf16 on a GPU here without it.
+    Raises UserError for hardware that the file does not have, for bf16 on a GPU here without it, and for a reserve that
+    leaves nothing.
     """
     gpus = torch.cuda.device_count()
     per_node = devices_per_node(config)
@@ -89,7 +95,7 @@ def plan_target(
     return Target(
         hardware=hardware,
         requested=config.hardware or here.name,
-        cluster=cluster_of(hardware, config.nodes, per_node),
+        cluster=cluster_of(hardware, config.nodes, per_node, _reserve(config, hardware, per_node)),
         is_local=is_local,
         threads=threads,
         dtype=dtype,
@@ -99,6 +105,26 @@ def plan_target(
             ranks_per_node=per_node,
         ),
     )
+
+
+def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> MemoryReserve:
+    """What the config says, and for the rest what such devices usually need."""
+    usual = GPU_RESERVE
+    if config.memory_gib is not None or is_same_hardware("CPU", hardware.name):
+        usual = NO_RESERVE
+    elif config.nodes * per_node == 1:
+        usual = usual.model_copy(update={"communicators_gib": 0.0})
+    said = config.reserve.model_dump(exclude_none=True) if config.reserve else {}
+    asked = {**usual.model_dump(), **said}
+    reserve = MemoryReserve(
+        asked["context_gib"] * GIB, asked["communicators_gib"] * GIB, asked["fragmentation"] * hardware.memory
+    )
+    if reserve.total >= hardware.memory:
+        there, free = bytes_text(hardware.memory), bytes_text(reserve.total)
+        raise UserError(
+            f"cluster.reserve: of {hardware.name}'s {there}, {free} are to be left free; lower it"
+        )
+    return reserve
 
 
 def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterBytes:
@@ -154,7 +180,7 @@ def _this_device(per_node: int, threads: int) -> Hardware:
     for word in sorted(_words(properties.name)):
         with suppress(UserError):
             listed = load_hardware(word)
-    return replace(listed, name=properties.name, memory=USABLE * properties.total_memory)
+    return replace(listed, name=properties.name, memory=properties.total_memory)
 
 
 def _processor() -> str:

@@ -14,16 +14,18 @@ from dilatant.cost.model import CostModel
 from dilatant.data.pieces import Progress
 from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
+from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore
-from dilatant.plan.search import RankedPlan, SearchResult, search
+from dilatant.plan.search import SearchResult, open_space, search
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import validate
+from dilatant.plan.why_not import Asked, WhyNot, why_not
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
@@ -162,6 +164,23 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
     return found
 
 
+def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
+    """Why the search of this run chose no layout like `asked`."""
+    problem, config = planned.problem, planned.problem.config
+    space = open_space(
+        problem.model.spec, problem.costs, problem.target.cluster, problem.simulated(), problem.global_batch,
+        problem.target.rules, _searched_chunks(config), _splits(config),
+    )  # fmt: skip
+    return why_not(
+        space, asked, planned.result, _scorer(problem), _searched_sizes(config, problem.target),
+        problem.target.rules, config.parallel.microbatches, all_devices,
+    )  # fmt: skip
+
+
+def _searched_chunks(config: Config) -> Sequence[int]:
+    return config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,)
+
+
 def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
     config, target = problem.config, problem.target
     return search(
@@ -176,11 +195,18 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
         rules=target.rules,
         finalists=config.plan.finalists,
         num_microbatches=config.parallel.microbatches,
-        chunks=config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,),
+        chunks=_searched_chunks(config),
         all_devices=all_devices,
         copies=fault_tolerance + 1,
         ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
+        halves=_splits(config),
+        leftovers=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
     )
+
+
+def _splits(config: Config) -> bool:
+    """Whether the schedule that the config names splits backwards; none that a search tries by itself does."""
+    return config.parallel.schedule in ("zb-h1", "zb-h2")
 
 
 def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
@@ -311,6 +337,30 @@ def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanS
     spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
     kept = replace(problem, model=replace(problem.model, spec=spec))
     return _scorer(kept, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
+
+
+def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore:
+    """The score of the plan if all of the unit `name` trained."""
+    units = tuple(
+        replace(unit, layers=tuple(replace(layer, trainable=True) for layer in unit.layers))
+        if unit.name == name
+        else unit
+        for unit in problem.model.spec.units
+    )
+    thawed = replace(problem, model=replace(problem.model, spec=ModelSpec(units)))
+    return _scorer(thawed, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
+
+
+def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count: int) -> PlanScore:
+    """The score of the plan with so many microbatches in a step."""
+    return _scorer(problem, ranked.score.schedule or None)(ranked.plan, count)
+
+
+def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]:
+    """The numbers of microbatches that a search tries with so many pipelines."""
+    sizes = _searched_sizes(problem.config, problem.target)
+    return tuple(problem.global_batch // (pipelines * size) for size in sizes
+                 if problem.global_batch % (pipelines * size) == 0)  # fmt: skip
 
 
 def _families(problem: PlanningProblem) -> Mapping[str, Family] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt_data import pack_chart
 from dilatant.report.gantt_tables import (
     HUES,
@@ -73,6 +74,8 @@ def render_plan_page(report: PlanReport) -> str:
             {"name": use, "tone": f"m{order % HUES}"} for order, use in enumerate(_memory_uses(report))
         ],
         candidate_rows=_candidate_rows(report, tones),
+        group_rows=_group_rows(report),
+        device_rows=_device_rows(report),
         footer=_footer(report),
     )
 
@@ -251,6 +254,45 @@ def _candidate_rows(report: PlanReport, tones: dict[str, str]) -> list[dict[str,
         }
         for candidate in report.ranked
     ]
+
+
+def _group_rows(report: PlanReport) -> list[dict[str, str]]:
+    return [
+        {
+            "name": group.name,
+            "candidates": f"{group.candidates:,}",
+            "simulated": f"{group.simulated:,}"
+            + (f", {group.overflowed:,} too large" if group.overflowed else ""),
+            "cut": f"{group.cut:,}",
+            "left": f"{group.left:,}",
+            "bound": seconds_text(group.bound_seconds),
+            "seconds": "" if group.step_seconds is None else seconds_text(group.step_seconds),
+        }
+        for group in report.groups
+    ]
+
+
+def _device_rows(report: PlanReport) -> list[dict[str, str]]:
+    """Node by node, what its ranks hold, by the port through which they leave the node."""
+    if not report.gpus_per_node:
+        return []
+    stages, per_node, ports = report.plan.stages(), report.gpus_per_node, report.ports_per_node
+    held: dict[int, list[PlacedStage]] = {}
+    for placed in stages:
+        for rank in placed.stage.ranks:
+            held.setdefault(rank, []).append(placed)
+    rows = []
+    for node in sorted({rank // per_node for rank in held}):
+        by_port: dict[int, dict[str, list[int]]] = {}
+        for rank in range(node * per_node, (node + 1) * per_node):
+            if rank in held:
+                port = rank % per_node * ports // per_node
+                name = f"{stage_name(held[rank])} of replica {held[rank][-1].replica}"
+                by_port.setdefault(port, {}).setdefault(name, []).append(rank)
+        for port, names in by_port.items():
+            text = "; ".join(f"{ranks_text(ranks)}: {name}" for name, ranks in names.items())
+            rows.append({"node": str(node), "port": str(port), "ranks": text})
+    return rows
 
 
 def _footer(report: PlanReport) -> str:

@@ -95,12 +95,37 @@ class ComparedPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SearchedPlans:
+    """Candidates of one shape (encoders, number of pipelines): how many there were, and what became of them. `cut`
+    cannot beat the chosen plan, by their bounds, of which `bound_seconds` is the least of all; `left` promised less
+    than those that were simulated. `step_seconds`: the fastest that was simulated and fits."""
+
+    name: str
+    candidates: int
+    simulated: int
+    overflowed: int
+    cut: int
+    left: int
+    bound_seconds: float
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhyNotFacts:
+    """A layout that somebody asked for, and why it was not chosen."""
+
+    asked: str
+    answer: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """All that is known about a plan before (and, with `measured`, after) it runs.
 
     `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
     step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
-    they are. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned, shown as they are.
+    they are, `groups` in numbers. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned,
+    shown as they are.
     """
 
     title: str
@@ -124,6 +149,10 @@ class PlanReport:
     advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     searched: str = ""
+    groups: tuple[SearchedPlans, ...] = ()
+    why_not: tuple[WhyNotFacts, ...] = ()
+    gpus_per_node: int | None = None
+    ports_per_node: int = 1
 
     @property
     def step_seconds(self) -> float:

@@ -93,8 +93,10 @@ def _memory(report: PlanReport) -> list[str]:
     if fullest.fraction > 1.0:
         over = bytes_text(fullest.peak_bytes - fullest.capacity_bytes)
         return [f"It does not fit: {who} needs {need} of {capacity}, {over} too much."]
+    reserve = fullest.bytes_by_use.get("reserve", 0)
+    free = f", {bytes_text(reserve)} of it a reserve (cluster.reserve)" if reserve else ""
     return [
-        f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)})."
+        f"Memory fits: {who}, the fullest, needs {need} of {capacity} ({percent_text(fullest.fraction)}){free}."
     ]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from dilatant.plan.candidates import EncoderPosition
-from dilatant.plan.search import RankedPlan, SearchResult
+from dilatant.plan.finals import RankedPlan
+from dilatant.plan.plan import Plan
+from dilatant.plan.search import SearchResult
 from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
 
 _WHERE = {
@@ -17,7 +21,7 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
     """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
     Idle time, memory and runners-up are not among them: the plan report draws these."""
     winner = result.winner
-    lines = [_shape(winner), *_shares(winner), _bottleneck(winner)]
+    lines = [_shape(winner), *_shares(winner), _bottleneck(winner), *_tensor(result)]
     sync = winner.score.sync_seconds
     if sync > 0.0:
         lines.append(
@@ -26,23 +30,53 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
         )
     if winner.idle_devices:
         lines.append(
-            f"Unused devices: {winner.idle_devices}. No shape with profiled degrees uses all of them exactly."
+            f"Unused devices: {winner.idle_devices}. Every plan on all of them that was simulated is slower."
         )
     lines += [f"Rejected: {text}." for text in result.rejected[:3]]
     lines.append(_certainty(result))
     return tuple(lines)
 
 
+def layout_text(plan: Plan) -> str:
+    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`."""
+    texts = []
+    for unit in plan.units:
+        alike = Counter(
+            (len(replica.stages), tuple(sorted({(stage.tp, stage.cp, stage.ep) for stage in replica.stages})))
+            for replica in unit.replicas
+        )
+        shapes = [
+            " ".join(
+                [
+                    f"{count} × {counted(stages, 'stage')}",
+                    *filter(None, (degrees_text(*one) for one in degrees)),
+                ]
+            )
+            for (stages, degrees), count in alike.items()
+        ]
+        texts.append(f"{unit.name} {' and '.join(shapes)}")
+    return ", ".join(texts)
+
+
 def _shape(one: RankedPlan) -> str:
-    units = []
-    for unit in one.plan.units:
-        stages = unit.replicas[0].stages
-        times = f"{len(unit.replicas)} × " if len(unit.replicas) > 1 else ""
-        degrees = degrees_text(stages[0].tp, stages[0].cp, stages[0].ep)
-        units.append(f"{unit.name} {times}{counted(len(stages), 'stage')} {degrees}".rstrip())
+    extra = ", one more on the devices that these leave" if _is_unlike(one.plan) else ""
     return (
-        f"{counted(one.replicas, 'pipeline')}, {counted(one.num_microbatches, 'microbatch')} of "
-        f"{counted(one.microbatch_size, 'sample')} each: {', '.join(units)}; {_WHERE[one.encoders_at]}."
+        f"{counted(one.replicas, 'pipeline')}{extra}, {counted(one.num_microbatches, 'microbatch')} of "
+        f"{counted(one.microbatch_size, 'sample')} each: {layout_text(one.plan)}; {_WHERE[one.encoders_at]}."
+    )
+
+
+def _is_unlike(plan: Plan) -> bool:
+    """Whether a unit's replicas are cut or shared unlike."""
+    return any(
+        len(
+            {
+                tuple((stage.first, stage.tp, stage.cp, stage.ep) for stage in replica.stages)
+                for replica in unit.replicas
+            }
+        )
+        > 1
+        for unit in plan.units
     )
 
 
@@ -56,7 +90,7 @@ def _shares(one: RankedPlan) -> list[str]:
             work[unit.name] = (
                 sum(one.stage_seconds[unit.name]) * stages[0].tp * stages[0].cp * len(unit.replicas)
             )
-    if len(work) < 2:
+    if len(work) < 2 or _is_unlike(one.plan):
         return []
     shares = [
         f"{name} has {percent_text(devices[name] / sum(devices.values()))} of the devices for "
@@ -64,6 +98,25 @@ def _shares(one: RankedPlan) -> list[str]:
         for name in work
     ]
     return [f"Devices follow work: {listed(shares)}."]
+
+
+def _tensor(result: SearchResult) -> list[str]:
+    """The best step with each tensor-parallel degree of the widest unit, where several were simulated."""
+    plans = (result.winner, *result.runners_up)
+
+    def widest(one: RankedPlan) -> int:
+        return max(placed.stage.tp for placed in one.plan.stages())
+
+    best = {
+        tp: min(one.score.seconds for one in plans if widest(one) == tp) for tp in sorted(map(widest, plans))
+    }
+    if len(best) < 2:
+        return []
+    own = widest(result.winner)
+    others = [f"tp {tp} {seconds_text(seconds)}" for tp, seconds in best.items() if tp != own]
+    return [
+        f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."
+    ]
 
 
 def _bottleneck(one: RankedPlan) -> str:
@@ -84,6 +137,8 @@ def _bottleneck(one: RankedPlan) -> str:
 def _certainty(result: SearchResult) -> str:
     seen = 1 + len(result.runners_up) + len(result.rejected)
     tried = f"{seen} of {counted(result.candidates, 'candidate')} were simulated"
+    if cut := sum(group.cut for group in result.groups):
+        tried += f", {cut:,} were cut off by their bounds"
     if result.proven:
         return f"{tried}; no other of them can be faster."
     return f"{tried}; no other of them can be faster than {seconds_text(result.lower_bound)}."

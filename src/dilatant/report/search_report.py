@@ -12,9 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.candidates import EncoderPosition, roles_of
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.plan import PlacedStage, Plan
-from dilatant.plan.search import RankedPlan, SearchResult
+from dilatant.plan.plan import PlacedStage
+from dilatant.plan.search import SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.state_sharing import sharing
 from dilatant.plan.workload import Workload
@@ -23,12 +24,13 @@ from dilatant.report.plan_report import (
     ComparedPlan,
     MemoryUse,
     PlanReport,
+    SearchedPlans,
     SizeDistribution,
     UnitFacts,
     WorkloadRatio,
 )
-from dilatant.report.search_reasons import search_reasons
-from dilatant.report.wording import counted, degrees_text
+from dilatant.report.search_reasons import layout_text, search_reasons
+from dilatant.report.wording import counted
 from dilatant.schedule import Timeline
 
 _BINS = 24
@@ -61,7 +63,7 @@ def search_report(
     """
     roles = roles_of(model)
     shown = [result.winner, *result.runners_up[:_RUNNERS_UP]]
-    candidates = [_candidate(one, cluster, chosen=one is result.winner) for one in shown]
+    candidates = [compared_plan(one, cluster, chosen=one is result.winner) for one in shown]
     warnings = [stable.warning(global_batch)] if stable else []
     return PlanReport(
         title=title,
@@ -93,6 +95,21 @@ def search_report(
         reasons=search_reasons(result),
         warnings=tuple(warning for warning in warnings if warning),
         searched=searched,
+        gpus_per_node=cluster.gpus_per_node,
+        ports_per_node=cluster.ports,
+        groups=tuple(
+            SearchedPlans(
+                name=_shape_name(group.encoders_at, group.replicas, len(model.units)),
+                candidates=group.candidates,
+                simulated=group.simulated,
+                overflowed=group.overflowed,
+                cut=group.cut,
+                left=group.left,
+                bound_seconds=group.bound,
+                step_seconds=group.seconds,
+            )
+            for group in result.groups
+        ),
     )
 
 
@@ -142,8 +159,8 @@ def workload_ratio(
 def memory_use(
     timeline: Timeline, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
 ) -> tuple[MemoryUse, ...]:
-    """Peak memory by use; ranks that hold the same stages and peak alike are one entry. Empty when no memory was
-    simulated."""
+    """Peak memory by use; ranks that hold the same stages and peak alike are one entry. What is left free
+    counts as used. Empty when no memory was simulated."""
     if timeline.peak_bytes is None:
         return ()
     held: dict[int, list[PlacedStage]] = {rank: [] for rank in timeline.ranks}
@@ -155,16 +172,15 @@ def memory_use(
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
     uses = []
     shared_by = sharing(timeline.plan, model, rules)
+    reserved = {"reserve": round(cluster.reserve.total)} if cluster.reserve.total else {}
     for (stages, peak), ranks in groups.items():
         fixed = _parameter_bytes(held[ranks[0]], model, rules, shared_by)
         uses.append(
             MemoryUse(
                 ranks=tuple(ranks),
                 stages=stages,
-                bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0)},
-                capacity_bytes=round(cluster.bytes_per_device)
-                if math.isfinite(cluster.bytes_per_device)
-                else peak,
+                bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0), **reserved},
+                capacity_bytes=round(cluster.memory) if math.isfinite(cluster.memory) else peak,
             )
         )
     return tuple(uses)
@@ -187,44 +203,33 @@ def _parameter_bytes(
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
 
-def _candidate(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:
+def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:
+    """A searched plan as the report compares it."""
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
-        name=_name(ranked),
+        name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
         layout=f"{layout_text(plan)}; {counted(ranked.num_microbatches, 'microbatch')} of {ranked.microbatch_size}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
-        peak_memory=max(score.peak_bytes, default=0.0) / cluster.bytes_per_device,
+        peak_memory=(max(score.peak_bytes, default=0.0) + cluster.reserve.total) / cluster.memory,
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
     )
 
 
-def _name(ranked: RankedPlan) -> str:
+def _shape_name(encoders_at: EncoderPosition, replicas: int, units: int) -> str:
     """How many pipelines, and where encoders run."""
-    pipelines = counted(ranked.replicas, "pipeline")
-    if len(ranked.plan.units) == 1:
+    pipelines = counted(replicas, "pipeline")
+    if units == 1:
         return pipelines
     where = {
         EncoderPosition.PARALLEL: "units apart",
         EncoderPosition.COLOCATED: "encoders together",
         EncoderPosition.IN_LANGUAGE: "encoders in language",
     }
-    return f"{where[ranked.encoders_at]}, {pipelines}"
-
-
-def layout_text(plan: Plan) -> str:
-    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`."""
-    texts = []
-    for unit in plan.units:
-        stages = unit.replicas[0].stages
-        text = f"{unit.name} {len(unit.replicas)} × {counted(len(stages), 'stage')}"
-        for degrees in sorted({(stage.tp, stage.cp, stage.ep) for stage in stages}):
-            text += f" {degrees_text(*degrees)}".rstrip()
-        texts.append(text)
-    return ", ".join(texts)
+    return f"{where[encoders_at]}, {pipelines}"
 
 
 def _role(is_language: bool) -> str:

@@ -14,9 +14,9 @@ from dilatant.schedule.graph import ScheduleGraph
 class StepBytes:
     """Bytes per rank. `static` is `[stages]`, held throughout; the rest is by op, `[ops]`, or by message.
 
-    An op takes `allocate` when it starts and gives back `release` when it ends; `transient` is held only while it
-    runs. `message` is held by the sender from the end of the producing op until it has arrived, and by the receiver
-    from then until the consuming op starts (which counts it among what it keeps).
+    An op takes `allocate` when it starts and gives back `release` when it ends (or takes, where that is negative);
+    `transient` is held only while it runs. `message` is held by the sender from the end of the producing op until it
+    has arrived, and by the receiver from then until the consuming op starts (which counts it among what it keeps).
     """
 
     static: NDArray[np.float64]

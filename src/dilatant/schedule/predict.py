@@ -108,19 +108,22 @@ def step_bytes(
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums[graph.piece])
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
+    first, last = _ends_of_backward(graph)
+    transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)
-    weight = np.where(split, np.minimum(weight, kept), 0.0)
+    weight = np.where(split, weight, 0.0)  # more than was kept, where that was recomputed
     allocate = np.where((graph.kind == FORWARD) & has_backward, kept, 0.0)
     release = np.select(
         [graph.kind == BACKWARD, graph.kind == INPUT_GRADIENT, graph.kind == WEIGHT_GRADIENT],
         [kept, kept - weight, weight],
         0.0,
     )
+    release[first] -= costs.gradient_bytes[graph.stage[first]]  # which stay
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     message = np.einsum("ij,ij->i", costs.output_bytes[maker], sums_of_messages)
-    return StepBytes(costs.static_bytes, allocate, release, transient, message)
+    return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
 
 
 def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
@@ -182,6 +185,18 @@ def _sums(
 ) -> NDArray[np.float64]:
     total = np.bincount(group, linear, count)
     return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
+
+
+def _ends_of_backward(graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last op of each stage that makes weight gradients, of stages that have any."""
+    ops = np.flatnonzero(np.isin(graph.kind, (BACKWARD, WEIGHT_GRADIENT)))
+    place = np.empty(graph.num_ops, dtype=np.int64)
+    place[graph.row_op] = np.arange(len(graph.row_op))
+    ops = ops[np.argsort(place[ops])]
+    first, last = np.full((2, len(graph.arrays.placed)), -1)
+    first[graph.stage[ops[::-1]]] = ops[::-1]  # of several the last written stays
+    last[graph.stage[ops]] = ops
+    return first[first >= 0], last[last >= 0]
 
 
 def _has(graph: ScheduleGraph, *kinds: int) -> NDArray[np.bool_]:

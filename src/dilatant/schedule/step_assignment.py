@@ -89,15 +89,18 @@ def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -
 
 
 def _speeds(plan: Plan, anchor: str, costs: StageCosts, samples: Workload) -> list[float]:
-    """By replica of the anchor: global batches per second of the ranks that have most to do for it."""
-    tokens, squares = _sizes(samples, anchor)
-    batch = np.array([squares.sum(), tokens.sum(), 0.0])
+    """By replica of the anchor: global batches per second of the ranks that have most to do for it, other units' stages
+    on the same ranks included."""
     busy: list[dict[tuple[int, ...], float]] = [{} for _ in plan.unit(anchor).replicas]
+    replica_of = {placed.stage.ranks: placed.replica for placed in plan.stages() if placed.unit == anchor}
     for placed in plan.stages():
-        if placed.unit == anchor:
+        ranks = placed.stage.ranks
+        if ranks in replica_of:
+            tokens, squares = _sizes(samples, placed.unit)
+            batch = np.array([squares.sum(), tokens.sum(), 0.0])
             seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
-            own = busy[placed.replica]
-            own[placed.stage.ranks] = own.get(placed.stage.ranks, 0.0) + seconds
+            own = busy[replica_of[ranks]]
+            own[ranks] = own.get(ranks, 0.0) + seconds
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
 
 

@@ -49,7 +49,13 @@ def costs_of_run(
     if costs is None and target.is_local:
         costs = kept_costs(described, target, degrees, longest)
     if costs is None:
-        costs = analytic_costs(layer_shapes(described, guess=True), target.hardware, degrees, target.dtype)
+        costs = analytic_costs(
+            layer_shapes(described, guess=True),
+            target.hardware,
+            degrees,
+            target.dtype,
+            target.cluster.gpus_per_node,
+        )
         note += f"; {_how_to_measure(config, target)}"
     in_use = costs_in_use(costs, described, targets, config.row_tokens, config.train.loss_chunk)
     found = described_costs(plan, described, in_use, target)

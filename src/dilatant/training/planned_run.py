@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
-from dilatant.plan.search import RankedPlan
+from dilatant.plan.finals import RankedPlan
+from dilatant.plan.why_not import Asked
 from dilatant.profiling.planning import (
     PlannedRun,
     PlanningProblem,
-    compare_schedules,
+    answer_why_not,
     costs_of_plan,
     tried_schedules,
-    without_recomputation,
 )
 from dilatant.report.plan_page import write_plan_page
-from dilatant.report.plan_report import PlanReport
+from dilatant.report.plan_report import PlanReport, WhyNotFacts
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.search_report import search_report
-from dilatant.report.wording import bytes_text, count_text, counted, listed, origin_text, seconds_text
+from dilatant.report.why_not_text import why_not_text
+from dilatant.report.wording import count_text, counted, origin_text, seconds_text
 from dilatant.training.layout import TrainingPlan
-
-NOTABLE = 0.01
-"""The part of a step that a change must save to be advised: less is within the accuracy of any prediction."""
+from dilatant.training.plan_advice import plan_advice
 
 
 def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
@@ -39,8 +38,9 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
     )
 
 
-def plan_report(planned: PlannedRun, title: str) -> PlanReport:
-    """The report of a planned run, with warnings about its data and its costs, and what would make it faster."""
+def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | None = None) -> PlanReport:
+    """The report of a planned run, with warnings about its data and its costs, what would make it faster, and why
+    layouts that somebody `asked` for, by their texts, were not chosen."""
     problem, cluster = planned.problem, planned.problem.target.cluster
     samples = problem.samples
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
@@ -71,7 +71,11 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
         units=units,
         reasons=(*report.reasons, *_decoding(planned)),
         warnings=(*report.warnings, *_warnings(planned)),
-        advice=(*report.advice, *_advice(planned)),
+        advice=(*report.advice, *plan_advice(planned)),
+        why_not=tuple(
+            WhyNotFacts(text, why_not_text(answer_why_not(planned, layout), planned.result, cluster))
+            for text, layout in (asked or {}).items()
+        ),
     )
 
 
@@ -116,7 +120,7 @@ def _searched(problem: PlanningProblem) -> str:
     count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
     cut = f"microbatches of {_either(sizes)}" if count is None else counted(count, "microbatch")
     wide = "" if context == [1] else f", cp {_either(context)}"
-    return f"tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
+    return f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
 
 
 def _either(values: Iterable[object]) -> str:
@@ -142,35 +146,6 @@ def _decoding(planned: PlannedRun) -> list[str]:
             "let other machines decode (data.preprocess: ray)."
         )
     return said
-
-
-def _advice(planned: PlannedRun) -> list[str]:
-    """What the search leaves to the user and would make the winner faster, by simulating it so."""
-    problem, winner = planned.problem, planned.result.winner
-    capacity = problem.target.cluster.bytes_per_device
-    seconds, saves = winner.score.seconds, winner.score.seconds * (1.0 - NOTABLE)
-    advice = []
-    found = compare_schedules(problem, winner.plan, winner.num_microbatches)
-    faster = {
-        name: score
-        for name, score in found.items()
-        if score.seconds < saves and max(score.peak_bytes, default=0.0) <= capacity
-    }
-    if faster:
-        best = min(faster, key=lambda name: faster[name].seconds)
-        others = [f"{name} {seconds_text(faster[name].seconds)}" for name in faster if name != best]
-        advice.append(
-            f"Schedule {best} would take {seconds_text(faster[best].seconds)} instead of {seconds_text(seconds)} "
-            f"(parallel.schedule: {best}){f'; {listed(others)}' if others else ''}."
-        )
-    kept = without_recomputation(problem, winner)
-    if kept is not None and kept.seconds < saves and max(kept.peak_bytes, default=0.0) <= capacity:
-        advice.append(
-            f"Memory is idle: without recomputation (train.recompute: none) a step would take "
-            f"{seconds_text(kept.seconds)} instead of {seconds_text(seconds)}, with "
-            f"{bytes_text(max(kept.peak_bytes, default=0.0))} of {bytes_text(capacity)} on the fullest device."
-        )
-    return advice
 
 
 def _warnings(planned: PlannedRun) -> list[str]:

@@ -24,7 +24,7 @@ from dilatant.profiling.assemble import assemble_samples
 from dilatant.profiling.planned_hardware import plan_target
 from dilatant.profiling.planning import PlannedRun, plan_run, planning_problem
 from dilatant.report.plan_report import PlanReport
-from dilatant.report.search_report import layout_text
+from dilatant.report.search_reasons import layout_text
 from dilatant.report.wording import count_text, counted, seconds_text
 from dilatant.training.planned_run import plan_report, training_plan, write_plan_folder
 
@@ -136,7 +136,9 @@ def _for_devices_here(config: Config) -> tuple[Config, list[str]]:
     cluster = config.cluster
     if plan_target(cluster, config.train.precision).is_local:
         return config, []
-    here = cluster.model_copy(update={"hardware": None, "hardware_file": None, "memory_gib": None})
+    here = cluster.model_copy(
+        update={"hardware": None, "hardware_file": None, "memory_gib": None, "reserve": None}
+    )
     return config.model_copy(update={"cluster": here}), [
         f"cluster.hardware is {cluster.hardware}, which is not here: planned for the devices that are"
     ]

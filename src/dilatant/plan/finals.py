@@ -1,0 +1,162 @@
+"""Candidates that are simulated: as plans in several orders of ranks, recomputing more where they overflow memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dilatant.cost.memory import ParameterBytes
+from dilatant.plan.candidates import Candidate, EncoderPosition, Space
+from dilatant.plan.copies import copies_on_nodes
+from dilatant.plan.errors import PlanError
+from dilatant.plan.leftovers import promising, with_leftovers
+from dilatant.plan.options import Option
+from dilatant.plan.plan import Plan
+from dilatant.plan.rank_mapping import RankOrder, map_ranks
+from dilatant.plan.recomputation import more_recomputed, recomputing
+from dilatant.plan.refusals import rejection
+from dilatant.plan.score import PlanScore, PlanScorer
+from dilatant.plan.sync_time import sync_seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedPlan:
+    """A plan with what simulation says of it. `stage_seconds[unit]` are the mean microbatch's, forward plus backward
+    (colocated units are listed together under the chain's last unit); `estimate` is the closed form that chose it for
+    simulation."""
+
+    plan: Plan
+    encoders_at: EncoderPosition
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    stage_seconds: dict[str, tuple[float, ...]]
+    idle_devices: int
+    estimate: float
+    bound: float
+    score: PlanScore
+
+
+class Finals:
+    """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
+    skipped: the least bound of those that were not simulated because a part of them had overflowed. seconds: of the
+    steps of those that were, infinite where no plan of it fits. Plans count that have each layer on `copies` nodes of
+    `ranks_per_node` devices."""
+
+    def __init__(
+        self,
+        space: Space,
+        rules: ParameterBytes,
+        scorer: PlanScorer,
+        copies: int = 1,
+        ranks_per_node: int = 1,
+    ) -> None:
+        self._space, self._rules, self._scorer = space, rules, scorer
+        self._copies, self._ranks_per_node = copies, ranks_per_node
+        self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
+        self._feeds = {unit.name: unit.feeds for unit in space.model.units}
+        self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
+        self._seen: set[tuple[Plan, int]] = set()
+        self._found: list[tuple[RankedPlan, Candidate]] = []
+        self.rejected: list[tuple[float, str]] = []
+        self.seconds: dict[Candidate, float] = {}
+        self.skipped = math.inf
+
+    @property
+    def ranked(self) -> list[RankedPlan]:
+        return [one for one, _ in self._found]
+
+    @property
+    def best(self) -> float:
+        return min((one.score.seconds for one in self.ranked), default=math.inf)
+
+    def simulate(self, candidate: Candidate) -> None:
+        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows."""
+        if any((option, candidate.replicas) in self._overflowing for option in candidate.options):
+            self.skipped = min(self.skipped, candidate.bound)
+            return
+        overflow: tuple[Option, float, str] | None = None
+        self.seconds.setdefault(candidate, math.inf)
+        for plan in sorted(self._plans(candidate), key=self._travel):
+            overflow = self._score(candidate, plan)
+            if overflow is None:
+                return
+        if overflow is not None:  # in every order: state is shared by who lies side by side
+            culprit, excess, text = overflow
+            self.rejected.append((excess, text))
+            self._overflowing.add((culprit, candidate.replicas))
+
+    def reorder(self, most: int = 2) -> None:
+        """Simulate the best plans in every other rank order too."""
+        for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
+            for plan in self._plans(candidate):
+                again = {unit.name: unit.recompute for unit in one.plan.units}
+                self._score(candidate, recomputing(plan, again))
+
+    def fill_idle(self, found: Sequence[Candidate]) -> None:
+        """Simulate the candidates of which one more pipeline on their idle devices promises most, with it."""
+        for candidate in promising(self._space, found, self.best):
+            for plan in sorted(self._plans(candidate), key=self._travel)[:1]:
+                for filled in with_leftovers(plan, candidate, self._space):
+                    self._score(candidate, filled)
+
+    def _plans(self, candidate: Candidate) -> list[Plan]:
+        """In every order of ranks with enough copies; none where tensor groups do not pack into nodes."""
+        orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
+        found: dict[Plan, None] = {}
+        for order in orders:
+            with suppress(PlanError):
+                found[map_ranks(candidate.chains, self._layers, self._feeds, self._space.cluster, order)] = (
+                    None
+                )
+        if self._copies == 1:
+            return list(found)
+        return [
+            plan
+            for plan in found
+            if min(copies_on_nodes(plan, self._ranks_per_node).values()) >= self._copies
+        ]
+
+    def _travel(self, plan: Plan) -> float:
+        """Seconds until the last rank has summed its gradients: what differs most between orders of ranks."""
+        cluster = self._space.cluster
+        if cluster.nodes == 1:
+            return 0.0
+        sums = sync_seconds(plan, self._space.model, cluster, self._rules)
+        return max(sums.values(), default=0.0)
+
+    def _score(self, candidate: Candidate, plan: Plan) -> tuple[Option, float, str] | None:
+        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why."""
+        key = plan, candidate.num_microbatches
+        if key in self._seen:
+            return None  # DistTrain's search finds some of the others' plans
+        self._seen.add(key)
+        cluster = self._space.cluster
+        score = self._scorer(plan, candidate.num_microbatches)
+        excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
+        if excess > 0.0:
+            frugal = more_recomputed(plan, score, self._space.table, cluster.bytes_per_device)
+            if frugal is not None:
+                return self._score(candidate, frugal)
+            culprit, text = rejection(plan, candidate, score, excess)
+            return culprit, excess, text
+        self._found.append((_ranked(plan, candidate, score, cluster.num_devices), candidate))
+        self.seconds[candidate] = min(self.seconds.get(candidate, math.inf), score.seconds)
+        return None
+
+
+def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, devices: int) -> RankedPlan:
+    return RankedPlan(
+        plan=plan,
+        encoders_at=candidate.encoders_at,
+        replicas=candidate.replicas,
+        microbatch_size=candidate.microbatch_size,
+        num_microbatches=candidate.num_microbatches,
+        stage_seconds={[*option.cuts][-1]: tuple(option.seconds.tolist()) for option in candidate.options},
+        idle_devices=devices - len(plan.ranks),
+        estimate=candidate.estimate,
+        bound=candidate.bound,
+        score=score,
+    )

@@ -1,0 +1,197 @@
+"""Why a search did not choose a layout that the user names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import yaml
+
+from dilatant.config.errors import UserError, list_problems
+from dilatant.config.yaml_text import read_yaml
+from dilatant.cost.memory import ParameterBytes
+from dilatant.plan.candidates import Candidate, Mode, Space
+from dilatant.plan.finals import Finals, RankedPlan
+from dilatant.plan.options import Option
+from dilatant.plan.score import PlanScorer
+from dilatant.plan.search import SearchResult, enumerate_candidates
+
+KEYS = ("replicas", "tp", "cp", "pp", "chunks")
+"""What may be said of a unit; as in `ParallelSpec`."""
+TRIED = 3
+"""So many of the layouts that fit what is asked are simulated, the most promising."""
+
+Asked = Mapping[str, Mapping[str, int]]
+"""Unit → key of `KEYS` → value; what is not said may be anything."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhyNot:
+    """An answer. `impossible` says why no plan is like that; else `plans` are the fastest like it that fit memory,
+    or, where none does, `overflow` which rank lacks how much.
+
+    is_chosen: the winner is like it. was_simulated: the search had simulated the first of `plans`. candidates: how many
+    of the search's are like it; bound: no plan like it takes less seconds.
+    """
+
+    impossible: tuple[str, ...] = ()
+    overflow: str = ""
+    plans: tuple[RankedPlan, ...] = ()
+    is_chosen: bool = False
+    was_simulated: bool = False
+    candidates: int = 0
+    bound: float = 0.0
+
+
+def read_asked(text: str, units: Sequence[str]) -> Asked:
+    """What `vision: {pp: 2}, language: {tp: 4}` asks for. Raises UserError that lists every problem."""
+    try:
+        found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict) or not found or not all(isinstance(own, dict) for own in found.values()):
+        raise UserError(f"{text!r} is no layout; write one like 'vision: {{pp: 2}}, language: {{tp: 4}}'")
+    problems = [
+        f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units
+    ]
+    for unit, wanted in found.items():
+        for key, value in wanted.items():
+            if key not in KEYS:
+                problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)} can")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
+    if problems:
+        raise list_problems(f"{text!r} is no layout of this model:", problems)
+    return found
+
+
+def why_not(
+    space: Space,
+    asked: Asked,
+    result: SearchResult,
+    scorer: PlanScorer,
+    sizes: Sequence[int],
+    rules: ParameterBytes,
+    num_microbatches: int | None = None,
+    all_devices: bool = False,
+) -> WhyNot:
+    """What became of layouts like `asked` in the search of `space` whose answer is `result`; the other arguments are
+    those of that search. They are simulated now, if the search did not."""
+    problems = _problems(space, asked)
+    if problems:
+        return WhyNot(impossible=tuple(problems))
+    search = sizes, num_microbatches, all_devices
+    found = [one for one in enumerate_candidates(space, result.mode, *search) if _is_like(one, asked)]
+    roomy = found
+    if not found:  # perhaps for lack of memory
+        unbounded = _without_limit(space, rules)
+        roomy = [one for one in enumerate_candidates(unbounded, result.mode, *search) if _is_like(one, asked)]
+    if not roomy:
+        return WhyNot(impossible=(_nowhere(space, asked, result.mode, sizes),))
+    finals = Finals(space, rules, scorer)
+    for one in roomy[:TRIED]:
+        finals.simulate(one)
+    plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
+    known = {(one.plan, one.num_microbatches) for one in (result.winner, *result.runners_up)}
+    return WhyNot(
+        overflow=""
+        if plans
+        else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
+        plans=plans,
+        is_chosen=_chosen(result.winner, asked),
+        was_simulated=bool(plans) and (plans[0].plan, plans[0].num_microbatches) in known,
+        candidates=len(found),
+        bound=min((one.bound for one in found), default=0.0),
+    )
+
+
+def _is_like(candidate: Candidate, asked: Asked) -> bool:
+    return all(
+        _degrees(option, count, unit).items() >= wanted.items()
+        for unit, wanted in asked.items()
+        for option, count in zip(candidate.options, candidate.counts)
+        if unit in option.cuts
+    )
+
+
+def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
+    stages = len(option.cuts[unit])
+    chunks = option.chunks if stages == option.stages else 1
+    return {"replicas": count, "tp": option.tp, "cp": option.cp, "pp": stages // chunks, "chunks": chunks}
+
+
+def _chosen(winner: RankedPlan, asked: Asked) -> bool:
+    for unit, wanted in asked.items():
+        replicas = winner.plan.unit(unit).replicas
+        stages = replicas[0].stages
+        groups = len({stage.ranks for stage in stages})
+        own = {
+            "replicas": len(replicas), "tp": stages[0].tp, "cp": stages[0].cp, "pp": groups,
+            "chunks": len(stages) // groups,
+        }  # fmt: skip
+        if not own.items() >= wanted.items():
+            return False
+    return True
+
+
+def _problems(space: Space, asked: Asked) -> list[str]:
+    """What no search could find, whatever its cluster."""
+    problems = []
+    for unit, wanted in asked.items():
+        degrees = space.table.degrees([unit])
+        for axis, key in enumerate(("tp", "cp")):
+            offered = sorted({degree[axis] for degree in degrees})
+            if key in wanted and wanted[key] not in offered:
+                name = {"tp": "tensor", "cp": "context"}[key]
+                problems.append(
+                    f"{unit}: {key} {wanted[key]} was not offered; {key} {_either(offered)} was "
+                    f"(plan.{name}_parallel, or the degrees of the cost file, that its layers and a node of "
+                    f"{space.cluster.gpus_per_node} take)"
+                )
+        layers = len(space.model.unit(unit).layers)
+        stages = wanted.get("pp", 1) * wanted.get("chunks", 1)
+        if stages > layers:
+            problems.append(f"{unit} has {layers} layers, which {stages} stages cannot share")
+        if wanted.get("chunks", 1) not in (1, *(space.chunks if unit == space.roles.language else ())):
+            problems.append(
+                f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)"
+            )
+    devices = sum(math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.values())
+    shared = {space.roles.language, *space.roles.encoders} >= asked.keys()
+    most = max((math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.values()), default=0)
+    if (most if shared else devices) > space.cluster.num_devices:
+        problems.append(
+            f"it takes {most if shared else devices} devices, and there are {space.cluster.num_devices}"
+        )
+    return problems
+
+
+def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> str:
+    """Why nothing is like it although each unit could be."""
+    replicas = {wanted["replicas"] for wanted in asked.values() if "replicas" in wanted}
+    for count in replicas:
+        if all(space.global_batch % (count * size) for size in sizes):
+            return (
+                f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
+                f"{_either(sizes)}"
+            )
+    taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.items()}
+    least = sum(
+        taken.get(unit) or min((tp * cp for tp, cp in space.table.degrees([unit])), default=1)
+        for unit in space.roles.units
+    )
+    if least > space.cluster.num_devices:
+        return f"with all units it takes {least} devices, and there are {space.cluster.num_devices}"
+    if len(replicas) > 1:
+        return "replicas of unlike number are looked at only as DistTrain's search finds them (mode disttrain or best)"
+    return f"mode {mode} looks at no plan like it"
+
+
+def _without_limit(space: Space, rules: ParameterBytes) -> Space:
+    return replace(space, table=space.table.with_capacity(math.inf), _sides={}, _heaviest={})
+
+
+def _either(values: Sequence[int]) -> str:
+    texts = [str(value) for value in values]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))

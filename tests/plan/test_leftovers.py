@@ -1,0 +1,67 @@
+"""Devices that a plan would leave idle form one more pipeline where that pays: a valid plan with all samples in it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from dilatant.plan import Mode, Workload, search
+from dilatant.plan.validate import plan_problems
+from dilatant.schedule import FAMILIES, trainability_of
+from dilatant.schedule.plan_scorer import plan_scorer, step_costs
+from dilatant.schedule.step_assignment import Microbatching, assign_step
+from dilatant.schedule.validate import schedule_problems
+from model_cases import cluster, cost_model, model, unit
+from search_cases import RULES
+
+BATCH = 16
+
+
+def searched(seed, devices, leftovers, all_devices=False):
+    """(search, what is needed to check its plans) of a small drawn model on so many devices."""
+    draw = random.Random(seed)
+    spec = model(
+        unit("vision", draw.randint(1, 3), ("language",), parameters=10),
+        unit("language", draw.randint(2, 5), parameters=10),
+    )
+    costs = cost_model({"vision": 0.5, "language": 1.0}, degrees=((1, 1), (2, 1)), output=0.0)
+    machine = cluster(1, devices)
+    tokens = {
+        name: np.array([float(draw.randint(1, 9)) for _ in range(BATCH)]) for name in ("vision", "language")
+    }
+    workload = Workload(tokens)
+    scorer = plan_scorer(spec, costs, machine, workload, BATCH, rules=RULES)
+    found = search(
+        spec, costs, machine, workload, BATCH, scorer, Mode.BEST, (1, 2, 4), RULES,
+        all_devices=all_devices, leftovers=leftovers,
+    )  # fmt: skip
+    return found, (spec, costs, machine, workload, tokens)
+
+
+def test_one_more_pipeline_is_valid_holds_all_samples_and_never_makes_the_plan_slower():
+    gained = 0
+    for seed, devices in enumerate([5, 5, 7, 7, 11]):
+        plain, _ = searched(seed, devices, leftovers=False)
+        filled, (spec, costs, machine, workload, tokens) = searched(seed, devices, leftovers=True)
+        assert filled.seconds <= plain.seconds
+        gained += filled.seconds < plain.seconds
+        plans = [one for one in (filled.winner, *filled.runners_up)
+                 if any(len({len(r.stages) for r in own.replicas}) > 1 for own in one.plan.units)]  # fmt: skip
+        for one in plans[:3]:
+            assert not plan_problems(one.plan, spec, machine)
+            how = Microbatching(one.num_microbatches)
+            assigned = assign_step(
+                one.plan, step_costs(one.plan, spec, costs, machine, RULES), workload, how, "language"
+            )
+            trainability = trainability_of(one.plan, spec.trainable)
+            schedule = FAMILIES["1f1b"](one.plan, assigned, trainability)
+            everywhere = {name: range(BATCH) for name in tokens}
+            assert not schedule_problems(one.plan, assigned, schedule, trainability, samples=everywhere)
+    assert gained, "no case had anything to gain: the test says nothing"
+
+
+def test_where_every_process_must_have_work_leftovers_give_it():
+    plain, _ = searched(0, 11, leftovers=False, all_devices=True)
+    filled, _ = searched(0, 11, leftovers=True, all_devices=True)
+    assert filled.winner.idle_devices <= plain.winner.idle_devices

@@ -1,0 +1,227 @@
+"""The planner's memory model against real stages: what ranks hold while they run drawn steps in the schedule's order.
+
+The oracle counts living storages and shares no formula with the planner.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from dilatant.comm.comm import Comm
+from dilatant.config import OptimizerConfig
+from dilatant.config.recompute import Recompute
+from dilatant.cost.memory import BF16, FP32
+from dilatant.cost.profile import profile_layers
+from dilatant.data.sample import EncodedSample
+from dilatant.models import Encoder, MultimodalModel
+from dilatant.models.row_attention import use_row_attention
+from dilatant.models.sources import parse_config
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec, Plan
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.profiling.describe_model import describe_model
+from dilatant.profiling.layer_costs import _probe, costs_in_use
+from dilatant.profiling.layer_shards import tensor_shard
+from dilatant.runtime.holders import trainable_layers
+from dilatant.runtime.runtime import Runtime
+from dilatant.schedule import FAMILIES, trainability_of
+from dilatant.schedule.distribute import assign
+from dilatant.schedule.predict import predict
+from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.training.optimizer import build_optimizer
+from oracles.live_storages import LiveStorages
+from worker_pool import Worker, WorkerPool
+
+RULES = {torch.float32: FP32, torch.bfloat16: BF16}
+IMAGE_TOKENS = 64
+CASES = 14
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step. images: of each sample. colocated: the encoder is on the language model's first ranks."""
+
+    dtype: torch.dtype
+    width: int
+    blocks: int
+    vocabulary: int
+    texts: tuple[int, ...]
+    images: tuple[int, ...]
+    recompute: Recompute
+    frozen: tuple[str, ...]
+    language: ParallelSpec
+    vision: ParallelSpec
+    colocated: bool
+    family: str
+    microbatches: int
+    loss_chunk: int | None
+
+    def model(self) -> MultimodalModel:
+        heads = {"num_attention_heads": 4, "hidden_size": self.width, "intermediate_size": 3 * self.width}
+        language = {
+            "model_type": "llama", "vocab_size": self.vocabulary, "num_hidden_layers": self.blocks,
+            "num_key_value_heads": 4, "max_position_embeddings": 4096, **heads,
+        }  # fmt: skip
+        vision = {
+            "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "num_hidden_layers": 3,
+            "vision_use_head": False, **heads,
+        }  # fmt: skip
+        model = MultimodalModel(
+            {"vision": Encoder(parse_config(vision, "vision"), projector="mlp")},
+            parse_config(language, "language"),
+            seed=0,
+            device="meta",
+        )
+        use_row_attention(model)
+        model.freeze(self.frozen)
+        model.language.loss_chunk = self.loss_chunk
+        for unit in model.units.values():
+            unit.recompute(self.recompute)
+        model.train()
+        return model
+
+    def plan(self) -> Plan:
+        model = self.model()
+        return plan_from_specs(
+            {name: len(unit.layers) for name, unit in model.units.items()},
+            {"vision": self.vision, "language": self.language},
+            model.graph.feeds,
+            {"vision": "language"} if self.colocated else {},
+        )
+
+    def samples(self) -> list[EncodedSample]:
+        found = []
+        for number, (text, images) in enumerate(zip(self.texts, self.images)):
+            draw = np.random.default_rng(number)
+            ids = np.concatenate(
+                [np.full(images * IMAGE_TOKENS, self.vocabulary), draw.integers(3, self.vocabulary, text)]
+            )
+            labels = np.where(ids < self.vocabulary, ids, -100)
+            pixels = draw.standard_normal((images, 3, 32, 32)).astype(np.float32)
+            sizes = {"language": len(ids), "vision": images * IMAGE_TOKENS}
+            media = {"vision": {"pixel_values": pixels}} if images else {}
+            found.append(EncodedSample(f"sample-{number}", ids, labels, media=media, sizes=sizes))
+        return found
+
+    def tokens(self) -> dict[str, list[int]]:
+        return {name: [one.sizes[name] for one in self.samples()] for name in ("vision", "language")}
+
+    def step(self) -> tuple[Assignment, Schedule]:
+        plan, model = self.plan(), self.model()
+        assignment = assign(plan, self.tokens(), self.microbatches, anchor="language")
+        trainability = trainability_of(plan, trainable_layers(model.units))
+        return assignment, FAMILIES[self.family](plan, assignment, trainability)
+
+
+def drawn(seed: int) -> Drawn:
+    draw = random.Random(seed)
+    replicas = draw.choice([1, 1, 2])
+    tp = draw.choice([1, 1, 2]) if replicas == 1 else 1
+    stages = draw.choice([1, 2]) if tp * replicas > 1 else draw.choice([1, 2, 3])
+    chunks = draw.choice([1, 1, 2]) if stages == 2 else 1
+    colocated = draw.random() < 0.4
+    microbatches = draw.choice([2, 4])
+    # One sample a microbatch: of several, attention on a CPU keeps queries, keys and values once more, reordered,
+    # which layers measured on one sample do not tell; kernels on GPUs need no copies.
+    count = replicas * microbatches
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    frozen = draw.choice([(), (), ("vision.encoder",), ("vision.encoder", "language")])
+    # Without a row that asks for a gradient a frozen language model keeps nothing, which the planner does not know.
+    fewest = 1 if "language" in frozen else 0
+    families = ["interleaved"] if chunks > 1 else ["1f1b", "eager", "gpipe", "zb-h1"]
+    return Drawn(
+        dtype=dtype,
+        width=draw.choice([64, 96]),
+        blocks=draw.choice([4, 5, 6]),
+        vocabulary=draw.choice([200, 1500]),
+        texts=tuple(draw.randint(200, 700) for _ in range(count)),
+        images=tuple(max(fewest, draw.choice([0, 1, 1, 2, 3])) for _ in range(count)),
+        recompute=draw.choice(["none", "none", "block", "block_keep_attention"]),
+        frozen=frozen,
+        language=ParallelSpec(replicas, tp, pp=stages, chunks=chunks),
+        vision=ParallelSpec(replicas, tp if colocated else 1, pp=1),
+        colocated=colocated,
+        family=draw.choice(families),
+        microbatches=microbatches,
+        loss_chunk=draw.choice([None, None, 128]),
+    )
+
+
+def _held(worker: Worker, case: Drawn) -> int:
+    """The most bytes of a rank in its second step."""
+    torch.set_num_threads(1)
+    comm = Comm(worker.store, worker.rank, worker.size)
+    samples, (assignment, schedule) = case.samples(), case.step()
+    with LiveStorages() as live:
+        runtime = Runtime(
+            case.model(), case.plan(), comm, seed=0, precision=case.dtype, zero="node", bucket_bytes=1 << 16
+        )
+        optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
+        step = runtime.prepare(samples, assignment, schedule)
+        runtime.execute(samples, step)
+        optimizer.step()
+        runtime.owned.gather()
+        optimizer.zero_grad()
+        live.reset_peak()
+        runtime.execute(samples, step)
+        peak = live.peak
+    runtime.close()
+    comm.close()
+    return peak
+
+
+def predicted(case: Drawn) -> np.ndarray:
+    model, plan = case.model(), case.plan()
+    found = describe_model(model, dict.fromkeys(model.units, case.recompute))
+    degrees = sorted({(stage.stage.tp, 1) for stage in plan.stages()})
+    probes = [
+        replace(
+            _probe(
+                replace(entry, unit=tensor_shard(entry.unit, tp)) if entry.is_divided else entry,
+                torch.device("cpu"),
+                case.dtype,
+            ),
+            degree=(tp, 1),
+        )
+        for entry in found.types
+        for tp, _ in degrees
+    ]
+    measured = profile_layers(probes, "here", str(case.dtype)[6:], (128, 256, 512, 1024), repeats=1)
+    tokens, samples = case.tokens(), case.samples()
+    targets = sum((one.labels >= 0).sum() for one in samples) / sum(tokens["language"])
+    costs = costs_in_use(measured, found, targets, max(tokens["language"]) * 4, case.loss_chunk)
+    assignment, schedule = case.step()
+    stages = stage_costs(plan, found.spec, costs, replace(RULES[case.dtype], zero="node"))
+    squares = {"vision": np.array(tokens["vision"]) * float(IMAGE_TOKENS)}
+    timeline = predict(plan, assignment, schedule, stages, tokens, squares=squares)
+    assert timeline.peak_bytes is not None
+    return timeline.peak_bytes
+
+
+def errors(workers: WorkerPool, seed: int) -> tuple[np.ndarray, int]:
+    """Of the peak of every rank, relative; and which of them holds most."""
+    case = drawn(seed)
+    said = predicted(case)
+    held = np.array(workers.run(_held, len(case.plan().ranks), case))
+    print(f"seed {seed}: {np.round(said / held - 1, 3).tolist()} of {held.tolist()} bytes, {case}")
+    return np.abs(said / held - 1), int(held.argmax())
+
+
+# A case is off by what no layer tells of itself: index tensors, rotary tables, rows beside messages.
+@pytest.mark.parametrize("seed", [1, 7])
+def test_peaks_of_a_drawn_step_are_near_what_the_planner_says(workers: WorkerPool, seed: int) -> None:
+    assert errors(workers, seed)[0].max() < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_peaks_of_drawn_steps_are_within_five_percent_on_average(workers: WorkerPool) -> None:
+    """On the fullest rank, which decides whether a plan fits; ranks of one or two megabytes are further off."""
+    found = [errors(workers, seed) for seed in range(CASES)]
+    assert np.mean([every[fullest] for every, fullest in found]) <= 0.05
+    assert np.mean([every.mean() for every, _ in found]) <= 0.07
