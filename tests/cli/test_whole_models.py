@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
+import soundfile
 import torch
 import yaml
 from PIL import Image
@@ -17,7 +19,8 @@ from transformers import AutoModelForImageTextToText
 from dilatant.config import load_config
 from dilatant.data.encode import encode_sample
 from dilatant.profiling.assemble import assemble_samples
-from tiny_wholes import WHOLES, save_as_the_hub_does, transformers_loss
+from tiny_wholes import WHOLES, save_as_the_hub_does
+from whole_samples import transformers_loss
 
 STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
 families = pytest.mark.parametrize(
@@ -68,23 +71,34 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     for number in range(12):  # of unlike sizes
         image = Image.open(project / "images" / f"{number}.png").resize((8 + 3 * number, 8 + number % 5))
         image.save(project / "images" / f"{number}.png")
-    config = write(project, config_of(project, parallel=STAGES))
+    towers = [
+        unit
+        for unit, key in (("vision", "vision_config"), ("audio", "audio_config"))
+        if key in WHOLES[family]
+    ]
+    if "audio" in towers:
+        write_sounds(project, every=1 if towers == ["audio"] else 2)
+    units = {key: {"pp": 2} for key in (*towers, "language")}
+    freeze = [f"{unit}.encoder" for unit in towers]
+    tree = config_of(project, parallel={**STAGES, "units": units})
+    tree["model"]["freeze"] = freeze
+    config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err
-    exported = AutoModelForImageTextToText.from_pretrained(project / "run" / "export")
+    exported = type(source).from_pretrained(project / "run" / "export")
     assert type(exported) is type(source)
     after = exported.state_dict()
     assert after.keys() == before.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    towers = (".vision_tower.", ".vision_model.", ".visual.")
-    mergers = (".merger.", ".deepstack_merger_list.")
-    frozen = {k for k in before if any(t in k for t in towers) and not any(m in k for m in mergers)}
+    inside = (".vision_tower.", ".vision_model.", ".visual.", ".audio_tower.")
+    mergers = (".merger.", ".deepstack_merger_list.", ".audio_tower.proj.")
+    frozen = {k for k in before if any(t in k for t in inside) and not any(m in k for m in mergers)}
     assert not changed & frozen
     trained = {key for key, weight in source.named_parameters() if key not in frozen}
     assert trained - changed == set(), "every trained weight is in the export"
 
     code, _, err = dilatant(
-        "train", write(project, config_of(project)), "--set", "train.steps=3", "--overwrite"
+        *("train", write(project, {**tree, "parallel": "single"}), "--set", "train.steps=3", "--overwrite")
     )
     assert code == 0, err
     lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
@@ -93,10 +107,20 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
 
     code, out, err = dilatant(
         *("generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 3, "--json"),
-        *("--image", project / "images" / "0.png"),
+        *(("--audio", project / "0.wav") if "audio" in towers else ("--image", project / "images" / "0.png")),
     )
     assert code == 0, err
     assert "answer" in json.loads(out)
+
+
+def write_sounds(folder: Path, every: int) -> None:
+    """Let every so many-th sample hear a sound of a length of its own instead of seeing an image."""
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for number in range(0, len(lines), every):
+        samples = np.random.default_rng(number).normal(0, 0.1, 600 + 700 * number)
+        soundfile.write(folder / f"{number}.wav", samples, 16000)
+        lines[number]["messages"][0]["content"][0] = {"type": "audio", "audio": f"{number}.wav"}
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dilatant: Dilatant) -> None:

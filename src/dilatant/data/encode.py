@@ -32,6 +32,7 @@ from dilatant.data.sample import (
     Written,
     content_digest,
 )
+from dilatant.data.sound_unit import SoundUnit
 
 NO_LOSS = -100
 
@@ -358,7 +359,7 @@ def _sized(sample: Sample, media: Media, unit: Unit) -> _Item:
     except MediaError as error:
         raise error.of(sample.id) from None
     try:
-        grid = unit.grid(size) if isinstance(unit, NativeImageUnit) else {}
+        grid = unit.grid(size) if isinstance(unit, NativeImageUnit | SoundUnit) else {}
         return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size), grid)
     except ValueError as error:
         raise SampleError(

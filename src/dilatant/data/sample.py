@@ -148,6 +148,12 @@ class EncodedSample:
         return int((self.labels[1:] != -100).sum()) if self.targets is None else self.targets
 
     @property
+    def prefix_tokens(self) -> int:
+        """Tokens before the first that carries loss; all, where none does."""
+        carries = self.labels != -100
+        return int(carries.argmax()) if carries.any() else len(self.labels)
+
+    @property
     def content_digest(self) -> int:
         """What `content_digest` says of ids and labels."""
         return content_digest(self.input_ids, self.labels) if self.content is None else self.content

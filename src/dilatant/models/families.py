@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dilatant.config.errors import UserError, list_problems
 
-MediaAttention = Literal["causal", "bidirectional", "embedded"]
+MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,14 @@ class Family:
 
     towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
     (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
-    it.
+    it; "prefix": all tokens before the first that is to be written see each other. first_position: of a sample.
     """
 
     towers: Mapping[str, Tower]
     decoder: str = "model.language_model"
     spatial: bool = False
     media_attention: MediaAttention = "causal"
+    first_position: int = 0
 
 
 _PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
@@ -66,12 +67,27 @@ _CONNECTED = Tower(
     settings={"do_image_splitting": False},  # its tiles have texts between them
 )
 
-_QWEN = Family({"vision": Tower("model.visual", (), native=True)}, spatial=True)
+_VISUAL = Tower("model.visual", (), native=True)
+_QWEN = Family({"vision": _VISUAL}, spatial=True)
+_SOUND = Tower(
+    "model.audio_tower",
+    ("model.multi_modal_projector",),
+    token="audio_token_id",
+    kind="audio",
+    native=True,
+)
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen2_5_omni_thinker": Family(
+        {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))}, spatial=True
+    ),
+    "qwen2_audio": Family({"audio": _SOUND}),
     "llava": Family({"vision": _PLAIN}),
     "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
     "gemma3": Family(
@@ -86,6 +102,8 @@ FAMILIES: Mapping[str, Family] = {
         },
         media_attention="bidirectional",
     ),
+    # Of all tokens before the answer each sees every other.
+    "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
     "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model"),
 }

@@ -105,6 +105,7 @@ class MultimodalModel(nn.Module):
             queries,
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
+            spatial_units=() if self.whole is None else self.whole.spatial_units,
             taps=0 if self.whole is None else self.whole.taps,
         )
         for name, generator in self.generators.items():

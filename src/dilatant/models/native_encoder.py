@@ -22,7 +22,6 @@ from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import StandIn
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
-from dilatant.models.unit import Unit
 from dilatant.models.weights import name_weights
 
 MERGERS = ("merger", "deepstack_merger_list")
@@ -122,6 +121,8 @@ class NativeStage(EncoderStage):
 class NativeEncoderUnit(EncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger."""
 
+    packs = True
+
     def __init__(self, name: str, tower: PreTrainedModel, blocks: str | None = None) -> None:
         config = cast(Any, tower).config
         merger = Merger(tower)
@@ -219,11 +220,6 @@ class NativeEncoderUnit(EncoderUnit):
         stage.first_block = first_block
         stage.training = self.training
         return stage
-
-
-def is_native(unit: Unit) -> bool:
-    """Whether the items of a unit have unlike sizes."""
-    return isinstance(unit, NativeEncoderUnit)
 
 
 def _rows(unit: str, merged: int, sample: EncodedSample) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
@@ -29,7 +29,8 @@ from dilatant.models.lora import inject, plain_key
 from dilatant.models.native_encoder import MERGERS, NativeEncoderUnit
 from dilatant.models.packed_row import Positions
 from dilatant.models.positions import spatial_positions
-from dilatant.models.slicing import slice_model
+from dilatant.models.slicing import StandIn, slice_model
+from dilatant.models.sound_encoder import SoundEncoderUnit
 from dilatant.models.structure import find_structure
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
@@ -48,7 +49,8 @@ class Whole:
 
     @classmethod
     def of(cls, config: Any, where: str, **options: Any) -> Whole:
-        """Raises UserError for a family that is not known."""
+        """Raises UserError for a family that is not known. Of Omni, which also speaks, what listens and writes."""
+        config = getattr(config, "thinker_config", config)
         return cls(config, family_of(config, where), **options)
 
     @property
@@ -67,7 +69,7 @@ class Whole:
         """The model on the meta device, with a config of its own. options: as of `from_config`. Raises UserError."""
         try:
             with torch.device("meta"):
-                return AutoModelForImageTextToText.from_config(
+                return auto_class(self.config).from_config(
                     copy.deepcopy(self.config), dtype=self.dtype, **options
                 )
         except Exception as error:
@@ -78,7 +80,7 @@ class Whole:
         """The composite without its towers and projectors."""
         model = self._adapted(attn_implementation=self.attn_implementation)
         for tower in self.family.towers.values():
-            for path in (tower.path, *tower.projector):
+            for path in (*tower.projector, tower.path):
                 _remove(model, path)
         return model
 
@@ -87,7 +89,14 @@ class Whole:
         tower = self.family.towers[name]
         model = self._adapted()
         if tower.native:
-            return NativeEncoderUnit(name, cast(PreTrainedModel, model.get_submodule(tower.path)))
+            native = cast(PreTrainedModel, model.get_submodule(tower.path))
+            if tower.kind == "image":
+                return NativeEncoderUnit(name, native)
+            (place,) = tower.projector
+            projector = model.get_submodule(place)
+            if place.startswith(f"{tower.path}."):
+                native._modules[place.rpartition(".")[2]] = StandIn(projector)
+            return SoundEncoderUnit(name, native, projector, self.placeholder_ids[name])
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.family)
@@ -100,19 +109,20 @@ class Whole:
         """What the composite's state dict calls a weight of a unit."""
         tower = self.family.towers.get(unit.unit)
         key = plain_key(weight.key)
-        return (
-            f"{tower.path}.{key}" if tower is not None and (tower.native or weight.part == "model") else key
-        )
+        if tower is None or not (tower.native or weight.part == "model"):
+            return key
+        is_beside = weight.part == "projector" and tower.projector
+        return f"{tower.projector[0] if is_beside else tower.path}.{key}"
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
         """What a user calls parts → their paths in the composite."""
         found: dict[str, tuple[str, ...]] = {}
         for name, tower in self.family.towers.items():
-            inside = MERGERS if tower.native else ()
+            inside = MERGERS if tower.native and tower.kind == "image" else ()
             projector = (*tower.projector, *(f"{tower.path}.{path}" for path in inside))
             if tower.native:
-                blocks = [f"{tower.path}.{path}" for path in ("patch_embed", "blocks")]
+                blocks = [f"{tower.path}.{path}" for path in _PARTS[tower.kind]]
             else:
                 blocks = [tower.path]
             found |= {f"{name}.encoder": tuple(blocks), f"{name}.projector": projector}
@@ -129,16 +139,34 @@ class Whole:
     def positions(self) -> Positions | None:
         """Where the tokens of a sample are, if not one after another."""
         if not self.family.spatial:
-            return None
+            first = self.family.first_position
+            return partial(_counted, first) if first else None
         merge = self.config.vision_config.spatial_merge_size
-        return partial(_spatial, tuple(self.placeholder_ids.items()), merge)
+        return partial(
+            _spatial, tuple((name, self.placeholder_ids[name]) for name in self.spatial_units), merge
+        )
+
+    @property
+    def spatial_units(self) -> tuple[str, ...]:
+        """The units whose tokens have positions in height and width."""
+        towers = self.family.towers.items() if self.family.spatial else ()
+        return tuple(name for name, tower in towers if tower.kind == "image")
 
     @property
     def taps(self) -> int:
         """Blocks of the text model, from the first on, that are given rows of the encoder besides."""
-        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
+        vision = getattr(self.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
+def auto_class(config: Any) -> Any:
+    """The Auto class of transformers that builds and loads whole models of such a config."""
+    images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if images else AutoModelForSeq2SeqLM
+
+
+_PARTS = {"image": ("patch_embed", "blocks"), "audio": ("conv1", "conv2", "layers")}
+"""Modules of native towers that are no projector."""
 _NORMED_LAST = ("internvl",)
 """Families whose last feature layer (-1) is the normed output, not what the last block made."""
 
@@ -202,6 +230,10 @@ class _Same(tuple):
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
+
+
+def _counted(first: int, sample: EncodedSample) -> NDArray[np.int64]:
+    return np.arange(first, first + len(sample.input_ids))
 
 
 def _spatial(

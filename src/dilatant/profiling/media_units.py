@@ -16,9 +16,11 @@ from dilatant.data.processors import (
     audio_processor,
     fixed_size,
     image_processor,
-    saved_settings,
+    sound_processor,
+    whole_settings,
 )
 from dilatant.data.sample import MediaUnit, Written
+from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.whole import Whole
@@ -60,9 +62,6 @@ def media_unit(
     )
 
 
-_FILE = "preprocessor_config.json"
-
-
 def units_of_whole(
     whole: Whole,
     processor: str | Mapping[str, Any] | None,
@@ -74,18 +73,22 @@ def units_of_whole(
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
-        processor = {**saved_settings(source, _FILE), **processor}
-    return tuple(_unit_of_tower(whole, name, processor, tokenizer) for name in whole.family.towers)
+        processor = {**whole_settings(source), **processor}
+    settings = whole_settings(processor) if isinstance(processor, str) else processor
+    return tuple(_unit_of_tower(whole, name, settings, tokenizer) for name in whole.family.towers)
 
 
-def _unit_of_tower(
-    whole: Whole, name: str, processor: str | Mapping[str, Any] | None, tokenizer: Any
-) -> MediaUnit:
+def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
     tower = whole.family.towers[name]
     marker = f"<{tower.kind}>"
     written = _written(whole, name, tokenizer)
     placeholder = whole.placeholder_ids[name]
-    settings = saved_settings(processor, _FILE) if isinstance(processor, str) else processor
+    if tower.kind == "audio":
+        config = whole.config.audio_config
+        # A tower with chunks has positions inside them alone.
+        longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
+        mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
+        return SoundUnit(name, placeholder, mel, longest, 0 if longest is None else 2, marker, written)
     if tower.native:
         vision = whole.config.vision_config
         patches = patch_processor(

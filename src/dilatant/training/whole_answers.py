@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 from dilatant.config.errors import UserError
-from dilatant.models.whole import Whole
+from dilatant.models.whole import Whole, auto_class
+from dilatant.models.whole_inputs import composite_inputs
 
 
 class WholeAnswers:
@@ -25,7 +25,7 @@ class WholeAnswers:
     def open(cls, folder: Path, whole: Whole) -> Self:
         """Raises UserError."""
         try:
-            return cls(AutoModelForImageTextToText.from_pretrained(folder), whole)
+            return cls(auto_class(whole.config).from_pretrained(folder), whole)
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{str(folder)!r} cannot be loaded: {reason}") from None
@@ -45,20 +45,7 @@ class WholeAnswers:
         **generation: Any,
     ) -> Tensor:
         """New token ids [batch, new tokens]; prompts are padded on the left."""
-        given: dict[str, Tensor] = {}
-        for name, inputs in (encoder_inputs or {}).items():
-            tower = self._whole.family.towers[name]
-            for keyword, tensor in inputs.items():
-                tensor = tensor.to(self._model.dtype) if tensor.is_floating_point() else tensor
-                tensor = tensor.flatten(1) if tower.native else tensor
-                given[keyword] = tensor[None] if tower.batched else tensor
-        kinds = torch.zeros_like(input_ids)
-        for placeholder in self._whole.placeholder_ids.values():
-            kinds += input_ids == placeholder
-        if self._whole.family.media_attention == "bidirectional":
-            given["token_type_ids"] = kinds
-        if self._whole.family.spatial:
-            given["mm_token_type_ids"] = kinds
+        given = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
         written = self._model.generate(
             input_ids=input_ids, attention_mask=attention_mask, **given, **generation
         )

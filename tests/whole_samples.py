@@ -1,0 +1,133 @@
+"""Samples with images and sounds for tiny whole models, for our units and for transformers' own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilatant.data.pixels import as_array
+from dilatant.data.sample import EncodedSample
+from dilatant.data.sound_unit import FRAMES
+from dilatant.models.multimodal import MultimodalModel
+from tiny_wholes import IMAGE, SOUND, WHOLES
+
+Part = tuple[Any, ...]
+LAYOUTS: tuple[tuple[Part, ...], ...] = (
+    (("text", 3), ("image", 2, 3), ("text", 2), ("image", 5, 1), ("text", 6)),
+    (("text", 9),),
+    (("text", 5), ("image", 1, 1)),
+    (("image", 3, 4), ("text", 7)),
+)
+"""Several images, none, one at the end and one at the beginning of the next."""
+SOUNDS = {(2, 3): 13, (5, 1): 8, (1, 1): 3, (3, 4): 60}
+"""Frames of the sound that stands for an image, where a family hears: more than a chunk, a whole one, the shortest, and
+the longest that there is."""
+MIXED: tuple[tuple[Part, ...], ...] = (
+    (("text", 3), ("image", 2, 3), ("text", 2), ("sound", 13), ("text", 6), ("image", 5, 1), ("text", 1)),
+    (("text", 9),),
+    (("text", 5), ("sound", 8), ("sound", 3), ("text", 2)),
+    (("image", 3, 4), ("text", 7)),
+)
+
+
+def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> EncodedSample:
+    """A sample of parts ("text", tokens), ("image", rows, columns), in groups of patches where sizes may differ, and
+    ("sound", frames)."""
+    generator = torch.Generator().manual_seed(number)
+    ids: list[int] = []
+    media: dict[str, dict[str, list[Any]]] = {}
+    sizes = dict.fromkeys(model.units, 0)
+
+    def put(unit: str, tokens: int, **arrays: Any) -> None:
+        sizes[unit] += tokens
+        for name, array in arrays.items():
+            media.setdefault(unit, {}).setdefault(name, []).append(np.asarray(array))
+
+    around = "audio" in model.units and "vision" in model.units  # Omni counts its items by what opens them
+    for kind, *about in parts:
+        if kind == "text":
+            ids += torch.randint(3, 80, (about[0],), generator=generator).tolist()
+        elif kind == "sound":
+            (frames,) = about
+            trailing = 0 if around else 2
+            given = min(frames + trailing, 60)
+            rows = (frames + 1) // 2
+            ids += [95] * around + [SOUND] * (rows // 2) + [96] * around
+            features = torch.randn(given, 8, generator=generator)
+            put("audio", rows, input_features=features, **{FRAMES: [[frames, given]]})
+        elif model["vision"].packs:
+            rows, columns = about
+            patches = 4 * rows * columns
+            ids += [92] * around + [IMAGE] * (rows * columns) + [93] * around
+            pixels = torch.randn(patches, 3, 2 * 4, 4, generator=generator)
+            put("vision", patches, pixel_values=pixels, image_grid_thw=[[1, 2 * rows, 2 * columns]])
+        else:
+            geometry = model["vision"].geometry
+            ids += [IMAGE] * geometry.tokens_per_row
+            put("vision", geometry.encoder_tokens, pixel_values=torch.randn(1, 3, 8, 8, generator=generator))
+    input_ids = np.array(ids, np.int64)
+    labels = np.where(np.isin(input_ids, (IMAGE, SOUND)), -100, input_ids)
+    labels[0] = -100
+    inputs = {
+        unit: {name: np.concatenate(arrays) for name, arrays in given.items()}
+        for unit, given in media.items()
+    }
+    return EncodedSample(f"sample {number}", input_ids, labels, inputs, {**sizes, "language": len(ids)})
+
+
+def samples_of(model: MultimodalModel) -> list[EncodedSample]:
+    """Samples of unlike layouts."""
+    if "audio" in model.units and "vision" in model.units:
+        layouts: Sequence[Sequence[Part]] = MIXED
+    elif "audio" in model.units:
+        layouts = [[_heard(part) for part in layout] for layout in LAYOUTS]
+    else:
+        layouts = LAYOUTS
+    return [sample_of(model, number, layout) for number, layout in enumerate(layouts)]
+
+
+def _heard(part: Part) -> Part:
+    kind, *about = part
+    return ("sound", SOUNDS[tuple(about)]) if kind == "image" else part
+
+
+def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) -> dict[str, torch.Tensor]:
+    """What transformers' model is given for a sample."""
+    ids = torch.from_numpy(sample.input_ids)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name, each in sample.media.get("vision", {}).items():
+        given[name] = torch.as_tensor(as_array(each))
+    if family in ("smolvlm", "idefics3") and sample.media:
+        given["pixel_values"] = given["pixel_values"][None]
+    if "image_grid_thw" in given:
+        given["pixel_values"] = given["pixel_values"].flatten(1)
+    if "audio" in sample.media:
+        given |= _sounds(sample)
+    if family == "gemma3":
+        given["token_type_ids"] = (ids == image).long()
+    if family == "paligemma":
+        given["token_type_ids"] = (torch.arange(ids.shape[1]) >= sample.prefix_tokens).long()[None]
+    if "mrope_section" in str(WHOLES[family]) and "omni" not in family:
+        given["mm_token_type_ids"] = (ids == image).long()
+    return given
+
+
+def _sounds(sample: EncodedSample) -> dict[str, torch.Tensor]:
+    """Sounds padded to the window, with noise that nobody may hear."""
+    media = {name: torch.as_tensor(as_array(each)) for name, each in sample.media["audio"].items()}
+    lengths, given = media[FRAMES].T.tolist()
+    features = torch.randn(len(lengths), 60, 8, generator=torch.Generator().manual_seed(9))
+    for sound, frames, own in zip(features, given, media["input_features"].split(given), strict=True):
+        sound[:frames] = own
+    mask = torch.arange(60) < torch.tensor(lengths)[:, None]
+    return {"input_features": features.transpose(1, 2), "feature_attention_mask": mask.long()}
+
+
+def transformers_loss(theirs: Any, family: str, sample: EncodedSample, image: int = IMAGE) -> torch.Tensor:
+    """The sum over targets, of a sample alone."""
+    logits = theirs(**transformers_inputs(family, sample, image)).logits[0, :-1].float()
+    targets = torch.from_numpy(sample.labels)[1:]
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
