@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.pixels import as_array
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
 from dilatant.models.multimodal import MultimodalModel
-from tiny_wholes import IMAGE, SOUND, WHOLES
+from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
 Part = tuple[Any, ...]
 LAYOUTS: tuple[tuple[Part, ...], ...] = (
@@ -25,6 +26,10 @@ LAYOUTS: tuple[tuple[Part, ...], ...] = (
 SOUNDS = {(2, 3): 13, (5, 1): 8, (1, 1): 3, (3, 4): 60}
 """Frames of the sound that stands for an image, where a family hears: more than a chunk, a whole one, the shortest, and
 the longest that there is."""
+CLIPS: tuple[Part, ...] = (
+    *(("text", 2), ("clip", 3, 1, 2), ("text", 1), ("image", 2, 2), ("clip", 2, 2, 1), ("text", 4)),
+)
+"""Clips among images, where a family sees them: of 3 patches of time of 1 by 2 groups, and of 2."""
 MIXED: tuple[tuple[Part, ...], ...] = (
     (("text", 3), ("image", 2, 3), ("text", 2), ("sound", 13), ("text", 6), ("image", 5, 1), ("text", 1)),
     (("text", 9),),
@@ -46,6 +51,7 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
         for name, array in arrays.items():
             media.setdefault(unit, {}).setdefault(name, []).append(np.asarray(array))
 
+    clips = 0
     around = "audio" in model.units and "vision" in model.units  # Omni counts its items by what opens them
     for kind, *about in parts:
         if kind == "text":
@@ -59,11 +65,18 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             features = torch.randn(given, 8, generator=generator)
             put("audio", rows, input_features=features, **{FRAMES: [[frames, given]]})
         elif model["vision"].packs:
-            rows, columns = about
-            patches = 4 * rows * columns
-            ids += [92] * around + [IMAGE] * (rows * columns) + [93] * around
+            time, rows, columns = about if kind == "clip" else (1, *about)
+            clips += kind == "clip"
+            patches = 4 * time * rows * columns
+            apart = kind == "clip" and model.whole.family.frames_apart
+            for _ in range(time if apart else 1):
+                ids += [41, 92] if apart else [92] * around
+                ids += [IMAGE] * (rows * columns * (1 if apart else time)) + [93] * (around or apart)
             pixels = torch.randn(patches, 3, 2 * 4, 4, generator=generator)
-            put("vision", patches, pixel_values=pixels, image_grid_thw=[[1, 2 * rows, 2 * columns]])
+            grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
+            steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
+            numbers = [clips if kind == "clip" else 0] * len(grids)
+            put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
         else:
             geometry = model["vision"].geometry
             ids += [IMAGE] * geometry.tokens_per_row
@@ -86,6 +99,8 @@ def samples_of(model: MultimodalModel) -> list[EncodedSample]:
         layouts = [[_heard(part) for part in layout] for layout in LAYOUTS]
     else:
         layouts = LAYOUTS
+    if model.whole.spatial_units:
+        layouts = [*layouts, CLIPS]
     return [sample_of(model, number, layout) for number, layout in enumerate(layouts)]
 
 
@@ -98,12 +113,13 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
     """What transformers' model is given for a sample."""
     ids = torch.from_numpy(sample.input_ids)[None]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for name, each in sample.media.get("vision", {}).items():
-        given[name] = torch.as_tensor(as_array(each))
+    if "vision" in sample.media:
+        given |= {name: torch.as_tensor(as_array(each)) for name, each in sample.media["vision"].items()}
     if family in ("smolvlm", "idefics3") and sample.media:
         given["pixel_values"] = given["pixel_values"][None]
-    if "image_grid_thw" in given:
-        given["pixel_values"] = given["pixel_values"].flatten(1)
+    kinds = (ids == image).long()
+    if GRID in given:
+        given, kinds = _with_clips(family, given, image)
     if "audio" in sample.media:
         given |= _sounds(sample)
     if family == "gemma3":
@@ -111,8 +127,44 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
     if family == "paligemma":
         given["token_type_ids"] = (torch.arange(ids.shape[1]) >= sample.prefix_tokens).long()[None]
     if "mrope_section" in str(WHOLES[family]) and "omni" not in family:
-        given["mm_token_type_ids"] = (ids == image).long()
+        given["mm_token_type_ids"] = kinds
     return given
+
+
+def _with_clips(
+    family: str, given: dict[str, torch.Tensor], image: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Clips apart from images, as transformers has them, and the kind of each token."""
+    grids, clips, ids = given.pop(GRID), given.pop("of_clip", torch.zeros(999)), given["input_ids"]
+    pixels = given.pop("pixel_values").flatten(1).split(grids.prod(1).tolist())
+    places = (ids[0] == image).nonzero()[:, 0].split((grids.prod(1) // 4).tolist())
+    steps = given.pop(STEP, None)
+    kinds, ids = (ids == image).long(), ids.clone()
+    images = [number for number in range(len(grids)) if clips[number] == 0]
+    if images:
+        given |= {GRID: grids[images], "pixel_values": torch.cat([pixels[number] for number in images])}
+    numbers = [number for number in range(len(grids)) if clips[number] > 0]
+    if numbers:
+        own = [
+            [number for number in numbers if clips[number] == clip] for clip in range(1, int(clips.max()) + 1)
+        ]
+        kinds[0, torch.cat([places[number] for number in numbers])] = 2
+        ids[0, torch.cat([places[number] for number in numbers])] = 91
+        grid = torch.stack([torch.tensor([grids[each, 0].sum(), *grids[each[0], 1:]]) for each in own])
+        given |= {
+            "video_grid_thw": grid,
+            "pixel_values_videos": torch.cat([pixels[number] for number in numbers]),
+        }
+        config = whole_config(family)
+        scale = getattr(config, "position_id_per_seconds", None) or getattr(
+            config.vision_config, "tokens_per_second", 1
+        )
+        seconds = torch.stack([steps[each[0]] for each in own]).float() / scale
+        if family == "qwen2_5_vl":
+            given["second_per_grid_ts"] = seconds
+        if "omni" in family:
+            given["video_second_per_grid"] = seconds
+    return {**given, "input_ids": ids}, kinds
 
 
 def _sounds(sample: EncodedSample) -> dict[str, torch.Tensor]:

@@ -23,6 +23,9 @@ def generate(
     ],
     image: Annotated[list[Path], typer.Option(help="An image file; may be given several times.")] = [],  # noqa: B006
     audio: Annotated[list[Path], typer.Option(help="A sound file; may be given several times.")] = [],  # noqa: B006
+    video: Annotated[
+        list[Path], typer.Option(help="A video, or a folder of its frames; may be given several times.")
+    ] = [],  # noqa: B006
     system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")] = 0.0,
@@ -42,11 +45,15 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Ask an exported model something, with images and sounds."""
-    given = [("image", path) for path in image] + [("audio", path) for path in audio]
+    given = [
+        (kind, path)
+        for kind, paths in (("image", image), ("audio", audio), ("video", video))
+        for path in paths
+    ]
     problems = [
         f"--{kind} {str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
         for kind, path in given
-        if not path.is_file()
+        if not path.is_file() and not (kind == "video" and path.is_dir())
     ]
     texts = {"--prompt": prompt, "--system": system or ""}
     problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not _is_text(text)]

@@ -153,21 +153,31 @@ def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
 def whole_settings(name: str) -> dict[str, Any]:
     """The settings of the processors of a whole model, of images and sounds together, saved in a folder or on the hub:
     in one file of old, in parts of another since. Raises UserError."""
-    from transformers.utils import cached_file
-
-    def lacks(file: str) -> bool:
-        try:
-            return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is None
-        except OSError:
-            return True
-
-    if not lacks("preprocessor_config.json") or lacks("processor_config.json"):
+    if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
         return saved_settings(name, "preprocessor_config.json")
     parts = saved_settings(name, "processor_config.json")
     found: dict[str, Any] = {}
     for part in ("image_processor", "feature_extractor"):
         found |= parts[part] if isinstance(parts.get(part), dict) else {}
     return found
+
+
+def clip_settings(name: str) -> dict[str, Any]:
+    """The same of clips; empty where nothing is saved."""
+    if not _lacks(name, "video_preprocessor_config.json"):
+        return saved_settings(name, "video_preprocessor_config.json")
+    if _lacks(name, "processor_config.json"):
+        return {}
+    return saved_settings(name, "processor_config.json").get("video_processor") or {}
+
+
+def _lacks(name: str, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is None
+    except OSError:
+        return True
 
 
 def sound_processor(settings: Settings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:

@@ -48,6 +48,8 @@ class Family:
     towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
     (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
     it; "prefix": all tokens before the first that is to be written see each other. first_position: of a sample.
+    behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
+    empty where they follow its frames. frames_apart: texts that say the time stand between the frames of a clip.
     """
 
     towers: Mapping[str, Tower]
@@ -55,6 +57,9 @@ class Family:
     spatial: bool = False
     media_attention: MediaAttention = "causal"
     first_position: int = 0
+    behind_time: bool = False
+    seconds: str = ""
+    frames_apart: bool = False
 
 
 _PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
@@ -69,6 +74,7 @@ _CONNECTED = Tower(
 
 _VISUAL = Tower("model.visual", (), native=True)
 _QWEN = Family({"vision": _VISUAL}, spatial=True)
+_QWEN3 = replace(_QWEN, frames_apart=True)
 _SOUND = Tower(
     "model.audio_tower",
     ("model.multi_modal_projector",),
@@ -79,13 +85,16 @@ _SOUND = Tower(
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
+    "qwen2_5_vl": replace(_QWEN, seconds="vision_config.tokens_per_second"),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "qwen2_5_omni_thinker": Family(
-        {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))}, spatial=True
+        {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))},
+        spatial=True,
+        behind_time=True,
+        seconds="position_id_per_seconds",
     ),
     "qwen2_audio": Family({"audio": _SOUND}),
     "llava": Family({"vision": _PLAIN}),

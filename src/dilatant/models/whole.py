@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, LoraConfig
-from dilatant.data.native_image_unit import GRID
+from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
@@ -142,15 +143,20 @@ class Whole:
             first = self.family.first_position
             return partial(_counted, first) if first else None
         merge = self.config.vision_config.spatial_merge_size
-        return partial(
-            _spatial, tuple((name, self.placeholder_ids[name]) for name in self.spatial_units), merge
-        )
+        units = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
+        return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
     def spatial_units(self) -> tuple[str, ...]:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()
         return tuple(name for name, tower in towers if tower.kind == "image")
+
+    @property
+    def seconds_scale(self) -> float | None:
+        """Positions in the text that a second of a clip takes, if they do not follow its frames."""
+        path = self.family.seconds
+        return float(attrgetter(path)(self.config)) if path else None
 
     @property
     def taps(self) -> int:
@@ -237,16 +243,20 @@ def _counted(first: int, sample: EncodedSample) -> NDArray[np.int64]:
 
 
 def _spatial(
-    placeholders: tuple[tuple[str, int], ...], merge: int, sample: EncodedSample
+    placeholders: tuple[tuple[str, int], ...], merge: int, behind_time: bool, sample: EncodedSample
 ) -> NDArray[np.int64]:
-    grids = [
-        np.asarray(sample.media[name][GRID])
-        for name, _ in placeholders
-        if sample.sizes.get(name, 0) and name in sample.media
+    media = [
+        sample.media[name] for name, _ in placeholders if sample.sizes.get(name, 0) and name in sample.media
     ]
-    together = np.concatenate(grids) if grids else np.empty((0, 3), np.int64)
+    grids = np.concatenate([np.empty((0, 3), np.int64), *(np.asarray(each[GRID]) for each in media)])
+    steps = [
+        step
+        for each in media
+        for step in np.asarray(each.get(STEP, np.ones(len(np.asarray(each[GRID]))))).tolist()
+    ]
     try:
-        return spatial_positions(sample.input_ids, [id_ for _, id_ in placeholders], together, merge)
+        ids = [id_ for _, id_ in placeholders]
+        return spatial_positions(sample.input_ids, ids, grids, merge, steps, behind_time)
     except ValueError as error:
         raise UserError(f"sample {sample.id!r}: {error}") from None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dilatant.data.native_image_unit import STEP
 from dilatant.data.sound_unit import FRAMES
 from dilatant.models.whole import Whole
 
@@ -22,6 +23,8 @@ def composite_inputs(
             given |= _sounds(whole, inputs, dtype)
             continue
         for keyword, tensor in inputs.items():
+            if keyword == STEP:
+                continue
             tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             tensor = tensor.flatten(1) if tower.native else tensor
             given[keyword] = tensor[None] if tower.batched else tensor

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
+from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
 from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
+    clip_settings,
     fixed_size,
     image_processor,
     sound_processor,
@@ -75,7 +77,62 @@ def units_of_whole(
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
         processor = {**whole_settings(source), **processor}
     settings = whole_settings(processor) if isinstance(processor, str) else processor
-    return tuple(_unit_of_tower(whole, name, settings, tokenizer) for name in whole.family.towers)
+    of_clips = {} if source is None else clip_settings(source)
+    units: list[MediaUnit] = []
+    for name, tower in whole.family.towers.items():
+        own = {k: v for k, v in settings.items() if k not in CLIP_SETTINGS} if settings else settings
+        units.append(_unit_of_tower(whole, name, own, tokenizer))
+        if tower.native and tower.kind == "image":
+            units.append(_clip_unit(whole, name, {**of_clips, **(settings or {})}, of_clips, tokenizer))
+    return tuple(units)
+
+
+def _clip_unit(
+    whole: Whole, name: str, settings: Mapping[str, Any], saved: Mapping[str, Any], tokenizer: Any
+) -> NativeClipUnit:
+    """How a tower of native resolution sees clips. saved: what the model's files say of clips; settings: all else."""
+    vision = whole.config.vision_config
+    group = (vision.patch_size * vision.spatial_merge_size) ** 2
+    size = saved.get("size") or {}
+    apart = whole.family.frames_apart
+    limits = {
+        "min_pixels": settings.get("video_min_pixels") or size.get("shortest_edge") or 128 * group,
+        "max_pixels": settings.get("video_max_pixels")
+        or size.get("longest_edge")
+        or (24_576 if apart else 768) * group,
+    }
+    plain = {k: v for k, v in settings.items() if k not in (*CLIP_SETTINGS, "size")}
+    processor = patch_processor(
+        {"image_processor_type": "", **plain, **limits},
+        patch=vision.patch_size,
+        merge=vision.spatial_merge_size,
+        frames=vision.temporal_patch_size,
+    )
+    return NativeClipUnit(
+        name,
+        whole.placeholder_ids[name],
+        processor,
+        frame_sampling(settings),
+        # 90 % of the context that the families reckon with.
+        None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group),
+        whole.seconds_scale,
+        apart,
+        written=_written_clip(whole, tokenizer),
+    )
+
+
+def _written_clip(whole: Whole, tokenizer: Any) -> Written:
+    """The template writes one token between others, which stand around every patch of time where these are apart."""
+    opens, token, closes = (
+        "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""
+        for id_ in (
+            getattr(whole.config, key, None)
+            for key in ("vision_start_token_id", "video_token_id", "vision_end_token_id")
+        )
+    )
+    if whole.family.frames_apart:
+        return Written(f"{opens}{token}{closes}" or "<video>", opens, closes)
+    return Written(token or "<video>")
 
 
 def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
