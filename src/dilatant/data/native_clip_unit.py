@@ -39,6 +39,8 @@ class FrameSampling:
         """Numbers of the frames, as many as are a `multiple` where there are; to_end: from the first to the last, in
         any number."""
         total = size.frames
+        if not size.seconds and total <= self.max_frames:
+            return np.arange(total)
         count: float = min(total, self.max_frames)
         if size.seconds:
             count = min(max(size.seconds * self.fps, self.min_frames), count)
