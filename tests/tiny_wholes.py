@@ -98,6 +98,7 @@ _NATIVE = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _AUDIO = {
     "num_mel_bins": 8,
     "d_model": 32,
@@ -180,6 +181,19 @@ WHOLES |= {
         },
         **_QWEN,
     },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [1, 2],
+            **_NATIVE,
+        },
+        "text_config": {"model_type": "qwen3_vl_moe_text", **_SPATIAL, **_EXPERTS},
+        **_QWEN,
+    },
     "qwen2_5_omni_thinker": {
         "model_type": "qwen2_5_omni_thinker",
         "vision_config": {
@@ -230,6 +244,17 @@ WHOLES |= {
         },
         "image_token_id": IMAGE,
         "projection_dim": 32,
+    },
+}
+
+WHOLES["qwen3_5_moe"] = {
+    **WHOLES["qwen3_5"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **WHOLES["qwen3_5"]["text_config"],
+        **_EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 16,
     },
 }
 

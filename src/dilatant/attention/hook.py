@@ -53,8 +53,9 @@ def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Hybrids do not say so of themselves, for the sake of their other layers.
-    supports = getattr(model, "_supports_attention_backend", False) or bool(linear_layers(model))
+    # Hybrids do not say so of themselves, for the sake of their other layers; nor a whole model, for that of its tower.
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    supports = any(each._supports_attention_backend for each in models) or bool(linear_layers(model))
     if not model._can_set_attn_implementation() or not supports:
         return (
             f"{type(model).__name__} computes attention in its own way, not as transformers' interface asks"

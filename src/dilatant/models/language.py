@@ -393,6 +393,11 @@ class LanguageUnit(Unit, LanguageStage):
         """queries: unit of `outputs` that learned queries ask for → how many for an item. spatial_units: those whose
         grids `positions` asks for."""
         structure = find_structure(model)
+        is_part = decoder is not None
+        if (
+            not is_part and model.base_model is model
+        ):  # its text model goes by another name than its base (Llama 4)
+            decoder = structure.containers[-1]
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         asked = None
@@ -410,7 +415,7 @@ class LanguageUnit(Unit, LanguageStage):
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
             # Of a whole model, its head runs behind all that it does between towers and text model.
-            container=structure.containers[-1] if decoder is None else model.base_model_prefix,
+            container=model.base_model_prefix if is_part else structure.containers[-1],
             before_language_model=before_language_model,
             queries=asked,
             decoder=decoder,
