@@ -50,7 +50,8 @@ def losses_of(model: MultimodalModel, samples: list[EncodedSample], cut: bool) -
         for first, end in spans:
             output = unit.stage(first, end).run(data, numbers, given)
             given = {name: output.rows_for(name)}
-        inbound[name] = output.rows_for("language")
+        if output.rows_for("language") is not None:  # else no sample has any of its media
+            inbound[name] = output.rows_for("language")
     return output.losses["language"]
 
 

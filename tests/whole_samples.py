@@ -135,7 +135,9 @@ def _with_clips(
     family: str, given: dict[str, torch.Tensor], image: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Clips apart from images, as transformers has them, and the kind of each token."""
-    grids, clips, ids = given.pop(GRID), given.pop("of_clip", torch.zeros(999)), given["input_ids"]
+    grids, ids = given.pop(GRID), given["input_ids"]
+    told = torch.arange(1, 1 + len(grids)) * (grids[:, 0] > 1)  # where a sample was read, not made here
+    clips = given.pop("of_clip", told)
     pixels = given.pop("pixel_values").flatten(1).split(grids.prod(1).tolist())
     places = (ids[0] == image).nonzero()[:, 0].split((grids.prod(1) // 4).tolist())
     steps = given.pop(STEP, None)
@@ -146,7 +148,8 @@ def _with_clips(
     numbers = [number for number in range(len(grids)) if clips[number] > 0]
     if numbers:
         own = [
-            [number for number in numbers if clips[number] == clip] for clip in range(1, int(clips.max()) + 1)
+            [number for number in numbers if clips[number] == clip]
+            for clip in sorted({int(clips[number]) for number in numbers})
         ]
         kinds[0, torch.cat([places[number] for number in numbers])] = 2
         ids[0, torch.cat([places[number] for number in numbers])] = 91
@@ -178,8 +181,10 @@ def _sounds(sample: EncodedSample) -> dict[str, torch.Tensor]:
     return {"input_features": features.transpose(1, 2), "feature_attention_mask": mask.long()}
 
 
-def transformers_loss(theirs: Any, family: str, sample: EncodedSample, image: int = IMAGE) -> torch.Tensor:
+def transformers_loss(
+    theirs: Any, family: str, sample: EncodedSample, image: int = IMAGE, **given: torch.Tensor
+) -> torch.Tensor:
     """The sum over targets, of a sample alone."""
-    logits = theirs(**transformers_inputs(family, sample, image)).logits[0, :-1].float()
+    logits = theirs(**transformers_inputs(family, sample, image), **given).logits[0, :-1].float()
     targets = torch.from_numpy(sample.labels)[1:]
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")

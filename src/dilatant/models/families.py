@@ -49,7 +49,8 @@ class Family:
     (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
     it; "prefix": all tokens before the first that is to be written see each other. first_position: of a sample.
     behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
-    empty where they follow its frames. frames_apart: texts that say the time stand between the frames of a clip.
+    empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
+    of time. frames_apart: texts that say the time stand between the frames of a clip.
     """
 
     towers: Mapping[str, Tower]
@@ -59,6 +60,7 @@ class Family:
     first_position: int = 0
     behind_time: bool = False
     seconds: str = ""
+    seconds_keyword: str = ""
     frames_apart: bool = False
 
 
@@ -85,7 +87,9 @@ _SOUND = Tower(
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
-    "qwen2_5_vl": replace(_QWEN, seconds="vision_config.tokens_per_second"),
+    "qwen2_5_vl": replace(
+        _QWEN, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts"
+    ),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
@@ -95,6 +99,7 @@ FAMILIES: Mapping[str, Family] = {
         spatial=True,
         behind_time=True,
         seconds="position_id_per_seconds",
+        seconds_keyword="video_second_per_grid",
     ),
     "qwen2_audio": Family({"audio": _SOUND}),
     "llava": Family({"vision": _PLAIN}),

@@ -219,8 +219,14 @@ class MultimodalModel(nn.Module):
         """New token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
 
         input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
-        on. Raises UserError when rows and placeholders do not match.
+        on. Raises UserError when rows and placeholders do not match, and for whole models whose positions or masks are
+        not those of a text.
         """
+        if self.whole is not None and not self.whole.reads_as_text:
+            raise UserError(
+                f"generate: {self.whole.config.model_type} has positions, or masks, of its own; export the model, and "
+                "transformers generates (`dilatant generate EXPORT`, or `AutoModelForImageTextToText`)"
+            )
         self._check_media_attention()
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)

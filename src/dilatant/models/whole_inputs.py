@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dilatant.data.native_image_unit import STEP
+from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sound_unit import FRAMES
 from dilatant.models.whole import Whole
 
@@ -15,8 +15,8 @@ from dilatant.models.whole import Whole
 def composite_inputs(
     whole: Whole, input_ids: Tensor, encoder_inputs: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Keywords beside `input_ids` [batch, tokens] and its mask, floating ones in `dtype`."""
-    given: dict[str, Tensor] = {}
+    """Keywords beside the mask of `input_ids` [batch, tokens], floating ones in `dtype`."""
+    given: dict[str, Tensor] = {"input_ids": input_ids}
     for name, inputs in encoder_inputs.items():
         tower = whole.family.towers[name]
         if tower.kind == "audio":
@@ -32,6 +32,8 @@ def composite_inputs(
     for name, placeholder in whole.placeholder_ids.items():
         if whole.family.towers[name].kind == "image":
             kinds += input_ids == placeholder
+    if GRID in given and bool((given[GRID][:, 0] > 1).any()):
+        kinds = _part_clips(whole, given, kinds, encoder_inputs)
     if whole.family.media_attention == "bidirectional":
         given["token_type_ids"] = kinds
     if whole.family.media_attention == "prefix":
@@ -39,6 +41,38 @@ def composite_inputs(
     if whole.family.spatial and "audio" not in whole.family.towers:
         given["mm_token_type_ids"] = kinds
     return given
+
+
+def _part_clips(
+    whole: Whole,
+    given: dict[str, Tensor],
+    kinds: Tensor,
+    encoder_inputs: Mapping[str, Mapping[str, Tensor]],
+) -> Tensor:
+    """Let clips stand apart from images in `given`; returns the kind of each token."""
+    (unit,) = whole.spatial_units
+    grids, is_clip = given[GRID], given[GRID][:, 0] > 1
+    patches = given.pop("pixel_values").split(grids.prod(1).tolist())
+    merged = (grids.prod(1) // whole.config.vision_config.spatial_merge_size**2).tolist()
+    places = (given["input_ids"] == whole.placeholder_ids[unit]).nonzero().split(merged)
+    ids, kinds = given["input_ids"].clone(), kinds.clone()
+    del given[GRID]
+    for clip, pixels, grid in (
+        (False, "pixel_values", GRID),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        numbers = (is_clip == clip).nonzero()[:, 0].tolist()
+        if numbers:
+            given[pixels] = torch.cat([patches[number] for number in numbers])
+            given[grid] = grids[numbers]
+        for number in numbers if clip else ():
+            ids[places[number].unbind(1)] = whole.config.video_token_id
+            kinds[places[number].unbind(1)] = 2
+    if whole.seconds_scale is not None:
+        steps = encoder_inputs[unit][STEP][is_clip].float()
+        given[whole.family.seconds_keyword] = steps / whole.seconds_scale
+    given["input_ids"] = ids
+    return kinds
 
 
 def _sounds(whole: Whole, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,8 +22,9 @@ from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_target import image_target
 from dilatant.data.image_unit import ImageUnit
+from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
-from dilatant.data.processor_settings import processor_settings, size_limits
+from dilatant.data.processor_settings import clip_limits, processor_settings, size_limits
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
@@ -88,6 +89,11 @@ def export_model(
                     write_whole(model, writing, source)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                if isinstance(unit, NativeClipUnit):
+                    file = writing / "video_preprocessor_config.json"
+                    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+                    _write_json(file, {**before, **clip_limits(unit)})
+                    continue
                 assert isinstance(unit, ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit)
                 before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
@@ -101,7 +107,9 @@ def export_model(
                 writing / CONVERSATION,
                 {
                     "encoders": {
-                        unit.name: {"kind": unit.kind, "marker": unit.marker} for unit in encoding.units
+                        unit.name: {"kind": unit.kind, "marker": unit.marker}
+                        for unit in encoding.units
+                        if not isinstance(unit, NativeClipUnit)  # another way to see of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}

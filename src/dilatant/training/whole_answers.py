@@ -46,7 +46,5 @@ class WholeAnswers:
     ) -> Tensor:
         """New token ids [batch, new tokens]; prompts are padded on the left."""
         given = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
-        written = self._model.generate(
-            input_ids=input_ids, attention_mask=attention_mask, **given, **generation
-        )
+        written = self._model.generate(attention_mask=attention_mask, **given, **generation)
         return written[:, input_ids.shape[1] :]
