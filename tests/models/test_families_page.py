@@ -20,17 +20,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units")
 HEAD = """# Families: packed equals alone, measured
 
-Some samples (two images or sounds of unlike sizes, none, one at the end, one at the beginning; clips among images where a
-family sees them; images and sounds where it has both) in one packed row of our units, against each of them alone in
-transformers (with LoRA: in peft on the plain model). Tiny random models in fp32 on a CPU. Each cell: difference of the
-loss, and the largest difference of any gradient, relative to that gradient's largest number. What is beyond rounding
-would be parts of 1. `tests/models/test_families_page.py` writes this page and guards it.
+Some samples (two images or sounds of unlike sizes, none, one at the end, one at the beginning; clips among images
+where a family sees them; images and sounds where it has both) in one packed row of our units, against each of them
+alone in transformers (with LoRA: in peft on the plain model). Tiny random models in fp32 on a CPU. Each cell:
+difference of the loss, and the largest difference of any gradient, relative to that gradient's largest number. What is
+beyond rounding would be parts of 1. `tests/models/test_families_page.py` writes this page and guards it.
 
 """
 FOOT = """
-M-RoPE: positions in time, height and width. State: layers of linear attention, whose state begins anew with each sample;
-their gradients of `A_log` and `dt_bias` nearly cancel and agree to 4e-4. Prefix: all tokens before the answer see each
-other. Not measured here: tensor parallelism, which is of the text model alone
+M-RoPE: positions in time, height and width. State: layers of linear attention, whose state begins anew with each
+sample; their gradients of `A_log` and `dt_bias` nearly cancel and agree to 4e-4. Prefix: all tokens before the answer
+see each other. Not measured here: tensor parallelism, which is of the text model alone
 (`tests/runtime/test_tensor_parallel.py`); towers of native resolution and of sounds are not divided.
 """
 
