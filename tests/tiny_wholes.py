@@ -42,6 +42,14 @@ WHOLES: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "llama", **_TEXT},
         "image_token_id": IMAGE,
     },
+    "llava_onevision": {
+        "model_type": "llava_onevision",
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **_VISION},
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "image_token_id": IMAGE,
+        "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8], [16, 16], [8, 24], [24, 8]],
+        "vision_aspect_ratio": "anyres_max_2",
+    },
     "internvl": {
         "model_type": "internvl",
         "vision_config": {
@@ -297,6 +305,12 @@ def save_as_the_hub_does(family: str, folder: Path) -> Any:
     }
     if "audio_config" in settings:
         processor |= {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "n_fft": 64}
+    if family == "llava_onevision":
+        pinpoints = WHOLES[family]["image_grid_pinpoints"]
+        processor |= {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": pinpoints,
+        }
     if family.startswith("qwen") and family != "qwen2_audio":
         processor |= {
             "image_processor_type": "Qwen2VLImageProcessor",

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from dilatant.data.anyres_image_unit import SHAPES
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.pixels import as_array
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
+from dilatant.models.anyres_encoder import AnyresEncoderUnit
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.native_encoder import NativeEncoderUnit
 from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
 Part = tuple[Any, ...]
@@ -64,7 +67,7 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             ids += [95] * around + [SOUND] * (rows // 2) + [96] * around
             features = torch.randn(given, 8, generator=generator)
             put("audio", rows, input_features=features, **{FRAMES: [[frames, given]]})
-        elif model["vision"].packs:
+        elif isinstance(model["vision"], NativeEncoderUnit):
             time, rows, columns = about if kind == "clip" else (1, *about)
             clips += kind == "clip"
             patches = 4 * time * rows * columns
@@ -77,6 +80,15 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)
             put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
+        elif isinstance(model["vision"], AnyresEncoderUnit):
+            unit = model["vision"]
+            height, width = (3 * each + 1 for each in about)
+            alone = sum(each == "image" for each, *_ in parts) == 1
+            tiles = 1 + int(np.prod(unit.shape.tiles(height, width))) if alone else 1
+            ids += [IMAGE] * unit.shape.rows(height, width, alone)
+            pixels = torch.randn(tiles, 3, 8, 8, generator=generator)
+            shapes = [[height, width, int(alone)]]
+            put("vision", tiles * unit.geometry.encoder_tokens, pixel_values=pixels, **{SHAPES: shapes})
         else:
             geometry = model["vision"].geometry
             ids += [IMAGE] * geometry.tokens_per_row
@@ -117,6 +129,9 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
         given |= {name: torch.as_tensor(as_array(each)) for name, each in sample.media["vision"].items()}
     if family in ("smolvlm", "idefics3") and sample.media:
         given["pixel_values"] = given["pixel_values"][None]
+    if SHAPES in given:
+        counts = [1] if given[SHAPES][:, 2].all() else [len(given[SHAPES])]
+        given |= {SHAPES: given[SHAPES][:, :2], "batch_num_images": torch.tensor(counts)}
     kinds = (ids == image).long()
     if GRID in given:
         given, kinds = _with_clips(family, given, image)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
+from dilatant.data.anyres_image_unit import SHAPES, AnyresImageUnit
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
 from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
@@ -43,6 +44,8 @@ TOKENS = "tokens"
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
 
+_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit
+"""Units whose items have unlike sizes, which others ask for without the items."""
 Unit = MediaUnit | ImageTarget
 """What a media item is for the model: an input of an encoder, or a target of a generator."""
 
@@ -343,7 +346,8 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
                 f"the text holds the token by which the model asks {target.name!r} for an image",
                 "remove it; an image in an assistant's turn stands for itself",
             )
-    items = tuple(_sized(sample, *each) for each in (*prepended, *placed))
+    together = Counter(unit.name for _, unit, *_ in (*prepended, *placed))
+    items = tuple(_sized(sample, *each, alone=together[each[1].name] == 1) for each in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
     for unit in encoding.units:
@@ -384,18 +388,20 @@ def _naming(sample: Sample, media: Media) -> Iterator[None]:
         ) from None
 
 
-def _sized(sample: Sample, media: Media, unit: Unit, piece: _Piece | None = None) -> _Item:
+def _sized(sample: Sample, media: Media, unit: Unit, piece: _Piece | None = None, *, alone: bool) -> _Item:
     with _naming(sample, media):
         if piece is not None and not piece.is_first:
             return _Item(media, unit, 0, piece.tokens, {}, goes_on=True)
-        size = media_size(media)
-        grid = unit.grid(size) if isinstance(unit, NativeImageUnit | NativeClipUnit | SoundUnit) else {}
+        size = replace(media_size(media), alone=alone)
+        grid = unit.grid(size) if isinstance(unit, _WITH_GRIDS) else {}
         merged = unit.merged_tokens(size) if piece is None else piece.tokens
         return _Item(media, unit, unit.encoder_tokens(size), merged, grid)
 
 
 def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:
     try:
+        if isinstance(item.unit, AnyresImageUnit):
+            return item.unit.process(item.media, bool(np.asarray(item.grid[SHAPES])[0, 2]))
         return item.unit.process(item.media)
     except MediaError as error:
         raise error.of(sample.id) from None

@@ -62,12 +62,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """What a header tells: pixels of an image, seconds of a sound; of a clip both, and its frames."""
+    """What a header tells: pixels of an image, seconds of a sound; of a clip both, and its frames. alone: whether its
+    sample has no other item for the same encoder."""
 
     width: int = 0
     height: int = 0
     seconds: float = 0.0
     frames: int = 0
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)

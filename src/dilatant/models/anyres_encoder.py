@@ -63,8 +63,8 @@ class AnyresEncoderUnit(EncoderUnit):
         return self.stage(0, len(self.layers)).run(data, samples, inbound)
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """Tiles of images that are one each."""
-        value, given = super().example(layer, tokens, device)
+        """Tiles of images that are one each, of a sample that has several."""
+        value, given = super().example(layer, max(tokens, 2 * self.geometry.encoder_tokens), device)
         side = self.geometry.height
         return value, {**given, SHAPES: torch.tensor([[side, side, 0]] * len(value), device=device)}
 

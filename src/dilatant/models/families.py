@@ -24,8 +24,9 @@ class Tower:
     samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
     them is the text of the token whose id the config has under this key; written is that of `token` unless said
     otherwise.
-    settings: of the image processor, that are changed. native: whether images of unlike sizes are packed in one row
-    (see `NativeEncoderUnit`); such a tower projects by itself.
+    settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
+    packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself.
+    anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
     """
 
     path: str
@@ -39,6 +40,7 @@ class Tower:
     closes: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     native: bool = False
+    anyres: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_audio": Family({"audio": _SOUND}),
     "llava": Family({"vision": _PLAIN}),
+    "llava_onevision": Family(
+        {
+            "vision": replace(
+                _PLAIN, projector=("model.multi_modal_projector", "model.image_newline"), anyres=True
+            )
+        }
+    ),
     "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
     "gemma3": Family(
         {

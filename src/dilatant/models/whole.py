@@ -20,8 +20,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, LoraConfig
+from dilatant.data.anyres_image_unit import AnyresShape
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
+from dilatant.models.anyres_encoder import AnyresEncoderUnit, images_of_samples
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.families import Family, Tower, family_of
@@ -101,10 +103,28 @@ class Whole:
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.family)
-        rows = torch.empty(1, geometry.encoder_tokens, geometry.width, device="meta")
+        rows = torch.empty(2, geometry.encoder_tokens, geometry.width, device="meta")
+        if tower.anyres:
+            side = geometry.height
+            merged, width = projection(rows, torch.tensor([[side, side, 0]] * 2)).shape
+            geometry = replace(geometry, tokens_per_row=merged // 2)
+            unit = AnyresEncoderUnit(name, encoder, projection, geometry, width)
+            unit.shape, unit.placeholder_id = self.anyres_shape, self.placeholder_ids[name]
+            return unit
         _, merged, width = projection(rows).shape
         geometry = replace(geometry, tokens_per_row=merged)
         return EncoderUnit(name, encoder, projection, geometry, width)
+
+    @property
+    def anyres_shape(self) -> AnyresShape:
+        """How rows of an image follow from its shape."""
+        vision = self.config.vision_config
+        return AnyresShape(
+            pinpoints=tuple((int(height), int(width)) for height, width in self.config.image_grid_pinpoints),
+            tile=vision.image_size,
+            side=vision.image_size // vision.patch_size,
+            most=int(self.config.vision_aspect_ratio.removeprefix("anyres_max_")),
+        )
 
     def key_of(self, unit: Unit, weight: Weight) -> str:
         """What the composite's state dict calls a weight of a unit."""
@@ -210,10 +230,17 @@ class Projection(nn.Module):
         """Knows how its weights begin."""
         return self.model
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, shapes: Tensor | None = None) -> Tensor:
+        """shapes: of images in tiles, int64 [images, 3] (see `AnyresStage`); then the rows of all in one,
+        [rows, width]."""
         model = copy.copy(self.model)
         model.__dict__["_modules"] = {**self.model._modules, self._place: _Rows(hidden)}
-        found = getattr(model, self._tower.features)(self._pixels(len(hidden))).pooler_output
+        project = getattr(model, self._tower.features)
+        if shapes is not None:
+            counts = images_of_samples(shapes[:, 2])
+            found = project(self._pixels(len(hidden)), image_sizes=shapes[:, :2], batch_num_images=counts)
+            return torch.cat(list(found.pooler_output))
+        found = project(self._pixels(len(hidden))).pooler_output
         rows = found if isinstance(found, Tensor) else torch.cat(list(found))
         return rows.reshape(len(hidden), -1, rows.shape[-1])
 
@@ -283,4 +310,8 @@ def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
 def _remove(model: nn.Module, path: str) -> None:
     parent, _, name = path.rpartition(".")
     holder = model.get_submodule(parent)
-    (holder._modules if name in holder._modules else holder._parameters)[name] = None
+    if name in holder._modules:
+        holder._modules[name] = None
+    else:  # families fill what is empty as they begin, and would stumble over nothing
+        del holder._parameters[name]
+        holder.__dict__[name] = torch.empty(0, device="cpu")

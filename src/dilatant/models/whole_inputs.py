@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dilatant.data.anyres_image_unit import SHAPES
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sound_unit import FRAMES
+from dilatant.models.anyres_encoder import images_of_samples
 from dilatant.models.whole import Whole
 
 
@@ -24,6 +26,10 @@ def composite_inputs(
             continue
         for keyword, tensor in inputs.items():
             if keyword == STEP:
+                continue
+            if keyword == SHAPES:
+                counts = images_of_samples(tensor[:, 2])
+                given |= {SHAPES: tensor[:, :2], "batch_num_images": torch.tensor(counts)}
                 continue
             tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             tensor = tensor.flatten(1) if tower.native else tensor

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from dilatant.config.errors import UserError
+from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
@@ -159,6 +161,11 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
     shape = (geometry.channels, geometry.height, geometry.row_width)
     if settings is not None and "image_processor_type" in settings:
         settings = {**settings, **tower.settings}
+        if tower.anyres:
+            maker = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+            return AnyresImageUnit(
+                name, placeholder, geometry.encoder_tokens, whole.anyres_shape, maker, marker, written
+            )
         if fixed_size(settings, geometry.channels) is None:
             tiling = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
             check_tiles(tiling, shape)
@@ -172,6 +179,10 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
                 marker,
                 written,
             )
+    if tower.anyres:
+        raise UserError(
+            f"model.processor is missing: {whole.config.model_type} cuts images into tiles as its own processor says"
+        )
     plain = media_unit(
         name, geometry, processor=settings, placeholder_id=placeholder, marker=marker, merge="placeholder"
     )

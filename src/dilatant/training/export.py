@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from dilatant.config import Config, UserError
+from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
@@ -94,7 +95,10 @@ def export_model(
                     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                     _write_json(file, {**before, **clip_limits(unit)})
                     continue
-                assert isinstance(unit, ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit)
+                assert isinstance(
+                    unit,
+                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit,
+                )
                 before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
                     # The source's, and what was changed of it.
