@@ -80,7 +80,8 @@ def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], Fram
                 raise MediaError(
                     f"video {media.name!r} is cut off after {count:,} of {wanted[-1] + 1:,} frames", _REPLACE
                 )
-            made |= dict.fromkeys(missing, fit(last.to_ndarray(format="rgb24")) if missing else None)
+            if missing:
+                made |= dict.fromkeys(missing, fit(last.to_ndarray(format="rgb24")))
     return [made[frame] for frame in frames]
 
 

@@ -81,8 +81,8 @@ class PatchProcessor:
         values = values.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch, patch)
         values = np.tile(values, (1, 1, self.frames, 1))
         grid = np.array([[1, rows, columns]], np.int64)
-        pixels = Pixels(values, self.rescale, self.mean, self.std)
-        return {"pixel_values": pixels, GRID: grid, STEP: np.ones(1)}
+        patches = Pixels(values, self.rescale, self.mean, self.std)
+        return {"pixel_values": patches, GRID: grid, STEP: np.ones(1)}
 
 
 _SETTINGS = (
