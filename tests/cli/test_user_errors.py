@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -233,3 +235,39 @@ def test_lint_refuses_what_no_row_of_training_holds(project: Path, dilatant: Dil
     for tokens, expected in ((64, 0), (4, 1)):
         limit = f"train.row_tokens={tokens}"
         assert dilatant("data", "lint", project / "config.yaml", "--set", limit)[0] == expected
+
+
+def test_a_plan_folder_of_somebody_else_is_not_replaced(project: Path, dilatant: Dilatant) -> None:
+    (project / "run" / "plan").mkdir(parents=True)
+    (project / "run" / "plan" / "config.yaml").write_text("mine")
+    refused(dilatant("plan", project / "config.yaml"), "'config.yaml', which no plan wrote")
+    assert (project / "run" / "plan" / "config.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("parallel.timeout_seconds=1e400", "parallel.timeout_seconds"),
+        ("resilience.lease_seconds=1e300", "resilience.lease_seconds"),
+        ("train.global_batch_size=10000000000", "train.global_batch_size"),
+        ('output_dir="a\\0b"', "is no path"),
+    ],
+)
+def test_values_that_no_machine_can_have(project: Path, dilatant: Dilatant, setting: str, says: str) -> None:
+    refused(dilatant("train", project / "config.yaml", "--set", setting), says)
+
+
+WAITS = (
+    "import multiprocessing.util as util, time\nfrom dilatant.cli import app\n"
+    "app.run = lambda: (print(util.get_temp_dir(), flush=True), time.sleep(60))\napp.main()\n"
+)
+
+
+def test_sigterm_at_any_moment_leaves_no_temporary_folder() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    assert folder.is_dir()
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not folder.exists()

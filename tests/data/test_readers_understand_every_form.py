@@ -426,6 +426,9 @@ def fails(path, pattern, **settings):
 
 def test_what_is_no_data_set_is_named(tmp_path):
     fails(tmp_path / "none.jsonl", "does not exist")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "none.jsonl")
+    fails(tmp_path / "link.jsonl", "does not exist")
+    (tmp_path / "link.jsonl").unlink()
     fails(tmp_path / "*.tar", "matches no file")
     fails(tmp_path, "holds no data file")
     (tmp_path / "empty.jsonl").write_text("\n\n")

@@ -187,3 +187,20 @@ def test_a_target_of_another_size_names_both() -> None:
         _built(SD3)(
             torch.randn(1, 2, 12), pixel_values=torch.randn(1, 1, 8, 8), seed=0, keys=["a"], place="x"
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({**SD3, "sample_size": 5}, "with these settings draws"),
+        ({**SD3, "pos_embed_max_size": 1}, "cannot draw pictures of its sample_size"),
+        ({**SD3, "num_attention_heads": 0}, "cannot draw pictures of its sample_size"),
+        ({**PIXART, "caption_channels": 10**12}, "takes conditions 1000000000000 wide"),
+        ({**SD3, "num_layers": 10**9}, "num_layers is 1,000,000,000"),
+    ],
+)
+def test_settings_that_do_not_fit_one_another_are_found_without_memory(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        look_at(read_source("here", None, settings, None), "here")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from dilatant.config.errors import UserError
@@ -83,3 +86,17 @@ def test_every_mistake_is_listed_at_once() -> None:
         "vision: it cannot be colocated with 'audio', which is colocated itself",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("key", ["first", "end", "tp", "ranks", "ep"])
+@pytest.mark.parametrize("value", ["x", None, True, 1.5, -1, 10**30, [0]])
+def test_a_plan_whose_numbers_are_none_is_no_plan(key: str, value: Any) -> None:
+    document = json.loads(plan_from_specs({"llm": 2}, {"llm": ParallelSpec()}, {"llm": ()}).to_json())
+    document["units"][0]["replicas"][0]["stages"][0][key] = [value] if key == "ranks" else value
+    with pytest.raises(ValueError, match="no whole number from 0 on"):
+        Plan.from_json(json.dumps(document))
+
+
+def test_a_plan_nested_too_deep_is_no_plan() -> None:
+    with pytest.raises(ValueError, match="not a Dilatant plan"):
+        Plan.from_json("[" * 100_000)

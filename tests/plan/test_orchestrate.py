@@ -89,7 +89,7 @@ def test_impossible_requests_are_refused():
     one = ModuleCost("language", 2, {2: 1.0})
     with pytest.raises(TooFewDevicesError, match="at least 4 devices"):
         orchestrate([ModuleCost("vision", 2, {2: 1.0})], one, [], 3, 8)
-    with pytest.raises(BatchError, match="nearest that do are 8 and 12"):
+    with pytest.raises(BatchError, match="nearest batches that do are 8 and 12"):
         orchestrate([], one, [], 4, 10, microbatch_size=4)
     with pytest.raises(PlanError, match="needs layers and seconds"):
         orchestrate([], ModuleCost("language", 0, {1: 1.0}), [], 4, 8)

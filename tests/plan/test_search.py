@@ -264,7 +264,7 @@ def test_fewer_devices_than_units_need_are_refused_with_the_number():
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest():
-    with pytest.raises(BatchError, match="nearest that do are 8 and 12") as caught:
+    with pytest.raises(BatchError, match="nearest batches that do are 8 and 12") as caught:
         find(VLM, COSTS, TOKENS, 4, 10, sizes=(4, 8))
     assert caught.value.nearest == (8, 12)
 

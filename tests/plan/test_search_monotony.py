@@ -15,6 +15,7 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
 from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.options import OptionTable
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cluster, cost_model
 from search_cases import RULES, find, random_vlm
@@ -34,7 +35,7 @@ def check(cases, one):
     given(st.integers(0, 2**32 - 1))(settings(max_examples=cases, deadline=None)(one))()
 
 
-def drawn(draw, parameters=0, free=False):
+def drawn(draw, parameters=0, free=False, activation=2.0):
     """A small vision-language model that may leave recomputation to the plan, its costs and its tokens."""
     spec, _ = random_vlm(draw)
     units = tuple(
@@ -47,7 +48,7 @@ def drawn(draw, parameters=0, free=False):
     )
     costs = cost_model(
         {"vision": draw.random() + 0.1, "language": draw.random() + 0.1},
-        activation=2.0,
+        activation=activation,
         output=0.0,
         call=draw.choice([0.0, 2.0]),
     )
@@ -137,6 +138,21 @@ def test_recomputation_left_to_the_plan_is_no_slower_than_any_that_is_prescribed
         )
 
     check(cases, one)
+
+
+def test_a_chain_that_recomputes_only_some_layers_still_fits():
+    mixed = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        spec, costs, tokens = drawn(draw, parameters=4000, free=True, activation=200.0)
+        workload = Workload({name: np.full(8, float(count)) for name, count in tokens.items()})
+        options = OptionTable(spec, costs, workload, draw.uniform(3_000, 50_000), 4, RULES, 8)
+        behind = draw.randint(0, 2)
+        chain = options.chain("language", 1, 1, draw.randint(1, 4), 1.0, 8, behind)
+        if chain is not None:
+            assert chain.room >= behind
+            mixed += len(set(chain.recompute.get("language", ()))) > 1
+    assert mixed > 5
 
 
 @often

@@ -106,7 +106,7 @@ def test_a_second_command_is_refused_and_told_who_is_there(tmp_path: Path) -> No
 
 def test_the_lock_of_a_killed_command_is_free(tmp_path: Path) -> None:
     process = holder(tmp_path)
-    (tmp_path / ".config.yaml.0123.writing").write_text("half")
+    (tmp_path / ".config.yaml.0123456789ab.writing").write_text("half")
     process.kill()
     process.communicate()
     folder = RunFolder(tmp_path)
@@ -155,3 +155,39 @@ def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="output_dir"):
         RunFolder(tmp_path / "run")
+
+
+WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "plan.json",
+    "eval.json",
+    "checkpoints/best.pt",
+    "resilience/notes.md",
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_no_run_wrote_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    for _ in range(2):  # nor at a second try
+        with pytest.raises(UserError, match="which no run wrote"):
+            RunFolder(tmp_path).lock()
+    assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")} == {name.partition("/")[0]}
+
+
+def test_a_folder_with_other_things_in_it_may_become_a_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for _ in range(2):
+        folder = RunFolder(tmp_path)
+        folder.lock()
+        folder.write_config("x")
+        folder.close()
+
+
+def test_a_copied_run_without_its_lock_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("x")
+    RunFolder(tmp_path).lock()

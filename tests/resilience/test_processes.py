@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.agent import Done, Prepared
 from dilatant.resilience.protocol.values import Settings
-from dilatant.resilience.wire import Hello, Link, LinkClosed, accept, connect
+from dilatant.resilience.wire import MAX_FRAME_BYTES, VERSION, Hello, Link, LinkClosed, accept, connect
 from dilatant.resilience.worker_link import WorkerLink
 
 TOKEN = b"t" * 32
@@ -154,4 +155,11 @@ def test_a_message_of_another_kind_ends_the_connection() -> None:
         client.send({"kind": "Done"})
     client.send(Done("three"))  # type: ignore[arg-type]
     with pytest.raises(LinkClosed, match="makes no sense"):
+        server.receive()
+
+
+def test_a_frame_longer_than_any_message_is_not_waited_for() -> None:
+    _, server, socket_of_client, _ = pair()
+    socket_of_client.sendall(struct.pack(">IB", MAX_FRAME_BYTES + 1, VERSION))
+    with pytest.raises(LinkClosed, match="a frame of version"):
         server.receive()

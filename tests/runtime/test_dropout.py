@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -251,6 +252,24 @@ def test_layers_left_out_by_chance_are_refused_before_a_step() -> None:
         alone(model)
     model.freeze(["vision.encoder", "language"])
     alone(model).close()
+
+
+@pytest.mark.parametrize("rate", [0.0, None])
+def test_a_draw_that_decides_on_a_layer_is_let_pass_only_where_the_config_keeps_all(
+    rate: float | None,
+) -> None:
+    """transformers 5.17 draws one number for each layer of Whisper, also where it leaves none out."""
+    model = build_model(PHI)
+    model.language.model.config.layerdrop = rate
+
+    def draw(*_: Any) -> None:
+        torch.rand([])
+
+    model.language.model.get_input_embeddings().register_forward_hook(draw)
+    runtime = alone(model)
+    with nullcontext() if rate == 0 else pytest.raises(UserError, match="rand draws random numbers"):
+        runtime.execute(build_samples(PHI))
+    runtime.close()
 
 
 def test_two_samples_of_one_draw_are_refused() -> None:

@@ -197,6 +197,10 @@ def test_costs_survive_json_to_the_last_bit_and_belong_to_their_plan() -> None:
     for key, wrong in (("stages", {}), ("cluster", 3), ("sync_seconds", [1])):
         with pytest.raises(ValueError, match="not the costs of a step"):
             StepCosts.from_document({**document, key: wrong}, given)
+    link = {**document["cluster"]["inside"], "latency": [0, 0]}
+    for key, wrong in (("cluster", {**document["cluster"], "inside": link}), ("sync_seconds", {"0": -1.0})):
+        with pytest.raises(ValueError, match="must be numbers and not negative"):
+            StepCosts.from_document({**document, key: wrong}, given)
     seconds = [[[-1.0] * 3] * 4] * len(given.stages())
     with pytest.raises(ValueError, match="finite and not negative"):
         StepCosts.from_document({**document, "stages": {**document["stages"], "seconds": seconds}}, given)

@@ -100,7 +100,10 @@ def test_costs_that_were_measured_here_count_before_modelled_ones(tmp_path: Path
     assert costs_of_run(config(), model, plan).origin.startswith("modelled")
     assert costs_of_run(config(plan={"costs": str(named)}), model, plan).origin.startswith("measured")
     save_costs(replace(measured, hardware="A100"), named)
-    assert costs_of_run(config(plan={"costs": str(named)}), model, plan).origin.startswith("modelled")
+    origin = costs_of_run(config(plan={"costs": str(named)}), model, plan).origin
+    assert origin.startswith("modelled")
+    assert "plan.costs does not count" in origin
+    assert "holds costs of 'A100'" in origin
 
 
 def test_the_plans_costs_count_while_the_same_layers_are_frozen() -> None:

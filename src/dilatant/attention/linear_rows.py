@@ -9,7 +9,8 @@ sample of more than two ranks keeps one waiting for another. Gradients of states
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -120,7 +121,11 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
 
 
 class _Carry:
-    """In the place of a cache: gives a layer the state before its tokens, and takes that after them."""
+    """In the place of a cache: gives a layer the state before its tokens, and takes that after them.
+
+    Layers ask for it by methods; those of transformers 5.17 by the `layers` of the cache."""
+
+    record_past = True  # one token is no step of decoding, which would overwrite states
 
     def __init__(self, before: State | None, kept: int) -> None:
         self._before = before
@@ -140,7 +145,18 @@ class _Carry:
         return None if self._before is None else self._before.memory
 
     def is_recording_past(self, layer: int) -> bool:
-        return True  # one token is no step of decoding, which would overwrite states
+        return self.record_past
+
+    def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:
+        return self._before is not None
+
+    @property
+    def layers(self) -> Mapping[int, _Carry]:
+        return defaultdict(lambda: self)
+
+    @property
+    def recurrent_states(self) -> tuple[Tensor | None]:
+        return (self.get_recurrent_state(0),)
 
     def update_conv_state(self, inputs: Tensor, layer: int, **kwargs: Any) -> Tensor:
         """inputs: [1, channels, tokens]; returned behind those before."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import Annotated
@@ -60,7 +61,10 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Entry point of a process, which just ends after `run`: to free all that was imported takes Python over a second,
-    which is long for who waits for an error on a busy machine."""
+    which is long for who waits for an error on a busy machine. SIGTERM ends it as an error would, so that temporary
+    folders go."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         run()
     except SystemExit as ended:

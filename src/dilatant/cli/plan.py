@@ -47,10 +47,16 @@ def plan(
     from dilatant.report.plan_page import write_plan_page
     from dilatant.report.plan_table import print_plan
     from dilatant.report.terminal import print_indented, print_line
-    from dilatant.training.planned_run import plan_report, training_plan, write_plan_folder
+    from dilatant.training.planned_run import (
+        check_plan_folder,
+        plan_report,
+        training_plan,
+        write_plan_folder,
+    )
 
     console = Console(stderr=as_json)
     resolved = with_costs(read_config(config, overrides), costs)
+    check_plan_folder(resolved)  # before the work, too
     problem = open_problem(resolved, console)
     with console.status("searching"):
         planned = plan_run(problem)

@@ -13,6 +13,7 @@ def status(folder: RunPath, as_json: AsJson = False) -> None:
     """Show members, generation and history of a run with `resilience.enabled`."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from dilatant.resilience.status import read_status
 
@@ -30,7 +31,7 @@ def status(folder: RunPath, as_json: AsJson = False) -> None:
         nodes.add_column(title)
     for node in found.nodes:
         state = ("member" if node.is_member else "left") + ("" if node.is_alive else ", gone")
-        nodes.add_row(node.name, state, str(node.agent), " ".join(map(str, node.workers)))
+        nodes.add_row(Text(node.name), state, str(node.agent), " ".join(map(str, node.workers)))
     console.print(nodes)
     history = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("time", "generation", "", "step", "members", "why"):
@@ -39,9 +40,9 @@ def status(folder: RunPath, as_json: AsJson = False) -> None:
         history.add_row(
             time.strftime("%H:%M:%S", time.localtime(event["time"])),
             str(event["generation"]),
-            event["task"],
+            Text(event["task"]),
             str(event["step"]),
             str(len(event["members"])),
-            event["reason"],
+            Text(event["reason"]),
         )
     console.print(history)

@@ -70,7 +70,7 @@ def train(
         if given:
             raise UserError(f"{given[0]} is for a start without a config file; the file says it")
         raise typer.Exit(run(read_config(config, overrides), overwrite=overwrite, as_json=as_json))
-    if model is None or not data:
+    if not model or not data or not all((*data, *held_out)):
         raise UserError(
             "give a YAML file, or a model and data: dilatant train --model ID --data ID_OR_FOLDER [--lora]"
         )
@@ -78,7 +78,13 @@ def train(
     if save_config is not None:
         if save_config.exists():
             raise UserError(f"--save-config {str(save_config)!r} is there already; name another file")
-        save_config.write_text(text, encoding="utf-8")
+        try:
+            with save_config.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(
+                f"--save-config {str(save_config)!r} cannot be written: {error.strerror}"
+            ) from None
         print(f"train it with\n  dilatant train {save_config}", file=sys.stderr)
         raise typer.Exit(0)
     print(text, file=sys.stderr if as_json else sys.stdout)

@@ -244,6 +244,8 @@ def _section_in(annotation: Any) -> Any:
 
 def _with_absolute_paths(config: Config, base: Path) -> Config:
     def absolute(text: str) -> str:
+        if "\0" in text:
+            raise UserError(f"{text!r} is no path: it has a character of code 0")
         return os.path.normpath(base / Path(text).expanduser())
 
     def local(text: str | None) -> str | None:

@@ -127,7 +127,7 @@ class GeneratorConfig(Section):
 class LoraConfig(Section):
     """Small matrices beside linear layers, which alone train (LoRA); names as in peft."""
 
-    r: int = Field(16, gt=0)
+    r: int = Field(16, gt=0, le=1 << 16)
     """Rank of the matrices."""
     lora_alpha: float = Field(32, gt=0, allow_inf_nan=False)
     """What they add is multiplied with `lora_alpha / r`."""
@@ -138,7 +138,7 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a
     regular expression)."""
-    units: tuple[str, ...] = (LANGUAGE,)
+    units: tuple[str, ...] = Field((LANGUAGE,), min_length=1)
     """Where: units (`language`, `vision`) or parts of them (`vision.encoder`, `vision.projector`)."""
     train: tuple[str, ...] = ()
     """What trains whole besides, as named in `freeze`: `[vision.projector]`. All else is frozen."""

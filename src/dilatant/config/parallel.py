@@ -58,7 +58,7 @@ class ParallelConfig(Section):
     `lpt`: blocks, the heaviest first."""
     check_transport: bool = False
     """Prove with a header that both ends of every message mean the same. Slower; for debugging."""
-    timeout_seconds: float = Field(600.0, gt=0)
+    timeout_seconds: float = Field(600.0, gt=0, le=1e6)
     """How long a rank waits for another one before the run ends with an error that tells who is silent."""
 
     @model_validator(mode="before")

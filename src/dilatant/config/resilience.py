@@ -20,9 +20,9 @@ class ResilienceConfig(Section):
     """Processes of one machine that are lost together."""
     restarts: int = Field(0, ge=0)
     """How often, all in all, a lost node is started again; it joins at the end of a step, and takes over layers."""
-    lease_seconds: float = Field(3.0, gt=0)
+    lease_seconds: float = Field(3.0, gt=0, le=1e5)
     """A node that is silent for longer is lost, be it stopped or cut off. One whose process ends is noticed at once."""
-    fence_seconds: float = Field(10.0, gt=0)
+    fence_seconds: float = Field(10.0, gt=0, le=1e5)
     """What a process has to stop what it computes when others were lost; who hangs longer is killed."""
     fewest_nodes: int = Field(1, ge=1)
     """With fewer the run ends, with exit code 75: start it again when there are more."""

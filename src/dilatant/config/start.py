@@ -7,6 +7,7 @@ from typing import Any
 
 FULL_RATE, LORA_RATE, PROJECTOR_RATE = 1e-5, 1e-4, 1e-5
 """Learning rates of AdamW for fine-tuning: of all weights, of adapters, of projectors beside adapters."""
+_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".csv", ".tsv", ".zip", ".gz")
 BATCH, TOKENS = 16, 4096
 
 
@@ -43,6 +44,6 @@ def starting_config(
 
 
 def _source(text: str) -> dict[str, str]:
-    return (
-        {"path": text} if Path(text).expanduser().exists() or any(c in text for c in "*?[") else {"id": text}
-    )
+    is_path = text.startswith(("/", "./", "../", "~")) or Path(text).suffix in _SUFFIXES
+    is_path = is_path or Path(text).expanduser().exists() or any(c in text for c in "*?[")
+    return {"path": text} if is_path else {"id": text}

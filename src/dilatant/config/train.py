@@ -59,7 +59,7 @@ class TrainConfig(Section):
     """Optimizer steps in all, those before a resume included."""
     epochs: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Passes over the training data, when `steps` is not given. Default: 1."""
-    global_batch_size: int = Field(32, gt=0)
+    global_batch_size: int = Field(32, gt=0, le=1 << 24)
     """Samples of one optimizer step, over all devices."""
     row_tokens: int | None = Field(None, gt=0)
     """Most language-model tokens of one packed microbatch. Default: `data.max_length`."""

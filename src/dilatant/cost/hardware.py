@@ -116,7 +116,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not YAML: {error}") from error
     if not isinstance(document, dict) or name not in document:
-        known = sorted(document) if isinstance(document, dict) else []
+        known = ", ".join(sorted(map(repr, document))) if isinstance(document, dict) else "nothing"
         raise UserError(f"no hardware {name!r} in {where}; it has {known}. Copy an entry and edit it.")
     return _read(name, document[name], where)
 

@@ -87,7 +87,8 @@ class Encoding:
     def unit_names(self) -> tuple[str, ...]:
         """The columns of sizes: the language model, then encoders and generators."""
         # A unit that sees images and clips has two ways to see.
-        return (LANGUAGE, *dict.fromkeys(unit.name for unit in (*self.units, *self.targets)))
+        names = [unit.name for unit in self.units] + [target.name for target in self.targets]
+        return (LANGUAGE, *dict.fromkeys(names))
 
     @cached_property
     def around(self) -> dict[tuple[str, MediaKind], tuple[str, str]]:

@@ -34,6 +34,10 @@ class ImageProcessor(Protocol):
         ...
 
 
+MOST_PIXELS = 1 << 14
+"""Of a side of what an encoder is given: more are taken for a mistake, and would take gigabytes an image."""
+
+
 @dataclass(frozen=True, slots=True)
 class PixelProcessor:
     """The usual steps of fixed-size vision encoders, with Pillow and numpy.
@@ -56,6 +60,11 @@ class PixelProcessor:
         if self.channels not in (1, 3):
             raise UserError(
                 f"an image encoder with {self.channels!r} channels is not supported; known: 1 and 3"
+            )
+        longest = max(self.height, self.width, self.shortest_edge or 1)
+        if not 1 <= min(self.height, self.width, self.shortest_edge or 1) <= longest <= MOST_PIXELS:
+            raise UserError(
+                f"images of {self.width} x {self.height} pixels; sides are 1 to {MOST_PIXELS:,} pixels long"
             )
         if self.resample not in RESAMPLE_NAMES:
             raise UserError(f"unknown resample {self.resample!r}; known: {', '.join(RESAMPLE_NAMES)}")

@@ -168,11 +168,12 @@ def _files(path: str) -> tuple[Path, ...]:
         elif place.exists():
             found.append(place)
         else:
-            matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+            named = map(Path, sorted(glob.glob(pattern, recursive=True)))
+            matches = [match for match in named if match.is_file()]  # a link may lead nowhere
             if not matches:
                 nothing = "matches no file" if glob.has_magic(pattern) else "does not exist"
                 raise UserError(f"data path {pattern!r} {nothing}")
-            found += [match for match in matches if match.is_file()]
+            found += matches
     return tuple(dict.fromkeys(found))
 
 

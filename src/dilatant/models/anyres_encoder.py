@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dilatant.config.errors import UserError
 from dilatant.data.anyres_image_unit import SHAPES, AnyresShape
 from dilatant.data.encode import grid_part
 from dilatant.data.sample import EncodedSample
@@ -80,7 +81,9 @@ class AnyresEncoderUnit(EncoderUnit):
         return Boundary(self.width_out, self.row_dtype, rows_of)
 
     def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
-        raise NotImplementedError(f"{self.unit}: ranks cannot share images of unlike shapes")
+        raise UserError(
+            f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1"
+        )
 
     def stage(self, first: int, end: int) -> AnyresStage:
         plain = super().stage(first, end)

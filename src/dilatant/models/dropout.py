@@ -27,7 +27,8 @@ _DROPOUTS = (
 )
 _INSIDE_TORCH = (nn.MultiheadAttention, nn.RNNBase)
 """Modules whose dropout is a step of one function of torch."""
-_LEFT_OUT_BY_CHANCE = ("layerdrop", "encoder_layerdrop", "drop_path_rate")
+_LAYERDROP = ("layerdrop", "encoder_layerdrop")
+_LEFT_OUT_BY_CHANCE = (*_LAYERDROP, "drop_path_rate")
 """Settings of transformers configs that draw for a layer or a batch, not for a sample."""
 
 
@@ -59,6 +60,9 @@ class KeyedDropout:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._running: Running | None = None
         self._is_first = True
+        config = None if unit.structure is None else cast(Any, unit.model).config
+        rates = [getattr(config, name, None) for name in _LAYERDROP]
+        self._keeps_layers = any(rate is not None for rate in rates) and not any(rates)
         self._hooks: list[Any] = []
         self._hooked: list[nn.Module] = []
         if unit.structure is None:
@@ -87,7 +91,10 @@ class KeyedDropout:
         )
         if not draws.total:
             return nullcontext()
-        return self._around(Running(self._stage.unit, draws, self._trains, self._shapes), data.device)
+        running = Running(
+            self._stage.unit, draws, self._trains, self._shapes, keeps_layers=self._keeps_layers
+        )
+        return self._around(running, data.device)
 
     def close(self) -> None:
         """Leave the modules as they were."""

@@ -23,6 +23,7 @@ class Running:
     trains: layers with a weight that trains; others drop nothing. shapes: place → what one token or item had there
     in any microbatch. layer: that which runs now; "" where the slice does what is another stage's, None outside of
     layers. outermost: the module whose end is that of all layers. calls: layer → how often it has drawn.
+    keeps_layers: the model can leave layers out by chance, and its config says that it does not.
     """
 
     unit: str
@@ -33,6 +34,7 @@ class Running:
     outermost: nn.Module | None = None
     calls: dict[str, int] = field(default_factory=dict)
     has_drawn: bool = False
+    keeps_layers: bool = False
 
     def again(self) -> Running:
         """This moment once more, for a layer that is computed a second time."""
@@ -228,6 +230,9 @@ def _refuse(name: str) -> Any:
     def refuse(running: Running, func: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        if running.keeps_layers and func is torch.rand and args == ([],):
+            # LayerDrop's draw, which transformers 5.17 compares with a rate of 0, too.
+            return func(*args, **kwargs, generator=torch.Generator())
         raise UserError(
             f"{running.layer or running.unit}: {name} draws random numbers that belong to no sample (noise, layers "
             "left out by chance), so they would change with the layout; switch this off in the model's config, or "

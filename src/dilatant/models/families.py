@@ -144,6 +144,12 @@ def family_of(config: Any, where: str) -> Family:
         )
     problems = []
     layer = getattr(config, "vision_feature_layer", None)
+    for key in {tower.token for tower in family.towers.values()}:
+        token = getattr(config, key, None)
+        if not isinstance(token, int) or token < 0:
+            problems.append(
+                f"{key} is {token!r}; it must be the id of the token that stands for a row of an encoder"
+            )
     if isinstance(layer, list | tuple):
         problems.append(f"vision_feature_layer {list(layer)}: rows of one layer can be used, not of several")
     if problems:

@@ -80,7 +80,12 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
     if wanted == "all-linear":
         found = linear
     elif isinstance(wanted, str):
-        found = [name for name in linear if re.fullmatch(wanted, name)]
+        try:
+            found = [name for name in linear if re.fullmatch(wanted, name)]
+        except re.error as error:
+            raise UserError(
+                f"model.lora.target_modules {wanted!r} is no regular expression: {error}"
+            ) from None
     else:
         found = [name for name in linear if any(_is_below_end(name, end) for end in wanted)]
         idle = [end for end in wanted if not any(_is_below_end(name, end) for name in linear)]

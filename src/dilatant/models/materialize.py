@@ -39,8 +39,17 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     here = {
         id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
     }
-    for _, _, piece in fresh:
-        _give_memory(piece)
+    for layer, _, piece in fresh:
+        try:
+            _give_memory(piece)
+        except RuntimeError as error:  # torch has no other one for memory of the host
+            if "allocate memory" not in str(error):
+                raise
+            size = sum(tensor.nbytes for tensor in piece.parameters() if tensor.is_meta)
+            raise UserError(
+                f"{layer} needs another {size / 2**30:,.0f} GiB of this machine's memory, which has not so much left; "
+                "check the sizes in its config, or spread the model over more machines"
+            ) from None
     if any(_family_of(unit, path) is model for _, path, _ in fresh):
         # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
         # in them begins (Whisper's encoder sets its positions), so they come last.

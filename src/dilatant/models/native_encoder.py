@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.data.encode import grid_part
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
@@ -211,7 +212,9 @@ class NativeEncoderUnit(EncoderUnit):
         )
 
     def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
-        raise NotImplementedError(f"{self.unit}: ranks cannot share the images of a native encoder")
+        raise UserError(
+            f"{self.unit}: its images have unlike sizes, and ranks cannot share them yet; give it cp: 1"
+        )
 
     def stage(self, first: int, end: int) -> NativeStage:
         self._check_stage(first, end)

@@ -19,8 +19,11 @@ from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.diffusion import Diffusion, Objective
+from dilatant.models.sources import MOST_BLOCKS
 
 INSTALL = 'pip install "dilatant[generators]"'
+WIDEST = 1 << 20
+"""More is taken for a mistake."""
 _SUBFOLDERS = ("transformer", "unet")
 """Where a pipeline of diffusers keeps its net."""
 _PREDICTIONS: dict[str, Objective] = {
@@ -188,12 +191,16 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
     problems = [f"{name}: {problem}" for problem in family.problems(config)]
     if out not in (channels, 2 * channels):
         problems.append(f"{name} takes {channels} channels and gives {out}; it must give as many, or twice")
+    for width in (family.width(config), family.pooled(config)):
+        if width is not None and not (isinstance(width, int) and 1 <= width <= WIDEST):
+            problems.append(f"{name} takes conditions {width!r} wide; widths are 1 to {WIDEST:,}")
     if config.sample_size is None:
         problems.append(f"{name} has no sample_size, which says how large its pictures are")
     if problems:
         raise list_problems(f"{where} cannot be trained:", problems)
     height, width = _pair(config.sample_size)
     shape = (channels, height, width)
+    _draw_nothing(net, family, shape, where)
     pixels = shape if vae is None else _pixels_of(vae, shape, where)
     if pixels[0] not in (1, 3):
         raise UserError(
@@ -203,6 +210,29 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
     return PictureNet(
         source, family, family.width(config), family.pooled(config), shape, pixels, out > channels
     )
+
+
+@torch.no_grad()
+def _draw_nothing(net: nn.Module, family: Family, shape: tuple[int, int, int], where: str) -> None:
+    """One forward without memory. Raises UserError where the settings of a net do not fit one another."""
+    config: Any = net.config
+    pooled = family.pooled(config)
+    with torch.device("meta"):
+        rows = torch.empty(1, 1, family.width(config))
+        told = None if pooled is None else torch.empty(1, pooled)
+        try:
+            said = family.say(net, torch.empty(1, *shape), torch.empty(1), rows, told)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UserError(
+                f"{where}: {type(net).__name__} with these settings cannot draw pictures of its sample_size "
+                f"{list(shape[1:])}: {reason}"
+            ) from None
+    if tuple(said.shape[2:]) != shape[1:]:
+        raise UserError(
+            f"{where}: {type(net).__name__} with these settings draws {list(said.shape[2:])}, but its sample_size is "
+            f"{list(shape[1:])}"
+        )
 
 
 def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, int, int]:
@@ -321,6 +351,9 @@ def _build(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -> A
             near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{key!r} is not a setting of {kind.__name__}{hint}")
+    for key, value in given.items():
+        if "layers" in key and isinstance(value, int) and value > MOST_BLOCKS:
+            raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
     if problems and "_diffusers_version" not in settings:  # what diffusers wrote, it knows
         raise list_problems(f"{where}:", problems)
     try:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from dilatant.config.errors import UserError
 from dilatant.data.encode import grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
@@ -31,6 +32,23 @@ from dilatant.models.weights import name_weights
 FEATURES = "input_features"
 TYPICAL_FRAMES = 1000
 """Frames of a sound that layers are measured with: 10 s."""
+
+
+class Held(nn.Module):
+    """A module under its name in the whole model, for a linear layer has no place for adapters by itself."""
+
+    drawn_by: PreTrainedModel
+    """Knows how its weights begin."""
+
+    def __init__(self, name: str, module: nn.Module, tower: PreTrainedModel) -> None:
+        super().__init__()
+        self._name = name
+        self.add_module(name, module)
+        # Not registered: the tower is another part of the unit.
+        self.__dict__["drawn_by"] = tower
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._modules[self._name](hidden)  # type: ignore[misc]
 
 
 class SoundStage(EncoderStage):
@@ -76,7 +94,7 @@ class SoundEncoderUnit(EncoderUnit):
 
     packs = True
 
-    def __init__(self, name: str, tower: PreTrainedModel, projector: nn.Module, placeholder_id: int) -> None:
+    def __init__(self, name: str, tower: PreTrainedModel, projector: Held, placeholder_id: int) -> None:
         config: Any = tower.config
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
@@ -91,8 +109,6 @@ class SoundEncoderUnit(EncoderUnit):
             mel_bins=config.num_mel_bins,
             frames=TYPICAL_FRAMES,
         )
-        # Not registered: the tower is another part of the unit.
-        projector.__dict__["drawn_by"] = tower
         EncoderStage.__init__(
             self,
             unit=name,
@@ -149,7 +165,9 @@ class SoundEncoderUnit(EncoderUnit):
         )
 
     def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
-        raise NotImplementedError(f"{self.unit}: ranks cannot share sounds of unlike lengths")
+        raise UserError(
+            f"{self.unit}: its sounds have unlike lengths, and ranks cannot share them; give it cp: 1"
+        )
 
     def stage(self, first: int, end: int) -> SoundStage:
         self._check_stage(first, end)

@@ -7,8 +7,10 @@ import importlib
 import inspect
 import json
 import re
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.families import FAMILIES
 from dilatant.models.structure import DEPTH_KEYS
 
 HUB_TIMEOUT_SECONDS = 10.0
-MOST_BLOCKS = 10_000
+MOST_BLOCKS = 1_000
 """More are taken for a mistake, or a trap: making them alone would take minutes."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
+_WIDTHS = ("hidden_size", "vocab_size")
 _TOWERS = ("vision_config", "audio_config")
 
 
@@ -49,7 +53,7 @@ def load_encoder(source: Any, where: str = "encoder", **options: Any) -> PreTrai
 def parse_config(settings: Mapping[str, Any], where: str) -> PreTrainedConfig:
     """A transformers config from `model_type` and settings. Raises UserError for unknown types, keys and values."""
     settings = dict(settings)
-    _refuse_endless(settings, where)
+    _refuse_absurd(settings, where)
     model_type = settings.pop("model_type", None)
     if model_type not in CONFIG_MAPPING_NAMES:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING_NAMES), n=1, cutoff=0.5)
@@ -78,13 +82,16 @@ def _plain_config(path: Path, where: str) -> Any:
         raise UserError(f"{where}: {str(path)!r} cannot be read: {_one_line(error)}") from None
 
 
-def _refuse_endless(settings: Any, where: str) -> None:
-    """Raise UserError for more blocks than any model has, in the settings or in those of a tower among them."""
+def _refuse_absurd(settings: Any, where: str) -> None:
+    """Raise UserError for more blocks than any model has, and for one of no width, in the settings or in those of a
+    tower among them."""
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         if key in DEPTH_KEYS and isinstance(value, int | float) and not value <= MOST_BLOCKS:
             raise UserError(f"{where}: {key} is {value:,}; a model has {MOST_BLOCKS:,} blocks at most")
+        if key in _WIDTHS and isinstance(value, int | float) and value < 1:
+            raise UserError(f"{where}: {key} is {value}; it must be at least 1")
         if str(key).endswith("_config"):
-            _refuse_endless(value, where)
+            _refuse_absurd(value, where)
 
 
 def _is_read_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
@@ -154,7 +161,10 @@ def _on_meta(
 def _pretrained_language_model(name: str, where: str, **options: Any) -> PreTrainedModel:
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-        raise UserError(f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model")
+        whole = "; a whole model goes under model.id" if config.model_type in FAMILIES else ""
+        raise UserError(
+            f"{where}: {name!r} is of type {config.model_type!r}, not a causal language model{whole}"
+        )
     return _from_pretrained(AutoModelForCausalLM, name, where, config, options)
 
 
@@ -197,7 +207,7 @@ def load_pretrained_config(name: str, where: str, trust_remote_code: bool = Fals
             f"{where}: folder {name!r} has no config.json, so it is not in the Hugging Face layout"
         )
     if Path(name).is_dir():
-        _refuse_endless(_plain_config(Path(name) / "config.json", where), where)
+        _refuse_absurd(_plain_config(Path(name) / "config.json", where), where)
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         return AutoConfig.from_pretrained(name, **local)
@@ -238,16 +248,33 @@ def _from_pretrained(
     loader: Any, name: str, where: str, config: PreTrainedConfig, options: Mapping[str, Any], **more: Any
 ) -> Any:
     try:
-        return loader.from_pretrained(
-            name,
-            config=config,
-            dtype=options.get("dtype") or "auto",
-            attn_implementation=options.get("attn_implementation"),
-            **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
-            **more,
-        )
+        with without_bars(name):
+            return loader.from_pretrained(
+                name,
+                config=config,
+                dtype=options.get("dtype") or "auto",
+                attn_implementation=options.get("attn_implementation"),
+                **({"trust_remote_code": True} if options.get("trust_remote_code") else {}),
+                **more,
+            )
     except Exception as error:
         raise UserError(f"{where}: the weights of {name!r} cannot be loaded: {_one_line(error)}") from None
+
+
+@contextmanager
+def without_bars(source: str | Path) -> Iterator[None]:
+    """Inside, transformers draws no bars for what it reads or writes in a moment: they would break the lines around
+    them. source: where a model comes from or goes to; of an id on the hub, a terminal is shown how the download goes.
+    """
+    is_download = not Path(source).is_dir() and sys.stderr.isatty()
+    if is_download or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -33,7 +33,7 @@ from dilatant.models.native_encoder import MERGERS, NativeEncoderUnit
 from dilatant.models.packed_row import Positions
 from dilatant.models.positions import spatial_positions
 from dilatant.models.slicing import StandIn, slice_model
-from dilatant.models.sound_encoder import SoundEncoderUnit
+from dilatant.models.sound_encoder import Held, SoundEncoderUnit
 from dilatant.models.structure import find_structure
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
@@ -97,9 +97,11 @@ class Whole:
                 return NativeEncoderUnit(name, native)
             (place,) = tower.projector
             projector = model.get_submodule(place)
+            last = place.rpartition(".")[2]
             if place.startswith(f"{tower.path}."):
-                native._modules[place.rpartition(".")[2]] = StandIn(projector)
-            return SoundEncoderUnit(name, native, projector, self.placeholder_ids[name])
+                native._modules[last] = StandIn(projector)
+            held = Held(last, projector, native)
+            return SoundEncoderUnit(name, native, held, self.placeholder_ids[name])
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.family)
@@ -132,8 +134,8 @@ class Whole:
         key = plain_key(weight.key)
         if tower is None or not (tower.native or weight.part == "model"):
             return key
-        is_beside = weight.part == "projector" and tower.projector
-        return f"{tower.projector[0] if is_beside else tower.path}.{key}"
+        is_held = weight.part == "projector" and tower.projector
+        return f"{tower.projector[0].rpartition('.')[0] if is_held else tower.path}.{key}"
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:

@@ -253,11 +253,11 @@ class OptionTable:
         if key not in self._options:
             layers, free = self._merged(asked), self._merged(replace(asked, level="none"))
             cuts = option.cuts[asked.unit]
-            more, held = free.kept - layers.kept, _by_stage(layers, cuts)
+            more, held = free.kept - layers.kept, dict(zip(_COLUMNS, _by_stage(layers, cuts), strict=True))
             again = np.full(len(more), True)
             for s, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(more)))):
                 flying = min(asked.stages - s + behind, asked.microbatches)
-                left = self._capacity - held[2][s] - held[4][s] - flying * held[3][s]
+                left = self._capacity - held["static"][s] - held["transient"][s] - flying * held["kept"][s]
                 if asked.chunks > 1:
                     left = 0.0  # several stages share the device
                 gains = flying * np.cumsum(more[first:end][::-1])[::-1]

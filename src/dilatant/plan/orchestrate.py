@@ -216,7 +216,7 @@ def _check(modules: Sequence[ModuleCost], num_gpus: int, global_batch: int, micr
         nearest = tuple(n for n in (low, low + microbatch_size) if n > 0)
         raise BatchError(
             f"a global batch of {global_batch} does not divide into microbatches of {microbatch_size}; "
-            f"the nearest that do are {' and '.join(map(str, nearest))}",
+            f"the nearest batches that do are {' and '.join(map(str, nearest))}",
             nearest,
         )
     needed = sum(min(module.seconds) for module in modules)

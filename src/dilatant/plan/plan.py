@@ -143,16 +143,34 @@ class Plan:
         """Read a plan written by `to_json`. Raises ValueError, naming the place, when the document is not a plan."""
         try:
             return cls(units=tuple(_unit_from_dict(unit) for unit in json.loads(text)["units"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not a Dilatant plan: {error}") from error
 
 
 def _unit_from_dict(unit: dict[str, Any]) -> UnitPlan:
+    for name in (unit["name"], *unit["feeds"]):
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is no name of a unit")
     replicas = tuple(
-        Replica(tuple(Stage(**{**stage, "ranks": tuple(stage["ranks"])}) for stage in replica["stages"]))
+        Replica(tuple(_stage_from_dict(unit["name"], stage) for stage in replica["stages"]))
         for replica in unit["replicas"]
     )
     recompute = tuple(unit.get("recompute", ()))
     if unknown := sorted({str(how) for how in recompute} - {*get_args(Recompute)}):
         raise ValueError(f"recompute of unit {unit['name']!r} has {unknown}; there are {get_args(Recompute)}")
     return UnitPlan(unit["name"], replicas, tuple(unit["feeds"]), recompute)
+
+
+_MOST = 1 << 24
+"""Beyond any number of layers and ranks."""
+
+
+def _stage_from_dict(unit: str, entry: dict[str, Any]) -> Stage:
+    stage = Stage(**{**entry, "ranks": tuple(entry["ranks"])})
+    for key, values in {**asdict(stage), "ranks": stage.ranks}.items():
+        for value in values if isinstance(values, tuple) else (values,):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+                raise ValueError(
+                    f"{key} of a stage of unit {unit!r} has {value!r}, which is no whole number from 0 on"
+                )
+    return stage

@@ -30,7 +30,7 @@ def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int
     among = f" among {pipelines} pipelines" if pipelines > 1 else ""
     raise BatchError(
         f"a global batch of {global_batch} does not divide{among} into microbatches of "
-        f"{' or '.join(map(str, wanted))}; the nearest that do are {' and '.join(map(str, nearest))}",
+        f"{' or '.join(map(str, wanted))}; the nearest batches that do are {' and '.join(map(str, nearest))}",
         nearest,
     )
 

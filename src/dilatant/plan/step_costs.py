@@ -73,8 +73,9 @@ class StepCosts:
                 {int(rank): float(seconds) for rank, seconds in document["sync_seconds"].items()},
                 str(document["origin"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not the costs of a step: {type(error).__name__}: {error}") from error
+        _check_numbers(costs)
         count = len(plan.stages())
         for name, values in arrays.items():
             shape = {"seconds": (count, len(KIND_ORDER), 3), "static_bytes": (count,)}.get(name, (count, 3))
@@ -83,6 +84,16 @@ class StepCosts:
             if not (np.isfinite(values).all() and values.min(initial=0.0) >= 0):
                 raise ValueError(f"{name} must be finite and not negative")
         return costs
+
+
+def _check_numbers(costs: StepCosts) -> None:
+    """Raise ValueError for what is no number, or below 0. A link may be without bounds."""
+    places = () if costs.cluster is None else (costs.cluster, costs.cluster.inside, costs.cluster.between)
+    values = [getattr(place, field.name) for place in places for field in fields(place)]
+    numbers = [value for value in values if not isinstance(value, Link)]
+    numbers += [*costs.item_tokens.values(), *costs.dense.values(), *costs.sync_seconds.values()]
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        raise ValueError("tokens, seconds and links must be numbers and not negative")
 
 
 def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:

@@ -6,13 +6,17 @@ import os
 import secrets
 from pathlib import Path
 
+_TOKEN_BYTES = 6
+LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.writing"
+"""Matches what a `write_durably` that was killed leaves in a folder."""
+
 
 def write_durably(path: Path, text: str) -> None:
     """Put `text` at `path`, replacing what is there: a reader, also one after a crash, finds the old text or the new.
 
     Its temporary name is its own, so several writers do not meet. Raises OSError, and leaves nothing then.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.writing")
     try:
         with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dilatant.config import UserError
-from dilatant.report.durable import write_durably
+from dilatant.report.durable import LEFTOVERS, write_durably
+
+_WRITTEN = (
+    *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
+    *("timeline.html", "timeline.json", "checkpoints", "resilience"),
+)
+"""What a run replaces without asking, for it is its own; an export says itself what it may replace."""
 
 
 class RunFolder:
@@ -50,9 +56,16 @@ class RunFolder:
         """Hold the folder until `close`, or until this process ends however that happens.
 
         By the process that starts the ranks, or by rank 0 under an outer launcher; before anything is read that a run
-        decides by. Raises UserError that names the process which holds it already.
+        decides by. Raises UserError that names the process which holds it already, and for a folder that is no run's
+        and holds what a run would replace.
         """
         with self._writing():
+            foreign = None if self._is_of_a_run() else self._first_foreign()
+            if foreign is not None:
+                raise UserError(
+                    f"output_dir {str(self.path)!r} holds {foreign!r}, which no run wrote and this one would replace; "
+                    "choose a folder of its own"
+                )
             lock = (self.path / ".lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,8 +84,15 @@ class RunFolder:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
-            for leftover in self.path.glob(".*.writing"):
+            for leftover in self.path.glob(LEFTOVERS):
                 leftover.unlink(missing_ok=True)
+
+    def _is_of_a_run(self) -> bool:
+        """Whether a run has locked it before, or saved a checkpoint there: a copy may lack the lock."""
+        return (self.path / ".lock").is_file() or any(self.checkpoints.glob("step-*/manifest.json"))
+
+    def _first_foreign(self) -> str | None:
+        return next((name for name in _WRITTEN if os.path.lexists(self.path / name)), None)
 
     def write_config(self, text: str) -> None:
         """Save the resolved config."""

@@ -42,7 +42,7 @@ def read_record(folder: Path) -> Record | None:
         return msgspec.json.decode((folder / STATE).read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"{folder / STATE}: {error}") from None
 
 
@@ -121,8 +121,8 @@ class Service:
             "members": list(coordinator.members),
             "reason": coordinator.stopped or coordinator.reason,
         }
-        with (self._folder / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        with suppress(OSError), (self._folder / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")  # a full disk costs the history, not the run
 
     def _accept(self) -> None:
         while True:
@@ -149,10 +149,13 @@ def main() -> None:
     """Read how to start from standard input, whose end is that of whoever started this."""
     start = read_start()
     end_with_parent()
-    service = Service(start)
-    write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
-    say(port=service.port, pid=os.getpid())
-    service.serve()
+    try:
+        service = Service(start)
+        write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
+        say(port=service.port, pid=os.getpid())
+        service.serve()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"the coordinator cannot work: {error}") from None
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ from typing import Any
 
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
-from dilatant.config import Config
+from dilatant.config import Config, UserError
 from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
-from dilatant.resilience.protocol.values import TOO_FEW, Settings
+from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
+from dilatant.resilience.wire import connect
 from dilatant.training.rank import RunResult, Show, console_for
 from dilatant.training.starting_point import Start as StartingPoint
 
@@ -30,6 +31,10 @@ COORDINATOR = "dilatant.resilience.coordinator_process"
 AGENT = "dilatant.resilience.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
+ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
+"""How often the coordinator is asked whether it is there, and what it has to answer at least."""
+BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
+"""Of coordinators that end at once: their port may be taken for a while, the disk may be full."""
 TOO_FEW_EXIT_CODE = 75
 """EX_TEMPFAIL: try again later, with more nodes."""
 
@@ -49,7 +54,10 @@ def launch_resiliently(
     _warn_of_few_copies(config, plan_json, show)
     folder = RunFolder(config.output_dir).path / FOLDER
     shutil.rmtree(folder, ignore_errors=True)  # of a run before
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
     with _agents(config, counts, folder) as (seats, supervisor):
@@ -68,7 +76,9 @@ def launch_resiliently(
                 ],
             )
         except WorkerFailed as failure:
-            record = read_record(folder)
+            if supervisor.failure:
+                raise WorkerFailed(f"the run stopped: {supervisor.failure}") from failure
+            record = _record(folder)
             if record is None or not record.stopped:
                 raise
             code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
@@ -103,12 +113,12 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[l
     agents: list[Child] = []
     supervisor: _Supervisor | None = None
     try:
-        port = coordinator.port
+        port = _port(coordinator)
         for node, count in enumerate(counts):
             begin = Start("127.0.0.1", port, token.hex(), settings, str(folder), f"node{node}", count)
             agents.append(Child(AGENT, begin))
         seats = [
-            Seat(f"node{node}", index, agent.port, token)
+            Seat(f"node{node}", index, _port(agent), token)
             for node, (agent, count) in enumerate(zip(agents, counts))
             for index in range(count)
         ]
@@ -136,6 +146,9 @@ class _Supervisor:
         self._restarts = restarts
         self._restarted: queue.SimpleQueue[tuple[int, list[Seat]]] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._asked = self._spoke = self._stood = time.monotonic()
+        self.failure = ""
+        """Why the run cannot go on, where that lies with the coordinator."""
         self._thread = threading.Thread(target=self._run, name="dilatant-supervisor", daemon=True)
         self._thread.start()
 
@@ -163,12 +176,39 @@ class _Supervisor:
         for rank in ranks:
             self._restarted.put((rank, list(self._seats)))
 
+    def _watch_coordinator(self) -> None:
+        """One that has died, or stands still, is replaced; if none can stand for long, the run ends."""
+        now = time.monotonic()
+        if self._coordinator.is_alive:
+            if now - self._asked < ASK_SECONDS:
+                return
+            self._asked = now
+            patience = max(ANSWER_SECONDS, 3 * self._restart.settings.lease_seconds)
+            if _answers(self._restart, patience):
+                self._spoke = self._stood = time.monotonic()
+            if time.monotonic() - self._spoke < patience:  # it may just be starting
+                return
+            self._coordinator.process.kill()
+            self._coordinator.process.wait()
+        elif not self._coordinator.process.returncode or self.failure:  # the run is over
+            return
+        elif now - self._stood > UNATTENDED_SECONDS:
+            self.failure = (
+                f"no coordinator could be started for {UNATTENDED_SECONDS:.0f} s (what it wrote is above); "
+                "`dilatant resume` goes on from the newest checkpoint"
+            )
+            _kill(list(range(len(self._seats))))
+            return
+        elif now - self._spoke < BETWEEN_STARTS_SECONDS:
+            return
+        self._coordinator.close()
+        self._coordinator = Child(COORDINATOR, self._restart)
+        self._asked = self._spoke = time.monotonic()
+
     def _run(self) -> None:
         ended: set[int] = set()
         while not self._closed.wait(WATCH_SECONDS):
-            if not self._coordinator.is_alive and self._coordinator.process.returncode:
-                self._coordinator.close()
-                self._coordinator = Child(COORDINATOR, self._restart)
+            self._watch_coordinator()
             for node, agent in enumerate(self._agents):
                 if node not in ended and not agent.is_alive:
                     ranks = [
@@ -178,7 +218,7 @@ class _Supervisor:
                     ]
                     if agent.process.returncode:
                         _kill(ranks)
-                    record = read_record(Path(self._restart.folder))
+                    record = _record(Path(self._restart.folder))
                     if self._restarts and record is not None and not record.stopped:
                         self._restarts -= 1
                         agent.close()
@@ -186,6 +226,31 @@ class _Supervisor:
                         self._begin_again(node, f"node{node}")
                     else:
                         ended.add(node)
+
+
+def _port(child: Child) -> int:
+    """Raises UserError where the process could not begin; what it wrote says why."""
+    try:
+        return child.port
+    except RuntimeError as error:
+        raise UserError(f"resilience.enabled: {error}; what it wrote is above") from None
+
+
+def _answers(coordinator: Start, seconds: float) -> bool:
+    """Whether there is one that speaks: a stopped process still has its port."""
+    try:
+        connect(coordinator.host, coordinator.port, bytes.fromhex(coordinator.token), seconds).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _record(folder: Path) -> Record | None:
+    """What the last coordinator wrote down, if that can be read."""
+    try:
+        return read_record(folder)
+    except (OSError, ValueError):
+        return None
 
 
 def _kill(ranks: list[int]) -> None:

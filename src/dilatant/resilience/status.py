@@ -46,10 +46,10 @@ def read_status(run: Path) -> RunStatus:
         raise UserError(f"{str(run)!r} cannot be read: {error}") from None
     if record is None:
         raise UserError(f"{str(run)!r} is no run with resilience.enabled, or has not begun")
-    events = tuple(_lines(folder / EVENTS))
+    events = tuple(event for event in _lines(folder / EVENTS) if _is_event(event))
     nodes = []
     for file in sorted(folder.glob("node*.json")):
-        for document in _lines(file):
+        for document in filter(_is_introduction, _lines(file)):
             alive = (
                 Path(f"/proc/{document['pid']}").exists() if os.path.isdir("/proc") else not record.stopped
             )
@@ -62,6 +62,27 @@ def read_status(run: Path) -> RunStatus:
     )
 
 
+def _is_event(line: dict[str, Any]) -> bool:
+    """Whether a line is one that the coordinator wrote."""
+    kinds: dict[str, Any] = {
+        "time": (int, float),
+        "generation": int,
+        "task": str,
+        "step": int,
+        "members": list,
+        "reason": str,
+    }
+    return all(isinstance(line.get(key), kind) for key, kind in kinds.items()) and abs(line["time"]) < 1e11
+
+
+def _is_introduction(line: dict[str, Any]) -> bool:
+    """Whether a line is what an agent says of itself."""
+    kinds: dict[str, Any] = {"node": str, "pid": int, "workers": dict}
+    if not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
+        return False
+    return all(isinstance(pid, int) for pid in line["workers"].values())
+
+
 def read_last_step(run: Path) -> int:
     """The last step in metrics.jsonl; 0 before the first."""
     steps = [line["step"] for line in _lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
@@ -71,13 +92,13 @@ def read_last_step(run: Path) -> int:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON lines of a file that others may be writing to."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
     for line in text.splitlines():
         try:
             document = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(document, dict):
             yield document

@@ -44,7 +44,8 @@ def costs_of_run(
     described = describe_model(model, recompute_by_unit(config, model.units))
     degrees = sorted({(placed.stage.tp, placed.stage.cp) for placed in plan.stages()})
     longest = config.data.max_length
-    costs = _named_costs(config, described, target)
+    costs, misfit = _named_costs(config, described, target)
+    note += misfit
     if costs is None and target.is_local:
         costs = kept_costs(described, target, degrees, longest)
     if costs is None:
@@ -76,14 +77,14 @@ def _target(config: Config, plan: Plan) -> Target:
     )
 
 
-def _named_costs(config: Config, model: ModelDescription, target: Target) -> CostModel | None:
-    """Those of `plan.costs`, which may be of devices that are only planned for."""
+def _named_costs(config: Config, model: ModelDescription, target: Target) -> tuple[CostModel | None, str]:
+    """Those of `plan.costs`, which may be of devices that are only planned for; else None, and why."""
     if config.plan.costs is None:
-        return None
+        return None, ""
     try:
-        return read_costs(Path(config.plan.costs), model, target)
-    except UserError:
-        return None
+        return read_costs(Path(config.plan.costs), model, target), ""
+    except UserError as error:
+        return None, f"; plan.costs does not count: {' '.join(str(error).split())}"
 
 
 def _how_to_measure(config: Config, target: Target) -> str:

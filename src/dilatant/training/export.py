@@ -7,14 +7,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError
-from transformers.utils import logging
 
 from dilatant.config import Config, UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
@@ -35,7 +32,7 @@ from dilatant.models.dtype import hold_in
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
-from dilatant.models.sources import load_pretrained_config
+from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
 from dilatant.profiling.media_units import media_unit, units_of_whole
 from dilatant.training.checkpoint import load
@@ -83,7 +80,7 @@ def export_model(
     check_target(folder, run)
     try:
         with replacing(folder) as writing:
-            with _without_progress_bars():
+            with without_bars(writing):
                 if model.whole is None:
                     model.save_pretrained(writing)
                 else:
@@ -138,7 +135,7 @@ def load_exported(folder: Path) -> Exported:
             "or export the merged model"
         )
     markers, drawn = _read_conversation(folder)
-    with _without_progress_bars():
+    with without_bars(folder):
         model = MultimodalModel.from_pretrained(folder)
     if markers.keys() != model.encoders.keys() or drawn.keys() != model.generators.keys():
         raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other units")
@@ -176,7 +173,7 @@ def _load_whole(folder: Path) -> Exported:
     where = str(folder)
     whole = Whole.of(load_pretrained_config(where, where), where)
     tokenizer = load_tokenizer(where)
-    with _without_progress_bars():
+    with without_bars(folder):
         model = WholeAnswers.open(folder, whole)
     encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units_of_whole(whole, where, tokenizer))
     return Exported(model, tokenizer, encoding)
@@ -199,18 +196,6 @@ def _read_conversation(folder: Path) -> tuple[dict[str, str], dict[str, dict[str
     raise UserError(
         f"{str(folder)!r} is not an export: it has no readable {CONVERSATION}; make one with `dilatant export RUN`"
     )
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """What is said here is said by us; transformers' bars would break the lines around it."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from dilatant.config import Config, UserError
 from dilatant.plan.search import RankedPlan
 from dilatant.profiling.planning import (
     PlannedRun,
@@ -73,13 +74,28 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     )
 
 
+_REPORT = "report.json"
+
+
+def check_plan_folder(config: Config) -> None:
+    """Raise UserError where the run folder's plan/ holds what no plan wrote."""
+    folder = Path(config.output_dir) / "plan"
+    foreign = [name for name in ("plan.json", "config.yaml", "costs.yaml") if (folder / name).exists()]
+    if foreign and not (folder / _REPORT).is_file():
+        raise UserError(
+            f"output_dir: {str(folder)!r} holds {foreign[0]!r}, which no plan wrote and this one would replace; choose "
+            "another output_dir"
+        )
+
+
 def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
     """Write what `dilatant train`, `dilatant simulate` and a reader need into the run folder's plan/; returns that
     folder."""
     problem, winner = planned.problem, planned.result.winner
+    check_plan_folder(problem.config)
     folder = RunFolder(Path(problem.config.output_dir) / "plan")
+    folder.write_text(_REPORT, report.to_json() + "\n")  # first, for it tells that the folder is ours
     folder.write_text("plan.json", training_plan(problem, winner).to_json())
-    folder.write_text("report.json", report.to_json() + "\n")
     folder.write_config(problem.config.to_yaml())
     folder.write_text("costs.yaml", problem.measured.to_yaml())
     write_plan_page(report, folder.path / "plan.html")

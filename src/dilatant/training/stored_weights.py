@@ -24,7 +24,7 @@ from dilatant.models.lora import PREFIX, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.picture_nets import pretrained_weights, read_source
-from dilatant.models.sources import load_encoder, load_language_model
+from dilatant.models.sources import load_encoder, load_language_model, without_bars
 from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
@@ -163,10 +163,18 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
 def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
     """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
     try:
-        model = type(whole.composite()).from_pretrained(source, dtype="auto")
+        with without_bars(source):
+            loader: Any = type(whole.composite())
+            model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the weights of {source!r} cannot be loaded: {reason}") from None
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{source!r} lacks {missing[0]!r}{more} of the weights of its model; fetch it again, or begin with random "
+            "weights (model.config)"
+        )
     return model.state_dict()
 
 
@@ -178,8 +186,7 @@ def pretrained_files(source: str) -> Mapping[str, Path] | None:
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     index = cached_file(source, INDEX, **options)
     if index is not None:
-        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        return _Fetched(source, shards)
+        return _Fetched(source, _shards(Path(index)))
     single = cached_file(source, SINGLE, **options)
     return None if single is None else _keys(Path(single))
 
@@ -227,9 +234,19 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Stored key → file, of a model in the Hugging Face layout, in one file or sharded. Raises UserError."""
     index = folder / INDEX
     if index.is_file():
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {key: folder / file for key, file in shards.items()}
+        return {key: folder / file for key, file in _shards(index).items()}
     return _keys(folder / SINGLE)
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Stored key → name of its file. Raises UserError."""
+    try:
+        shards = json.loads(index.read_bytes())["weight_map"]
+        if not all(isinstance(name, str) for name in shards.values()):
+            raise TypeError
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{str(index)!r} does not say which file has which weight; fetch it again") from None
+    return shards
 
 
 def _keys(file: Path) -> dict[str, Path]:
@@ -252,6 +269,8 @@ def _read(tensors: Any, stored: str, box: Box) -> Tensor:
 
 def open_tensors(file: Path) -> safe_open:
     """A safetensors file. Raises UserError."""
+    if not file.is_file():
+        raise UserError(f"weights cannot be read from {str(file)!r}: there is no such file")
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -1,0 +1,80 @@
+"""Samples of which a pool's test can say what they do, and what it asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_builders import image_bytes, small_encoding, wav_bytes
+
+from dilatant.data.encode import TOKENS
+from dilatant.data.errors import SampleError
+from dilatant.data.pixels import as_array
+from dilatant.data.pool import Request
+from dilatant.data.sample import Media, Sample, Turn
+
+ENCODING = small_encoding()
+ALL = frozenset({TOKENS, "vision", "audio"})
+PLENTY = 1 << 24
+IMAGE = image_bytes()
+SOUND = wav_bytes(0.25)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Samples that know their number. seconds: that reading one takes. hangs, ends, corrupt, broken: numbers of samples
+    that hang in C code, end their process, are refused, and fail on an I/O error as often as the file `log` says."""
+
+    seconds: float = 0.0
+    hangs: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
+    corrupt: frozenset[int] = frozenset()
+    log: Path | None = None
+    fails: int = 0
+    length: int = 10_000
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{index}\n")
+            if len(self.log.read_text().split()) <= self.fails:
+                raise OSError(5, "Input/output error")
+        time.sleep(self.seconds)
+        if index in self.hangs:
+            ctypes.PyDLL(None).sleep(1000)  # holds the interpreter, as a decoder may
+        if index in self.ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.corrupt:
+            raise SampleError(f"file:{index}", "is corrupt", "mend it")
+        items: list[str | Media] = [Media("image", IMAGE, "a"), Media("audio", SOUND, "b")]
+        return Sample(
+            f"file:{index}", (Turn("user", (*items[: index % 3], "q")), Turn("assistant", (str(index),)))
+        )
+
+
+def requests(numbers: range | list[int], **settings: object) -> list[Request]:
+    """Draws are a hundred more than the numbers."""
+    return [Request(number + 100, number, ALL, **settings) for number in numbers]  # type: ignore[arg-type]
+
+
+def contents(sample: object) -> object:
+    return (
+        sample.id, sample.draw, sample.input_ids.tolist(), sample.labels.tolist(), dict(sample.sizes),
+        {unit: {name: (type(value), value.shape, as_array(value).tobytes()) for name, value in inputs.items()}
+         for unit, inputs in sample.media.items()},
+    )  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,361 @@
+"""The pool of a machine, while workers, ranks and what they read hang, end or fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
+
+from dilatant.data import media, pool_owner, pool_source
+from dilatant.data.arena import Arena
+from dilatant.data.errors import SampleError
+from dilatant.data.pool import InlineSource, Request
+from dilatant.data.pool_source import join
+from dilatant.data.pool_wire import Ask, Hello, framed
+from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.workers import WorkerError
+
+
+def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None:
+    owner, join_pool = pool(Numbered(seconds=0.003), workers=3)
+    count, got = 300, {}
+    sources = [join_pool(1 << 16) for _ in range(3)]
+
+    def rank(number: int) -> None:
+        sources[number].ask([Request(n, 1000 * number + n, ALL, nbytes=9000) for n in range(count)])
+        got[number] = [sources[number].take("train", n) for n in range(count)]
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for each in ranks:
+        each.start()
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("seed", seed)
+    draw, dead = random.Random(seed), set()
+    while any(each.is_alive() for each in ranks):
+        time.sleep(0.1 + draw.random() * 0.2)
+        # Not twice at the same sample, which is another test.
+        tried_again = any(entry.kills for source in sources for entry in list(source._entries.values()))
+        unheard = any(link.pid in dead or link.fallen for source in sources for link in source._links)
+        if len(dead) < 8 and not (tried_again or unheard):
+            with suppress(ProcessLookupError):  # of before
+                pid = draw.choice(owner.pids)
+                os.kill(pid, signal.SIGKILL)
+                dead.add(pid)
+    assert len(dead) > 2
+    for number in range(3):
+        assert [sample.id for sample in got[number]] == [f"file:{1000 * number + n}" for n in range(count)]
+        assert [sample.draw for sample in got[number]] == list(range(count))
+
+
+def test_a_sample_that_hangs_in_c_code_is_refused_and_the_others_come(pool) -> None:
+    _, join_pool = pool(Numbered(hangs=frozenset({5})), decode_seconds=3.0)
+    source = join_pool()
+    source.ask(requests(range(40)))
+    for number in range(40):
+        sample = source.take("train", number + 100)
+        if number == 5:
+            assert isinstance(sample, SampleError)
+            assert str(sample).startswith(
+                "sample 5 of 'train' (counted from 0 through all sources): decoding took "
+            )
+            assert "longer than 3 s; look at its media" in str(sample)
+        else:
+            assert sample.id == f"file:{number}"
+
+
+def test_a_sample_that_ends_its_worker_twice_is_an_error_of_the_run_that_names_it(pool) -> None:
+    _, join_pool = pool(Numbered(ends=frozenset({5})))
+    source = join_pool()
+    source.ask(requests(range(10)))
+    with pytest.raises(
+        WorkerError, match=r"sample 5 of 'train' .* has ended 2 data workers .* SIGKILL.*memory"
+    ):
+        source.take("train", 105)
+    assert [source.take("train", 100 + n).id for n in range(10) if n != 5] == [
+        f"file:{n}" for n in range(10) if n != 5
+    ]
+
+
+def test_what_ended_a_worker_is_tried_once_more_and_at_another_place(pool, caplog) -> None:
+    owner, join_pool = pool(Numbered(ends=frozenset({5})))
+    before = owner.pids
+    source = join_pool()
+    source.ask(requests([5]))
+    with pytest.raises(WorkerError, match="has ended 2 data workers"):
+        source.take("train", 105)
+    assert not set(before) & set(owner.pids)
+    assert caplog.text.count("another one takes its place") == 2
+
+
+def test_a_worker_is_replaced_also_where_the_server_that_it_came_from_ended(pool, monkeypatch) -> None:
+    """For a moment a server that was killed seems to run, and refuses."""
+    owner, join_pool = pool(Numbered(), workers=1)
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    source.take("train", 100)
+    connect, refused = forkserver.connect_to_new_process, []
+
+    def dies_once(fds):
+        if not refused:
+            refused.append(True)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        return connect(fds)
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", dies_once)
+    os.kill(owner.pids[0], signal.SIGKILL)
+    source.ask(requests([2]))
+    assert source.take("train", 102).id == "file:2"
+    assert refused
+
+
+def test_what_a_dead_worker_had_waiting_is_made_in_its_order(pool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    owner, join_pool = pool(Numbered(seconds=0.3, log=log), workers=1)
+    source = join_pool()
+    source.ask(requests(range(6)))
+    deadline = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(owner.pids[0], signal.SIGKILL)
+    for number in range(6):
+        source.take("train", number + 100)
+    made = [int(line) for line in log.read_text().split()]
+    assert list(dict.fromkeys(made)) == [*range(6)]
+    assert made == sorted(made)  # what was in hand came again, before the others
+
+
+def test_a_worker_that_rests_keeps_no_deadline(pool) -> None:
+    owner, join_pool = pool(Numbered(), workers=1, decode_seconds=1.0)
+    before = owner.pids
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    source.take("train", 100)
+    source.take("train", 101)
+    time.sleep(2.0)
+    source.ask(requests([2]))
+    assert source.take("train", 102).id == "file:2"
+    assert owner.pids == before
+
+
+def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, monkeypatch) -> None:
+    monkeypatch.setattr(pool_source, "LATE_SECONDS", 0.3)
+    monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1000.0)  # the owner cannot end it either
+    owner, join_pool = pool(Numbered(seconds=0.5), decode_seconds=6.0)
+    source = join_pool()
+    source.ask(requests([0], nbytes=1 << 16))
+    deadline = time.monotonic() + 60
+    at_it: list[int] = []
+    while not at_it and time.monotonic() < deadline:
+        with source._lock:
+            at_it = [link.pid for link in source._links if link.entries and source._begun(link)[0]]
+        time.sleep(0.01)
+    os.kill(at_it[0], signal.SIGSTOP)
+    assert source.take("train", 100).id == "file:0"  # by the other one
+    assert at_it[0] in owner.pids
+    assert len(source._arena._taken) == 1
+
+
+@pytest.mark.parametrize("fails", [2, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
+    pool, tmp_path, workers, fails
+) -> None:
+    dataset = Numbered(log=tmp_path / "log", fails=fails)
+    source = pool(dataset, workers)[1]() if workers else InlineSource({"train": dataset}, ENCODING)
+    source.ask(requests([0, 1]))
+    if fails == 2:
+        assert source.take("train", 100).id == "file:0"
+    else:
+        with pytest.raises(
+            WorkerError, match=r"sample 0 of 'train' .* cannot be read, 3 times: .*Input/output"
+        ):
+            source.take("train", 100)
+    assert source.take("train", 101).id == "file:1"
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_a_medium_that_a_file_server_withholds_is_tried_again_and_one_that_is_bad_is_not(
+    tmp_path, error
+) -> None:
+    class Picture(Numbered):
+        def __getitem__(self, index: int) -> Sample:
+            picture = Media("image", tmp_path / "a.png", "a.png")
+            return Sample(f"file:{index}", (Turn("user", (picture, "q")), Turn("assistant", ("a",))))
+
+    (tmp_path / "a.png").write_bytes(IMAGE)
+    opened = []
+
+    def withheld(path):
+        opened.append(path)
+        if len(opened) <= 2:
+            raise OSError(error, os.strerror(error))
+        return open(path, "rb")
+
+    source = InlineSource({"train": Picture()}, ENCODING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media, "open_regular", withheld)
+        source.ask(requests([0]))
+        assert source.take("train", 100).media["vision"]["pixel_values"].shape == (1, 3, 8, 8)
+        assert len(opened) >= 3
+    (tmp_path / "a.png").write_bytes(IMAGE[:60])
+    source.ask(requests([1]))
+    assert "is damaged" in str(source.take("train", 101))
+
+
+def test_a_stopped_worker_is_replaced_and_named(pool, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(pool_owner, "GRACE_SECONDS", 1.0)
+    owner, join_pool = pool(Numbered(seconds=0.01), decode_seconds=2.0)
+    source = join_pool()
+    source.ask(requests(range(100)))
+    assert source.take("train", 100).id == "file:0"
+    victim = owner.pids[1]
+    os.kill(victim, signal.SIGSTOP)
+    assert [source.take("train", 100 + n).id for n in range(1, 100)] == [f"file:{n}" for n in range(1, 100)]
+    for _ in range(600):  # one that was stopped before it had begun anything holds nobody up
+        if victim not in owner.pids:
+            break
+        time.sleep(0.05)
+    assert f"data worker 1 (process {victim}) stood still for 3 s and was ended; another one" in caplog.text
+    assert victim not in owner.pids
+
+
+OWNER = """
+import os, sys, time
+from multiprocessing import util
+sys.path[:0] = sys.argv[1:]
+from pool_cases import ENCODING, Numbered
+from dilatant.data.pool_owner import PoolOwner
+
+def main():
+    owner = PoolOwner({"train": Numbered(hangs=frozenset({5}), seconds=0.01)}, ENCODING, 2)
+    print(owner.address, util.get_temp_dir(), *owner.pids, flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """While idle, while one hangs in C code that holds the interpreter (its deadline ends it); so do their folders."""
+    (tmp_path / "owner.py").write_text(OWNER.replace("ENCODING, 2)", "ENCODING, 2, 3.0)"))
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = subprocess.Popen(
+        [sys.executable, tmp_path / "owner.py", *folders], stdout=subprocess.PIPE, text=True
+    )
+    address, shared, *pids = command.stdout.readline().split()
+    source = join(address, PLENTY)
+    try:
+        source.ask(requests([3, 5, 6]))
+        assert source.take("train", 103).id == "file:3"
+        with pytest.raises(WorkerError, match="there are no data workers at"):
+            join(str(tmp_path / "none"), PLENTY)
+        command.kill()
+        command.wait()
+        with pytest.raises(
+            WorkerError, match="no data workers any more: the process that started them has ended"
+        ):
+            source.take("train", 105)
+    finally:
+        command.kill()
+        command.stdout.close()
+        source.close()
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, map(int, pids))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_alive, map(int, pids)))
+    assert not Path(address).exists()
+    assert not Path(shared).exists()  # where the server listens that workers come from
+    with pytest.raises(WorkerError, match="there are no data workers at"):
+        join(address, PLENTY)
+
+
+RANK = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+from pool_cases import requests
+from dilatant.data.pool_source import join
+
+source = join(sys.argv[1], 1 << 20)
+source.ask(requests(range(10_000)))
+source.take("train", 100)
+print("on", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_may_die_without_harm_to_others(pool, tmp_path: Path) -> None:
+    owner, join_pool = pool(Numbered())
+    (tmp_path / "rank.py").write_text(RANK)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    other = subprocess.Popen(
+        [sys.executable, tmp_path / "rank.py", owner.address, *folders], stdout=subprocess.PIPE, text=True
+    )
+    source, pids = join_pool(), owner.pids
+    source.ask(requests(range(300)))
+    for number in range(300):
+        if number == 50:
+            assert other.stdout.readline() == "on\n"
+            other.kill()
+            other.wait()
+            other.stdout.close()
+        assert source.take("train", number + 100).id == f"file:{number}"
+    assert owner.pids == pids
+
+
+def test_what_is_no_message_of_ours_ends_that_connection_alone(pool) -> None:
+    owner, join_pool = pool(Numbered(), workers=1)
+    pids = owner.pids
+    ask = Ask(0, "train", 0, 0, [], 0, 8)
+    hello = framed(Hello(1 << 12, 0))
+    nested = b"\x82\xa4type\xa6forget\xa4more" + b"\x91" * 5000 + b"\xc0"
+    with tempfile.TemporaryFile() as empty:
+        for message, descriptors in [
+            (b"GET / HTTP/1.1\r\n\r\n", []),
+            (framed(ask), []),  # without an arena
+            (hello, []),  # without its memory
+            (hello, [empty.fileno()]),  # which is too small
+            (framed(Hello(1 << 12, 1 << 12)), []),  # no room for its notes
+            (framed(Hello(1 << 12, -1)), []),
+            (framed(Hello(1 << 63, 0)), [empty.fileno()]),  # more than an address holds
+            (hello[:4] + b"\xff" * 40, []),
+            (struct.pack(">I", len(nested)) + nested, []),
+            (framed(ask)[:4] + b"\x00" * 80, []),
+        ]:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"{owner.address}/0.sock")
+                connection.settimeout(20)
+                socket.send_fds(connection, [message], descriptors)
+                with suppress(ConnectionError):
+                    assert connection.recv(100) == b""
+    arena = Arena(1 << 12)
+    for ticket, offset, room in (
+        (0, -1, 5), (0, 0, (1 << 12) + 1), (0, 1 << 12, 1), (0, 5, -1), (1 << 63, 0, 8),
+    ):  # fmt: skip
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"{owner.address}/0.sock")
+            connection.settimeout(20)
+            bad = framed(Ask(ticket, "train", 0, 0, [], offset, room))
+            socket.send_fds(connection, [hello + bad], [arena.fd])
+            assert b"greeting" in connection.recv(1 << 16)
+            with suppress(ConnectionError):
+                assert connection.recv(100) == b""
+    arena.close()
+    source = join_pool()
+    source.ask(requests([0, 1]))
+    assert source.take("train", 101).id == "file:1"
+    assert owner.pids == pids

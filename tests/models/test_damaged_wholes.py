@@ -1,0 +1,108 @@
+"""A whole model whose files or settings are damaged is one line, and never one that begins at random instead."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dilatant.config import UserError
+from dilatant.config.model import LoraConfig
+from dilatant.data.image_unit import PixelProcessor
+from dilatant.models.lora import targets
+from dilatant.models.materialize import materialize
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.sources import load_language_model, load_pretrained_config
+from dilatant.models.whole import Whole
+from dilatant.training.stored_weights import load_whole, open_tensors, tensor_files
+from tiny_wholes import save_as_the_hub_does, whole_config
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    save_as_the_hub_does("llava", folder)
+    return folder
+
+
+def without_some(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: tensor for key, tensor in state.items() if ".mlp." not in key}
+
+
+@pytest.mark.parametrize("change", [without_some, lambda state: {"other": torch.zeros(1)}])
+def test_weights_that_are_not_there_do_not_begin_at_random(
+    folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    assert load_whole(str(folder))
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(change(load_file(folder / WEIGHTS)), tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks '.*' and \d+ more of the weights of its model"):
+        load_whole(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "[" * 100_000, "\udcff"]
+)
+def test_an_index_of_shards_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match="does not say which file has which weight"):
+        tensor_files(tmp_path)
+
+
+def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match="there is no such file"):
+        open_tensors(tmp_path / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "says"),
+    [
+        (None, "image_token_id", None, "image_token_id is None"),
+        (None, "image_token_id", -5, "image_token_id is -5"),
+        ("text_config", "hidden_size", 0, "hidden_size is 0; it must be at least 1"),
+        ("text_config", "num_hidden_layers", 9999, "num_hidden_layers is 9,999"),
+    ],
+)
+def test_a_config_that_cannot_be(
+    folder: Path, tmp_path: Path, part: str | None, key: str, value: Any, says: str
+) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (settings[part] if part else settings)[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=says):
+        Whole.of(load_pretrained_config(str(tmp_path), "model"), "model")
+
+
+def test_a_whole_model_in_the_place_of_a_language_model_is_told_where_it_belongs(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"a whole model goes under model\.id"):
+        load_language_model(str(folder))
+
+
+def test_a_pattern_of_adapters_that_is_none() -> None:
+    whole = Whole.of(whole_config("llava"), "model")
+    with pytest.raises(UserError, match=r"'\(' is no regular expression"):
+        targets(whole.composite(), LoraConfig(target_modules="("), whole.parts)
+
+
+def test_images_beyond_any_memory() -> None:
+    with pytest.raises(UserError, match="sides are 1 to 16,384 pixels long"):
+        PixelProcessor(10**6, 10**6)
+
+
+def test_layers_beyond_any_memory() -> None:
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    settings = {**config, "vocab_size": 32, "intermediate_size": 10**13}
+    unit = MultimodalModel({}, settings, device="meta").language
+    with pytest.raises(
+        UserError, match=r"language\.layers\.0 needs another [\d,]+ GiB of this machine's memory"
+    ):
+        materialize(unit, 0, len(unit.layers), 0)

@@ -1,0 +1,79 @@
+"""A run's coordinator is brought back, be it dead or standing still; where none can be, the run ends and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dilatant.resilience import launch
+from dilatant.resilience.launch import COORDINATOR, _answers, _Supervisor
+from dilatant.resilience.process import Child, Start
+from dilatant.resilience.protocol.values import Settings
+
+SECONDS = 60.0
+"""A bound for a machine under any load."""
+
+
+@pytest.fixture
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Supervisor, Start]]:
+    for name, seconds in (("ASK_SECONDS", 0.1), ("ANSWER_SECONDS", 2.0), ("UNATTENDED_SECONDS", 3.0)):
+        monkeypatch.setattr(launch, name, seconds)
+    start = Start("127.0.0.1", 0, (b"t" * 32).hex(), Settings(lease_seconds=0.1), str(tmp_path))
+    first = Child(COORDINATOR, start)
+    start = Start("127.0.0.1", first.port, start.token, start.settings, str(tmp_path))
+    supervisor = _Supervisor(first, start, [], [], 0)
+    yield supervisor, start
+    supervisor.close().close()
+
+
+def becomes(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_coordinator_that_is_lost_or_stands_still_is_replaced(
+    supervised: tuple[_Supervisor, Start], fault: int
+) -> None:
+    supervisor, start = supervised
+    assert becomes(lambda: _answers(start, 5.0))
+    first = supervisor._coordinator.process.pid
+    os.kill(first, fault)
+    assert becomes(lambda: supervisor._coordinator.process.pid != first)
+    assert becomes(lambda: _answers(start, 5.0))
+    assert not supervisor.failure
+
+
+def test_a_run_whose_coordinator_cannot_come_back_ends_and_says_so(
+    supervised: tuple[_Supervisor, Start], capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervisor, start = supervised
+    assert becomes(lambda: _answers(start, 5.0))
+    Path(start.folder, "coordinator.json").write_text("nothing of ours")
+    os.kill(supervisor._coordinator.process.pid, signal.SIGKILL)
+    assert becomes(lambda: bool(supervisor.failure))
+    assert "no coordinator could be started" in supervisor.failure
+    said = capfd.readouterr().err
+    assert "the coordinator cannot work" in said
+    assert "Traceback" not in said
+
+
+def test_a_coordinator_whose_port_is_taken_says_so_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        start = Start("127.0.0.1", taken.getsockname()[1], (b"t" * 32).hex(), Settings(), str(tmp_path))
+        child = Child(COORDINATOR, start)
+        assert child.process.wait(SECONDS) == 1
+        child.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("the coordinator cannot work: ")
+    assert "in use" in line
