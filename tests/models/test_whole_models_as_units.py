@@ -14,7 +14,7 @@ from dilatant.models.whole import Whole
 from tiny_wholes import WHOLES, whole_config
 from whole_samples import sample_of
 
-DEFAULT = ("llava", "gemma3", "qwen2_5_vl")
+DEFAULT = ("llava", "gemma3", "qwen2_5_vl", "qwen2_5_omni_thinker")
 families = pytest.mark.parametrize(
     "family",
     [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],
