@@ -2,8 +2,9 @@
 
 Both run the blocks of the same Llama-type model with the same weights, forward and backward, in the same processes,
 step by step in turn, so noise of the machine falls on both; ours once more with rows that travel in four pieces, as
-they do between GPUs. Gradients of the input are compared once. Counted, too, are our collectives. Gloo on a CPU; more
-ranks than cores share the cores, in our steps and in theirs.
+they do between GPUs. Gradients of the input are compared once. Counted, too, are our collectives, and what travels
+between stages of unlike degrees. Attention over ranks that share tokens is compared with torch's `context_parallel`
+where that runs, which wants GPUs. Gloo on a CPU; more ranks than cores share the cores, in our steps and in theirs.
 
     python benchmarks/dimensions.py --json benchmarks/results/dimensions.json
 """
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from context_parallel import compare_context
+from edge_bytes import DEGREES, RANKS, count_edges
 from machine import machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,9 +66,10 @@ def build_model(settings: argparse.Namespace, hidden: int) -> MultimodalModel:
 def our_model(settings: argparse.Namespace, hidden: int, comm: Comm) -> Any:
     model = build_model(settings, hidden)
     unit, ranks, end = model.language, tuple(range(comm.size)), settings.layers + 2
-    plan = Plan((UnitPlan("language", (Replica((Stage(0, end, ranks, tp=comm.size),)),)),))
+    placed = Stage(0, end, ranks, tp=comm.size)
+    plan = Plan((UnitPlan("language", (Replica((placed,)),)),))
     boxes = boxes_held_on(holdings_of(plan, model.units), comm.rank)
-    shared = SharedUnit(unit, comm, ranks, boxes)
+    shared = SharedUnit(unit, comm, placed, boxes)
     with torch.no_grad():
         shared.materialize(0, end, 0, ())
         stage: Any = unit.stage(0, end)
@@ -168,6 +172,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--row", type=int, default=2048, help="tokens of the row that ranks share")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
@@ -182,8 +187,22 @@ def main() -> None:
             f"{result['collectives_a_block']:g} collectives a block; in pieces {result['pieces_ratio']:.2f} of ours",
             flush=True,
         )
+    counts = launch_local(count_edges, RANKS)
+    edges = {**counts[0], "sent": sum(count["sent"] for count in counts)}
+    print(
+        f"edges between stages of (tp, cp) {', '.join(map(str, DEGREES))}: {edges['sent']:,} bytes a step, "
+        f"{edges['sent'] / edges['least']:.3f} of the least; whole rows for every rank: {edges['whole_rows']:,}"
+    )
+    context = launch_local(compare_context, settings.ranks, settings.row, settings.steps)[0]
+    if "theirs_raises" in context:
+        print(f"torch's context_parallel on {context['device']}: {context['theirs_raises']}")
+    else:
+        print(
+            f"attention over {settings.row} tokens: ours {1e3 * context['ours_seconds']:.1f} ms, torch's "
+            f"context_parallel {1e3 * context['theirs_seconds']:.1f} ms, ratio {context['ratio']:.2f}"
+        )
     if settings.json:
-        report = {"machine": machine(), "runs": results}
+        report = {"machine": machine(), "runs": results, "edges": edges, "context": context}
         settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,11 @@
 """Rerun the papers' tables: `python benchmarks/papers.py [--only oobleck cornstarch entrain disttrain] [--json FILE]`.
 
-Planning times are measured here. Times of models are counted from their public shapes (modelled); sizes of samples
-are those in ../shared/data/workload_stats, of which some are modelled themselves (each table says so). The folder is
-found through DILATANT_SHARED, or beside the repository; tables that need it are left out without it.
+Every table says what its figures are: measured here, replayed from the paper's own measurements, predicted from public
+shapes by the shipped cost model, or predicted after a constant was fitted to another figure of the paper. Sizes of
+samples are those in ../shared/data/workload_stats, of which some are modelled themselves (each table says so). The
+folder is found through DILATANT_SHARED, or beside the repository; tables that need it are left out without it.
+
+With --json, tables of that file that are not run again stay as they are; --untimed leaves the measured ones alone.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from machine import machine
 from rich.console import Console
@@ -26,6 +30,9 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=CHAPTERS, default=CHAPTERS, help="the papers to rerun")
     parser.add_argument("--json", type=Path, help="also write the tables to this file")
+    parser.add_argument(
+        "--untimed", action="store_true", help="leave out tables of times: the machine is busy"
+    )
     arguments = parser.parse_args()
     shared = Path(os.environ.get("DILATANT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
     console = Console()
@@ -34,15 +41,23 @@ def main() -> None:
     if not shared.exists():
         console.print(f"[yellow]{shared} is absent: tables that need real sizes or traces are left out[/]")
     started = time.perf_counter()
-    tables = []
+    found: list[dict[str, Any]] = []
     for chapter in arguments.only:
-        for table in importlib.import_module(f"papers.{chapter}").tables(shared):
+        for table in importlib.import_module(f"papers.{chapter}").tables(shared, not arguments.untimed):
             table.show(console)
-            tables.append(table.to_plain())
-    console.print(f"\n{len(tables)} tables in {time.perf_counter() - started:.0f} s")
-    if arguments.json:
-        document = {**machine(), "tables": tables}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            found.append({"chapter": chapter, "ran": machine(), **table.to_plain()})
+            if arguments.json:
+                _write(arguments.json, found)
+    console.print(f"\n{len(found)} tables in {time.perf_counter() - started:.0f} s")
+
+
+def _write(path: Path, found: list[dict[str, Any]]) -> None:
+    """Put the tables into the file, in the papers' order, in place of those of the same name."""
+    tables = json.loads(path.read_text(encoding="utf-8"))["tables"] if path.exists() else []
+    kept = {table["name"]: table for table in tables if "chapter" in table}
+    kept |= {table["name"]: table for table in found}
+    ordered = sorted(kept.values(), key=lambda table: CHAPTERS.index(table["chapter"]))
+    path.write_text(json.dumps({"tables": ordered}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

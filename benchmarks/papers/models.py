@@ -1,109 +1,133 @@
-"""What the papers' models cost, counted in floating-point operations from their public shapes.
-
-Times are modelled: operations over a device's peak rate at one efficiency for everything. Ratios between parts of a
-model then depend on shapes alone; absolute seconds only set the scale.
-"""
+"""The papers' models as the shipped cost model sees them: public shapes, and units that the planner takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-A40_BF16 = 149.7e12  # dense FLOP/s, NVIDIA A40 data sheet
-A800_BF16 = 312e12  # dense FLOP/s, NVIDIA A800 (as A100) data sheet
-EFFICIENCY = 0.5  # of the peak; one number for all, so it cancels in every ratio
+from dilatant.config.recompute import Recompute
+from dilatant.cost.analytic import (
+    LayerShape,
+    analytic_cost,
+    analytic_costs,
+    block_shape,
+    embedding_shape,
+    head_shape,
+    linear_shape,
+)
+from dilatant.cost.hardware import Hardware, Link, load_hardware
+from dilatant.cost.layer import ZERO, LayerCost
+from dilatant.cost.model import CostModel, Degree
+from dilatant.plan import LayerSpec, ModelSpec, UnitSpec
+
+EFFICIENCY = 0.5
+"""Of the peak, where only operations are counted: one number for all layers, so that it cancels in every ratio."""
+
+
+def operations_only(name: str) -> Hardware:
+    """A device that does nothing but multiply and add, at `EFFICIENCY`: seconds on it are counted
+    operations, scaled."""
+    free = Link(np.inf)
+    return replace(
+        load_hardware(name),
+        name=f"{name}, operations only",
+        bandwidth=np.inf,
+        matmul_efficiency=EFFICIENCY,
+        memory_efficiency=1.0,
+        launch=0.0,
+        inside=free,
+        between=free,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Forward operations: `per_token` of the weights, `per_pair` of attention per token² (or token and `window`)."""
+class Part:
+    """`count` equal layers. `window`: tokens that a token attends to, of rows longer than that."""
 
-    per_token: float
-    per_pair: float = 0.0
+    kind: str
+    shape: LayerShape
+    count: int
     window: int | None = None
 
-    def forward(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Operations of one forward over each number of tokens."""
-        x = np.asarray(tokens, dtype=np.float64)
-        span = x if self.window is None else np.minimum(x, self.window)
-        return (self.per_token + self.per_pair * span) * x
-
-    def input_gradient(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Operations of the input gradient: weights once more, attention twice (both of its factors)."""
-        return self.forward(tokens) + Layer(0.0, self.per_pair, self.window).forward(tokens)
-
-    def weight_gradient(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Operations of the weight gradient; attention has none."""
-        return self.per_token * np.asarray(tokens, dtype=np.float64)
+    @property
+    def as_run(self) -> LayerShape:
+        """The shape on rows longer than the window: attention is then so many products more per token."""
+        if self.window is None:
+            return self.shape
+        pairs = round(2 * self.shape.attention_width * self.shape.attended_share * self.window)
+        return replace(self.shape, attention_width=0, matmul=self.shape.matmul + pairs)
 
 
-def block(hidden: int, parameters: float, causal: bool, window: int | None = None) -> Layer:
-    """A transformer block: two operations per parameter and token; QK^T and AV, half of them if causal."""
-    return Layer(2.0 * parameters, 4.0 * hidden * (0.5 if causal else 1.0), window)
-
-
-def llama_block(hidden: int, ffn: int, heads: int, kv_heads: int) -> Layer:
-    """Grouped-query attention and a gated MLP."""
-    attention = 2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads
-    return block(hidden, attention + 3 * hidden * ffn, causal=True)
-
-
-def head(hidden: int, vocabulary: int) -> Layer:
-    return Layer(2.0 * hidden * vocabulary)
+def parameters(parts: Sequence[Part]) -> int:
+    """All weights."""
+    return sum(part.count * part.shape.parameters for part in parts)
 
 
 def llama(
-    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocabulary: int
-) -> tuple[Layer, ...]:
-    return (*[llama_block(hidden, ffn, heads, kv_heads)] * layers, head(hidden, vocabulary))
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocabulary: int, *, gated: bool = True
+) -> tuple[Part, ...]:
+    """Embedding, blocks with grouped queries, head."""
+    return (
+        Part("embedding", embedding_shape(hidden, vocabulary), 1),
+        Part("block", block_shape(hidden, ffn, heads, kv_heads, gated=gated), layers),
+        Part("head", head_shape(hidden, vocabulary), 1),
+    )
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int) -> tuple[Part, ...]:
+    """GPT-3's architecture: a feed-forward of four times the width, not gated."""
+    return llama(layers, hidden, 4 * hidden, heads, heads, vocabulary, gated=False)
 
 
 LLAMA_3_2_1B = llama(16, 2048, 8192, 32, 8, 128_256)
 LLAMA_3_2_3B = llama(28, 3072, 8192, 24, 8, 128_256)
 
 
-def qwen_vision(language_hidden: int) -> tuple[Layer, ...]:
-    """Qwen2.5-VL's vision encoder in *merged* tokens (four patches each): 32 blocks of width 1,280 with gated MLPs of
-    3,420, windows of 64 patches in all but every eighth block, and the merger as the last layer."""
-    parameters = 4 * 1280 * 1280 + 3 * 1280 * 3420
-    blocks = []
-    for index in range(32):
-        patch = block(1280, parameters, causal=False, window=None if index % 8 == 7 else 64)
-        window = None if patch.window is None else patch.window // 4
-        blocks.append(Layer(4 * patch.per_token, 16 * patch.per_pair, window))
-    return (*blocks, Layer(2.0 * (5120 * 5120 + 5120 * language_hidden)))
+def qwen_vision(language_hidden: int) -> tuple[Part, ...]:
+    """Qwen2.5-VL's vision encoder, in patches: 32 blocks of width 1,280 with gated MLPs of 3,420, windows of 64 patches
+    in all but every eighth block, and the merger, which makes one token of four patches."""
+    block = block_shape(1280, 3420, 16, causal=False)
+    merger = replace(
+        linear_shape(1280, language_hidden, share=0.25),
+        matmul=(5120 * 5120 + 5120 * language_hidden) // 4,
+        parameters=5120 * 5120 + 5120 * language_hidden,
+    )
+    return (
+        Part("vision.windowed", block, 28, 64),
+        Part("vision.full", block, 4),
+        Part("projector", merger, 1),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
-    """A Cornstarch model part (thesis Table 3.1): equal blocks that hold `parameters` together."""
+def linear_part(kind: str, inputs: int, outputs: int, share: float = 1.0) -> Part:
+    """A projector; `share` output tokens per input token."""
+    return Part(kind, linear_shape(inputs, outputs, share=share), 1)
 
-    layers: int
-    hidden: int
-    parameters: float
-    causal: bool = False
 
-    @property
-    def blocks(self) -> tuple[Layer, ...]:
-        return (block(self.hidden, self.parameters / self.layers, self.causal),) * self.layers
+def transformer_of(layers: int, hidden: int, weights: float, causal: bool, kind: str) -> tuple[Part, ...]:
+    """Equal blocks that hold `weights` together: all that Cornstarch's Table 3.1 tells."""
+    heads = max(hidden // 128, 1)
+    ffn = round((weights / layers - 4 * hidden * hidden) / (2 * hidden))
+    return (Part(kind, block_shape(hidden, ffn, heads, gated=False, causal=causal), layers),)
 
 
 CORNSTARCH_LLM = {
-    "S": Component(16, 2048, 1.2e9, True),
-    "M": Component(32, 4096, 8e9, True),
-    "L": Component(64, 5120, 32e9, True),
+    "S": transformer_of(16, 2048, 1.2e9, True, "language"),
+    "M": transformer_of(32, 4096, 8e9, True, "language"),
+    "L": transformer_of(64, 5120, 32e9, True, "language"),
 }
 CORNSTARCH_VISION = {
-    "S": Component(32, 1280, 0.6e9),
-    "M": Component(48, 2560, 3.9e9),
-    "L": Component(64, 3840, 11.6e9),
+    "S": transformer_of(32, 1280, 0.6e9, False, "vision"),
+    "M": transformer_of(48, 2560, 3.9e9, False, "vision"),
+    "L": transformer_of(64, 3840, 11.6e9, False, "vision"),
 }
 CORNSTARCH_AUDIO = {
-    "S": Component(24, 1024, 0.5e9),
-    "M": Component(32, 3072, 3.4e9),
-    "L": Component(48, 5120, 12.4e9),
+    "S": transformer_of(24, 1024, 0.5e9, False, "audio"),
+    "M": transformer_of(32, 3072, 3.4e9, False, "audio"),
+    "L": transformer_of(48, 5120, 12.4e9, False, "audio"),
 }
 
 # DistTrain Table 1: layers, hidden, FFN, heads, groups; vocabulary of Llama 3.
@@ -112,14 +136,74 @@ DISTTRAIN_LLM = {
     "15B": llama(40, 5120, 13_824, 40, 40, 128_256),
     "72B": llama(80, 8192, 28_672, 64, 8, 128_256),
 }
-VIT_HUGE = (block(1280, 0.63e9 / 32, causal=False),) * 32
+VIT_HUGE = transformer_of(32, 1280, 0.63e9, False, "vision")
 
 
-def forward(layers: tuple[Layer, ...], tokens: ArrayLike) -> NDArray[np.float64]:
-    """Forward operations of all layers."""
-    return np.sum([layer.forward(tokens) for layer in layers], axis=0)
+def seconds(
+    parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, of: str = "forward", tp: int = 1
+) -> NDArray[np.float64]:
+    """Seconds of a pass over rows of so many tokens each: `of` is "forward", "input_gradient" or "weight_gradient"."""
+    n = np.asarray(tokens, dtype=np.float64)
+    total = np.zeros_like(n)
+    for part in parts:
+        cost = getattr(analytic_cost(part.as_run, hardware, tp=tp), of)
+        total = total + part.count * ((cost.a * n + cost.b) * n + cost.c * (n > 0))
+    return total
 
 
-def backward(layers: tuple[Layer, ...], tokens: ArrayLike) -> NDArray[np.float64]:
-    """Operations of a whole backward, everything trained."""
-    return np.sum([layer.input_gradient(tokens) + layer.weight_gradient(tokens) for layer in layers], axis=0)
+def backward(
+    parts: Sequence[Part], hardware: Hardware, tokens: ArrayLike, tp: int = 1
+) -> NDArray[np.float64]:
+    """Seconds of a whole backward, everything trained."""
+    return seconds(parts, hardware, tokens, "input_gradient", tp) + seconds(
+        parts, hardware, tokens, "weight_gradient", tp
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PaperUnit:
+    """A unit of a paper's model. `trains`: kinds of layers that do (None: all). `degrees`: (tp, cp) that it
+    may have."""
+
+    name: str
+    parts: tuple[Part, ...]
+    feeds: tuple[str, ...] = ()
+    trains: frozenset[str] | None = None
+    degrees: tuple[Degree, ...] = ((1, 1),)
+    recompute: Recompute | None = None
+
+
+def model_spec(units: Sequence[PaperUnit]) -> ModelSpec:
+    """What the planner plans for."""
+
+    def layers(unit: PaperUnit) -> tuple[LayerSpec, ...]:
+        return tuple(
+            LayerSpec(
+                f"{part.kind}.{number}",
+                f"{unit.name} {part.kind}",
+                part.shape.parameters,
+                unit.trains is None or part.kind in unit.trains,
+            )
+            for part in unit.parts
+            for number in range(part.count)
+        )
+
+    return ModelSpec(tuple(UnitSpec(unit.name, layers(unit), unit.feeds, unit.recompute) for unit in units))
+
+
+def cost_model(units: Sequence[PaperUnit], hardware: Hardware) -> CostModel:
+    """The shipped analytic costs of all layers, each at its unit's degrees. Layers other than blocks are never
+    recomputed, as in training."""
+    layers: dict[str, Mapping[Degree, LayerCost]] = {}
+    for unit in units:
+        for part in unit.parts:
+            kind = f"{unit.name} {part.kind}"
+            costs = analytic_costs({kind: part.as_run}, hardware, unit.degrees).layers[kind]
+            layers[kind] = costs if part.shape.attention_width else {d: _kept(costs[d]) for d in costs}
+    return CostModel(hardware.name, "analytic", "bfloat16", layers)
+
+
+def _kept(cost: LayerCost) -> LayerCost:
+    return replace(
+        cost, recompute=ZERO, checkpoint_bytes=cost.activation_bytes, attention=ZERO, attention_bytes=ZERO
+    )

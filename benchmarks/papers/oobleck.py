@@ -1,18 +1,17 @@
-"""Oobleck (thesis chapter 2): planning latency, and throughput while nodes are lost."""
+"""Oobleck (thesis chapter 2): planning latency; its other tables are in oobleck_failures."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from dilatant.plan.node_trace import load_node_trace
-from dilatant.plan.reactions import from_rates
-from dilatant.plan.replay import RecoveryCosts, replay
 from dilatant.plan.templates import plan_templates
-from papers.tables import PaperTable
+from papers import oobleck_failures
+from papers.tables import Outcome, PaperTable
 
 # Thesis Table 2.3: seconds for one template, by (nodes, GPUs per node), for these numbers of layers.
 _LAYERS = (24, 32, 64, 96)
@@ -30,35 +29,31 @@ _LATENCY = {
 _MICROBATCHES = 128
 _TP_OVERHEAD = 0.06  # of a layer's time per doubling of the GPUs that share it
 
-# Thesis Table 2.2, Oobleck's rows (samples/s), and the average of its throughput over its two spot traces.
-_THROUGHPUT = {
-    "BERT-large": {"6h": 287.10, "1h": 286.28, "10m": 282.11},
-    "GPT-2": {"6h": 85.59, "1h": 85.42, "10m": 84.80},
-    "GPT-3-medium": {"6h": 29.30, "1h": 29.21, "10m": 28.70},
-    "GPT-3-2.7b": {"6h": 7.29, "1h": 7.23, "10m": 6.89},
-    "GPT-3-6.7b": {"6h": 4.33, "1h": 4.22, "10m": 3.55},
-}
 
-
-def tables(shared: Path) -> list[PaperTable]:
-    return [planning_latency(), *throughput_under_failures(shared)]
+def tables(shared: Path, timed: bool = True) -> list[PaperTable]:
+    return [*([planning_latency()] if timed else []), *oobleck_failures.under_failures(shared)]
 
 
 def planning_latency() -> PaperTable:
     """Table 2.3. The paper plans one template; we plan those of every node count up to the named one at once."""
     _seconds(2, 2, 8, noise=0.0)  # compile
-    rows, factors = [], []
+    rows: list[tuple[Any, ...]] = []
     for (nodes, gpus), paper in _LATENCY.items():
-        for layers, seconds in zip(_LAYERS, paper, strict=True):
+        for layers, there in zip(_LAYERS, paper, strict=True):
             typed, arbitrary = _seconds(nodes, gpus, layers, 0.0), _seconds(nodes, gpus, layers, 0.02)
-            factors.append(seconds / typed)
-            rows.append(
-                (nodes, gpus, layers, seconds, typed, arbitrary, seconds / typed, seconds / arbitrary)
-            )
+            rows.append((nodes, gpus, layers, there, typed, arbitrary, there / typed, there / arbitrary))
+    return latency_table(rows)
+
+
+def latency_table(rows: Sequence[tuple[Any, ...]]) -> PaperTable:
+    """The table of some measured rows."""
+    factors = [row[6] for row in rows] + [row[7] for row in rows]
+    theirs, ours = rows[-1][3] / rows[-4][3], rows[-1][5] / rows[-4][5]
     return PaperTable(
         "Thesis Table 2.3",
         "planning latency in seconds",
-        "measured here (one thread); ours are the templates of all node counts 1..n, theirs one template",
+        "measured here (one thread); ours are the templates of all node counts 1..n, theirs one template on an unknown "
+        "computer",
         (
             "nodes",
             "GPUs",
@@ -71,15 +66,24 @@ def planning_latency() -> PaperTable:
         ),
         tuple(rows),
         (
-            f"Faster in every cell, by {min(factors):,.0f} to {max(factors):,.0f} times with layer types, "
-            "for n times the work.",
-            "Their search memoises the best of every part, which is not optimal; ours is exact over whole "
-            "plans.",
-            "Their computer is unknown, so a ratio mixes hardware and algorithm. Growth does not: from 24 "
-            "to 96 layers "
-            f"at 24 x 8 theirs grows {3297.92 / 15.59:.0f} times, ours {rows[-1][5] / rows[-4][5]:.0f} "
-            "(all layers differ).",
+            Outcome(
+                "seconds to plan, 36 cells, paper over ours",
+                "1",
+                f"{min(factors):,.0f} to {max(factors):,.0f}",
+                "beats" if min(factors) > 1.0 else "falls short",
+                "measured",
+                "for n times the work and exact over whole plans; the ratio mixes computers and algorithms",
+            ),
+            Outcome(
+                "growth from 24 to 96 layers at 24 x 8, all layers different",
+                f"{theirs:.0f} x",
+                f"{ours:.0f} x",
+                "beats" if ours < theirs else "falls short",
+                "measured",
+                "the computer cancels",
+            ),
         ),
+        timed=True,
     )
 
 
@@ -88,8 +92,7 @@ def _seconds(nodes: int, gpus: int, layers: int, noise: float) -> float:
     widths = [width for width in (1, 2, 4, 8) if width <= gpus]
     base = [0.01 * (1.0 + noise * draw.uniform(-1.0, 1.0)) for _ in range(layers)]
     costs = {
-        width: [seconds / width * (1.0 + _TP_OVERHEAD * math.log2(width)) for seconds in base]
-        for width in widths
+        width: [layer / width * (1.0 + _TP_OVERHEAD * math.log2(width)) for layer in base] for width in widths
     }
     best = math.inf
     for _ in range(3 if nodes * gpus * layers < 3000 else 1):
@@ -97,59 +100,3 @@ def _seconds(nodes: int, gpus: int, layers: int, noise: float) -> float:
         plan_templates(costs, range(1, nodes + 1), gpus, _MICROBATCHES)
         best = min(best, time.perf_counter() - started)
     return best
-
-
-def throughput_under_failures(shared: Path) -> list[PaperTable]:
-    """Tables 2.2 and 2.4: Oobleck's own measured throughput by nodes, replayed with its own recovery seconds."""
-    folder = shared / "traces/oobleck"
-    if not folder.exists():
-        return []
-    tables = json.loads((folder / "throughput_by_nodes.json").read_text(encoding="utf-8"))
-    rows = []
-    for model, paper in _THROUGHPUT.items():
-        batch = tables["global_batch"][model]
-        rates = {int(nodes): rate for nodes, rate in tables["throughput_by_nodes"][model].items()}
-        reaction = from_rates(lambda nodes, rates=rates, batch=batch: _step(rates, batch, nodes))
-        recovery = tables["simulated_reconfiguration_s"][model]
-        costs = RecoveryCosts(reconfigure_seconds=recovery, checkpoint_seconds=0.0)
-        for period, expected in paper.items():
-            trace = load_node_trace(folder / f"{period}.csv")
-            whole = replay(model, trace, reaction, batch, costs)
-            kept = replay(
-                model, trace, reaction, batch, RecoveryCosts(recovery, checkpoint_seconds=0.0, salvaged=1.0)
-            )
-            rows.append(
-                (model, period, expected, whole.samples_per_second, whole.samples_per_second / expected,
-                 kept.samples_per_second, kept.samples_per_second / expected)
-            )  # fmt: skip
-    ratios = [row[4] for row in rows]
-    return [
-        PaperTable(
-            "Thesis Table 2.2",
-            "samples per second while one node is lost per period, 30 to 15 nodes",
-            "replayed with the throughput by nodes and recovery seconds of the paper's own simulator; "
-            "modelled",
-            (
-                "model",
-                "period",
-                "paper",
-                "interrupted step lost",
-                "ratio",
-                "interrupted step kept",
-                "ratio kept",
-            ),
-            tuple(rows),
-            (
-                f"Agrees: between {100 * (1 - min(ratios)):.1f} % below and {100 * (max(ratios) - 1):.1f} "
-                "% above the paper.",
-                "What an interrupted step costs grows with the length of a step: keeping the microbatches "
-                "that are "
-                "done recovers it, which is what salvage is for.",
-            ),
-        )
-    ]
-
-
-def _step(rates: dict[int, float], batch: float, nodes: int) -> float:
-    rate = rates.get(min(nodes, 30), 0.0)
-    return batch / rate if rate else math.inf

@@ -189,6 +189,9 @@ RUNS = {
     "gpipe, attention kept": Run(torch.float32, "block_keep_attention", "gpipe", 512, count=14),
     "halves": Run(torch.float32, "none", "zb-h1", 512),
     "loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, vocabulary=2000, loss_chunk=64),
+    "tp 2, loss in chunks": Run(torch.float32, "none", "1f1b", 512, loss_chunk=64, tp=2),
+    "tp 2, bf16, loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, loss_chunk=64, tp=2),
+    "small vocabulary, loss in chunks": Run(torch.bfloat16, "none", "1f1b", 1024, loss_chunk=64),
     "tp 2": Run(torch.float32, "none", "1f1b", 512, vocabulary=2000, tp=2),
     "tp 2, attention kept": Run(
         torch.float32, "block_keep_attention", "gpipe", 512, count=14, vocabulary=2000, tp=2
@@ -198,6 +201,9 @@ RUNS = {
 RARELY = (
     "bf16",
     "loss in chunks",
+    "tp 2, loss in chunks",
+    "tp 2, bf16, loss in chunks",
+    "small vocabulary, loss in chunks",
     "gpipe, recomputed",
     "gpipe, attention kept",
     "halves",

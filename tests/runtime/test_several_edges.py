@@ -128,7 +128,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
         )
         for stage in own
     }
-    transport = Transport(comm, [stage.stage.ranks for stage in placed], look_ahead=1, check=True)
+    transport = Transport(comm, [stage.stage for stage in placed], look_ahead=1, check=True)
     sync = share_weights(comm, {}, {}, {}, {}, 1).sync  # of no weights
     executor = Executor(
         worker.rank,
@@ -146,7 +146,7 @@ def _step(worker: Worker, schedule: Schedule) -> tuple[dict[str, Tensor], dict[s
     data = StepData(samples, COUNTS)
     owners = RowOwners({}, placed, boundaries, routes, data)
     agreement = Agreement(comm, {})
-    transport.begin(routes, owners.parcel, agreement.require)
+    transport.begin(routes, owners, agreement.require)
     made = executor.run(schedule.actions[worker.rank], routes, data, agreement, owners)
     comm.world.barrier()
     comm.close()

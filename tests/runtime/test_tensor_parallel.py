@@ -12,7 +12,6 @@ from test_numerics import check_case
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
-from dilatant.comm.group import Group
 from dilatant.config.errors import UserError
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.executor import ActionFailed
@@ -25,7 +24,6 @@ from dilatant.schedule.zero_bubble import zero_bubble_h1
 from engine_case import (
     CASE,
     ENCODERS,
-    HIDDEN,
     LANGUAGE,
     MORE_LANGUAGES,
     OWN,
@@ -155,42 +153,6 @@ def test_replicas_of_unlike_degrees(workers: WorkerPool, zero: Any) -> None:
     changes = {"language": "phi3", "tied": True, "assignment": replace(CASE.assignment, microbatches={
         "vision": (BATCHES,), "language": tuple((batch,) for batch in BATCHES)})}  # fmt: skip
     check_case(workers, case_of(plan, **changes), zero, 2)
-
-
-def _counted(worker: Worker, case: Case) -> dict[str, int]:
-    """Numbers that this rank sends to other stages."""
-    comm = Comm(worker.store, worker.rank, worker.size)
-    runtime = Runtime(build_model(case, "meta"), case.plan, comm, seed=case.seed)
-    sent = {"rows": 0, "gradients": 0}
-    send = Group.send
-
-    def count(group: Group, tensor: torch.Tensor, to: int, tag: int = 0, what: str = "") -> Any:
-        if group.name.startswith("edge/"):
-            sent["rows" if what.startswith("rows") else "gradients"] += tensor.numel()
-        return send(group, tensor, to, tag, what)
-
-    Group.send = count  # type: ignore[method-assign]
-    try:
-        samples = build_samples(case)
-        runtime.execute(samples, runtime.prepare(samples, case.assignment, case.schedule))
-    finally:
-        Group.send = send  # type: ignore[method-assign]
-        runtime.close()
-        comm.close()
-    return sent
-
-
-def test_a_row_travels_once_to_each_rank_that_needs_it(workers: WorkerPool) -> None:
-    vision = (Stage(0, 2, (0,)), Stage(2, 5, (1, 2), tp=2))
-    case = case_of(plan_of(vision, (Stage(0, 2, (3,)), Stage(2, 4, (4, 5), tp=2))))
-    sent = workers.run(_counted, 6, case)
-    patches = 6 * 4  # four of each of six images
-    tokens = sum(sample.sizes["language"] for sample in build_samples(case))
-    # Into two ranks, into one, into two; and the gradients back into one, into two, into one.
-    rows, gradients = (sum(of_rank[kind] for of_rank in sent) for kind in ("rows", "gradients"))
-    assert rows == 2 * 12 * patches + HIDDEN * patches + 2 * HIDDEN * tokens
-    assert gradients == 12 * patches + 2 * HIDDEN * patches + HIDDEN * tokens
-    assert [of_rank["rows"] > 0 for of_rank in sent] == [True, True, False, True, False, False]
 
 
 def _predicted(worker: Worker, case: Case) -> dict[int, list[int]]:

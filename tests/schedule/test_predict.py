@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -126,6 +128,29 @@ def test_messages_take_latency_and_bytes_over_bandwidth():
     # Both encoders end at 1 s; 8 bytes take 0.5 s + 2 s.
     assert alone.of_rank(2)[0][1:] == (3.5, 4.5)
     assert alone.seconds > predict(plan, assignment, schedule, table, tokens).seconds
+
+
+def test_wide_stages_send_shares_and_gather_them():
+    cluster = Cluster(2, 4, 1e9, inside=Link(bandwidth=2.0), between=Link(bandwidth=4.0), ports=4)
+    wide = Stage(0, 1, (4, 5, 6, 7), tp=2, cp=2)
+
+    def lag(first: Stage, second: Stage) -> float:
+        plan = Plan(
+            (
+                UnitPlan("vision", (Replica((first,)),), ("language",)),
+                UnitPlan("language", (Replica((second,)),)),
+            )
+        )
+        assignment = Assignment({"vision": (((0,),),), "language": (((0,),),)})
+        graph = build(plan, assignment, gpipe(plan, assignment))
+        one_of_maker = np.full(graph.num_messages, 8.0 / first.cp)
+        return message_lag(graph, one_of_maker, cluster)[0]
+
+    # One port of 1 byte a second for 8 bytes; then each place's 4 bytes are gathered of two ranks' halves.
+    assert lag(Stage(0, 1, (0,)), wide) == 8.0 + 2.0 / 2.0
+    assert lag(Stage(0, 1, (0, 1), tp=2), wide) == 4.0 + 1.0
+    assert lag(Stage(0, 1, (0, 1, 2, 3), cp=4), wide) == 2.0 + 1.0
+    assert lag(replace(wide, ranks=(0, 1, 2, 3)), Stage(0, 1, (4,))) == 8.0
 
 
 def test_rows_on_the_same_ranks_travel_no_link():

@@ -30,8 +30,10 @@ class LayerShape:
     head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
     `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
-    of `output_share` tokens per input token (less than 1 where a projector merges patches). `parameters` and
-    `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each with an all-gather before
+    of `output_share` tokens per input token (less than 1 where a projector merges patches). `row_kept` of
+    the kept elements are of whole rows also where the rest runs in chunks. `routed_width` numbers of a token travel to
+    experts elsewhere: its width, once for each of its experts. `parameters` and `launches` are per layer, `collectives`
+    are regions that tensor-parallel ranks share, each with an all-gather before
     it and a reduce-scatter behind it.
     """
 
@@ -48,6 +50,8 @@ class LayerShape:
     output_share: float = 1.0
     launches: int = 1
     collectives: int = 0
+    routed_width: int = 0
+    row_kept: float = 0.0
 
 
 def block_shape(
@@ -113,6 +117,7 @@ def head_shape(hidden: int, vocabulary: int) -> LayerShape:
         leading=0,
         parameters=hidden * vocabulary + hidden,
         kept=2 * hidden + 2 * vocabulary,
+        row_kept=2 * hidden,
         weight_kept=hidden + vocabulary,
         traffic=4 * vocabulary,
         output_width=0,
@@ -154,6 +159,9 @@ def analytic_cost(
         attention_bytes=(
             Quadratic(b=width * shape.attention_width / group) + kept_bytes(shape, dtype, tp, cp)
         ).rounded(),
+        expert_exchange=exchange_seconds(shape, hardware.inside, dtype, tp, cp).rounded(),
+        row_bytes=Quadratic(b=width * shape.row_kept / cp).rounded(),
+        row_working_bytes=Quadratic(b=0.5 * width * shape.row_kept / cp).rounded(),
         parameters=-(-shape.parameters // tp),
     )
 
@@ -189,6 +197,15 @@ def collective_seconds(
         moved = (cp - 1) / cp * shape.key_value_width * (BYTES[dtype] + 4 * backward) / tp
         result += Quadratic(b=moved / link.bandwidth, c=(1 + backward) * link.latency)
     return result
+
+
+def exchange_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:
+    """What one pass takes to send all of a rank's share of tokens to experts on other ranks of its group and back:
+    counts first, then rows there, then rows back."""
+    if tp * cp == 1 or not shape.routed_width:
+        return ZERO
+    moved = 2 * shape.routed_width * BYTES[dtype] / (tp * cp)
+    return Quadratic(b=moved / link.bandwidth, c=3 * link.latency)
 
 
 def kept_seconds(shape: LayerShape, link: Link, dtype: str, tp: int, cp: int) -> Quadratic:

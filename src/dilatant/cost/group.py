@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dilatant.cost.analytic import LayerShape, collective_seconds, gathered_bytes, kept_seconds
+from dilatant.cost.analytic import (
+    LayerShape,
+    collective_seconds,
+    exchange_seconds,
+    gathered_bytes,
+    kept_seconds,
+)
 from dilatant.cost.hardware import Link
 from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import Degree
@@ -24,6 +30,8 @@ _WITHOUT = (
     "weight_bytes",
     "checkpoint_bytes",
     "output_bytes",
+    "row_bytes",
+    "row_working_bytes",
 )
 
 
@@ -40,10 +48,11 @@ def group_cost(share: LayerCost, shape: LayerShape, link: Link, dtype: str, degr
         "attention": kept_seconds(shape, link, dtype, tp, cp),
         "working_bytes": gathered_bytes(shape, dtype, tp, cp),
     }
+    exchange = exchange_seconds(shape, link, dtype, tp, cp)
     own: dict[str, Any] = {
         name: (_of_row(getattr(share, name), cp) + more).rounded() for name, more in added.items()
     }
-    return replace(share, **own)
+    return replace(share, **own, expert_exchange=exchange.rounded())
 
 
 def _of_row(curve: Quadratic, cp: int) -> Quadratic:

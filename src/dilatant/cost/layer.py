@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilatant.config.recompute import Recompute
 from dilatant.cost.quadratic import Quadratic
@@ -23,8 +23,11 @@ class LayerCost:
     `attention` is the part of `recompute` that is saved where attention, and what ranks exchange for it, is kept, at
     `attention_bytes` more.
     `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
+    `expert_exchange` is what tokens take in one pass on their way to experts on other ranks and back, if every one
+    left its rank.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
-    `activation_bytes` of no more than a chunk at once.
+    `activation_bytes` of no more than a chunk at once. `row_bytes` and `row_working_bytes` are the parts of
+    `activation_bytes` and `working_bytes` that are of whole rows even then (a head's norm).
     `fit_error` is the largest relative error of the fits, None where nothing was measured.
     """
 
@@ -40,10 +43,28 @@ class LayerCost:
     attention: Quadratic = ZERO
     attention_bytes: Quadratic = ZERO
     working_bytes: Quadratic = ZERO
+    expert_exchange: Quadratic = ZERO
+    row_bytes: Quadratic = ZERO
+    row_working_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
     splits: bool = True
     in_chunks: bool = False
+
+
+def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
+    """The cost where `ep` ranks have different experts, and tokens choose all of these equally often."""
+    if ep == 1:
+        return cost
+    exchange = cost.expert_exchange
+    sent = Quadratic(exchange.a * (1 - 1 / ep), exchange.b * (1 - 1 / ep), exchange.c)
+    return replace(
+        cost,
+        forward=cost.forward + sent,
+        recompute=cost.recompute + sent,
+        input_gradient=cost.input_gradient + sent,
+        first_trainable=cost.first_trainable + sent,
+    )
 
 
 @dataclass(frozen=True, slots=True)

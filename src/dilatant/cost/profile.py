@@ -32,7 +32,8 @@ class LayerProbe:
     `keep` is a `context_fn` of torch's `checkpoint` that keeps attention, whose first context knows its `nbytes`.
     `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
     tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
-    recomputed: the rank's tokens under tensor parallelism.
+    recomputed: the rank's tokens under tensor parallelism. `before_chunks(layer)` is the part of it that runs on whole
+    rows where the rest runs in chunks.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class LayerProbe:
     tokens: tuple[int, ...] | None = None
     square: bool = True
     checkpoint_share: float = 1.0
+    before_chunks: Callable[[nn.Module], Callable[..., Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Measurement:
     attention: float = 0.0
     attention_bytes: int = 0
     working_bytes: int = 0
+    row_bytes: int = 0
+    row_working_bytes: int = 0
 
 
 def profile_layers(
@@ -123,6 +127,8 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         "weight_bytes",
         "checkpoint_bytes",
         "output_bytes",
+        "row_bytes",
+        "row_working_bytes",
     )
     timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
     untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
@@ -150,7 +156,9 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     taken: dict[str, list[float]] = {}
 
     def forward(
-        to_input: bool, recompute: Callable[[], tuple[Any, Any]] | None = None
+        to_input: bool,
+        recompute: Callable[[], tuple[Any, Any]] | None = None,
+        run: Callable[..., Any] = layer,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         values = list(args)
         wanted: list[torch.Tensor] = []
@@ -158,9 +166,9 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
             values[source] = values[source].detach().requires_grad_()
             wanted.append(values[source])
         result = (
-            checkpoint(layer, *values, use_reentrant=False, context_fn=recompute, **kwargs)
+            checkpoint(run, *values, use_reentrant=False, context_fn=recompute, **kwargs)
             if recompute is not None
-            else layer(*values, **kwargs)
+            else run(*values, **kwargs)
         )
         return _first_tensor(result, probe.kind), wanted
 
@@ -202,6 +210,11 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     kept, weight, output = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
     working = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    of_row, working_of_row = 0, 0
+    if probe.before_chunks is not None:
+        before = probe.before_chunks(layer)
+        of_row, _, _ = _saved_bytes(layer, parameters, lambda: forward(True, run=before)[0])
+        working_of_row = _working_bytes(clock.device, lambda: forward(True, run=before)[0])
     for parameter in parameters:
         parameter.grad = None
     return Measurement(
@@ -220,6 +233,8 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         if source is None
         else int(args[source].numel() * args[source].element_size() * probe.checkpoint_share),
         output_bytes=output,
+        row_bytes=of_row,
+        row_working_bytes=working_of_row,
     )
 
 

@@ -105,7 +105,15 @@ class Candidate:
     @property
     def chains(self) -> tuple[Chain, ...]:
         return tuple(
-            Chain(count, option.tp, option.cp, option.cuts, option.chunks, option.recompute)
+            Chain(
+                count,
+                option.tp,
+                option.cp,
+                option.cuts,
+                option.chunks,
+                option.recompute,
+                {[*option.cuts][-1]: option.ep},
+            )
             for count, option in zip(self.counts, self.options)
         )
 
@@ -264,18 +272,11 @@ class _Shape:
             for tp, cp in self.table.degrees([*roles.encoders, roles.language]):
                 most = len(self.space.model.unit(roles.language).layers)
                 for stages in range(1, min(most, (budget - after.gpus) // (tp * cp)) + 1):
-                    option = self.table.chain(
-                        roles.language,
-                        tp,
-                        cp,
-                        stages,
-                        self.samples,
-                        self.microbatches,
-                        after.stages,
-                        roles.encoders,
-                    )
-                    if option is not None:
-                        yield self._candidate(EncoderPosition.IN_LANGUAGE, _Side(), option, after)
+                    shape = roles.language, tp, cp, stages, self.samples, self.microbatches, after.stages
+                    for ep in self.table.expert_degrees(roles.language, tp, cp):
+                        option = self.table.chain(*shape, roles.encoders, ep=ep)
+                        if option is not None:
+                            yield self._candidate(EncoderPosition.IN_LANGUAGE, _Side(), option, after)
 
     def megatron(self, budget: int) -> Iterator[Candidate]:
         """One stage for all encoders, one for all generators, the language model's degrees everywhere.
@@ -343,8 +344,9 @@ class _Shape:
         if key not in self._known:
             most = len(self.space.model.unit(unit).layers)
             found = [
-                self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind)
+                self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind, ep=ep)
                 for tp, cp in self.table.degrees([unit])
+                for ep in self.table.expert_degrees(unit, tp, cp)
                 for stages in range(1, min(most, budget // (tp * cp)) + 1)
             ]
             self._known[key] = [option for option in found if option is not None]
@@ -363,7 +365,7 @@ class _Shape:
                 if groups == 1 or groups * chunks > most or saved < NOTABLE * self.microbatches * one.slowest:
                     continue
                 shape = name, one.tp, one.cp, groups * chunks, self.samples, self.microbatches, behind
-                option = self.table.chain(*shape, chunks=chunks)
+                option = self.table.chain(*shape, chunks=chunks, ep=one.ep)
                 if option is not None:
                     found.append(option)
         return found

@@ -11,7 +11,8 @@ from dilatant.config.recompute import Recompute
 class LayerSpec:
     """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
-    holds them once."""
+    holds them once. `experts` it has, with `expert_parameters` of its parameters: expert-parallel ranks divide them.
+    """
 
     name: str
     kind: str
@@ -19,10 +20,20 @@ class LayerSpec:
     trainable: bool = True
     divided: bool = True
     tied: int = 0
+    experts: int = 0
+    expert_parameters: int = 0
 
-    def held(self, tp: int) -> float:
-        """Parameters that one of `tp` ranks holds."""
-        return self.parameters / tp if self.divided else self.parameters
+    def held(self, tp: int, ep: int = 1) -> float:
+        """Parameters that one of `tp` ranks holds, where `ep` divide the experts."""
+        return self.held_beside_experts(tp) + self.held_of_experts(tp, ep)
+
+    def held_beside_experts(self, tp: int) -> float:
+        """Those of them that are not of experts."""
+        return (self.parameters - self.expert_parameters) / (tp if self.divided else 1)
+
+    def held_of_experts(self, tp: int, ep: int = 1) -> float:
+        """Those of them that are of experts: whole ones, or without expert parallelism a part of each."""
+        return self.expert_parameters / (ep if ep > 1 else tp if self.divided else 1)
 
     def held_before(self, tp: int) -> float:
         """Those of them that a rank which holds the first layer has already."""

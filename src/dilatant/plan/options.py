@@ -16,6 +16,7 @@ from dilatant.plan.errors import DoesNotFitError
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.partition import cuts_in_memory, partition_layers, partition_layers_in_memory
 from dilatant.plan.stage_costs import LayerTable, layer_table
+from dilatant.plan.state_sharing import parts_of_a_rank, ranks_together
 from dilatant.plan.workload import Workload
 
 UNLIMITED = 1 << 30
@@ -55,7 +56,8 @@ class Option:
     `seconds` is [stages], `work` [groups of devices], see `Layers`: with `chunks` a group has so many stages. `room` is
     how many stages may follow the chain before its in-flight microbatches overflow memory (negative: it does not fit at
     all); `gradient_bytes` the most that one rank must sync, `least_gradient_bytes` the least. `light` [stages] and
-    `heavy` are the seconds of the lightest sample in each stage and of the heaviest in all. `recompute`: as in `Chain`.
+    `heavy` are the seconds of the lightest sample in each stage and of the heaviest in all. `recompute`: as in `Chain`;
+    `ep` that of the unit that is cut.
     `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the first step of
     a steady state.
     """
@@ -72,6 +74,7 @@ class Option:
     heavy: float
     chunks: int = 1
     recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
+    ep: int = 1
     gpus: int = field(init=False)
     slowest: float = field(init=False)
     total: float = field(init=False)
@@ -112,9 +115,12 @@ class OptionTable:
         self._node = gpus_per_node
         self._rules = rules
         self._batch = global_batch
-        self._tables: dict[tuple[str, int, int, Recompute], LayerTable] = {}
-        self._layers: dict[tuple[str, int, int, float, Recompute], Layers] = {}
+        self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
+        self._layers: dict[tuple[str, int, int, float, Recompute, int], Layers] = {}
         self._options: dict[tuple[object, ...], Option | None] = {}
+        self._experts = {
+            unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
+        }
         self._sharing = 1
         self._shared_by: dict[int, OptionTable] = {}
 
@@ -155,15 +161,27 @@ class OptionTable:
         free = any(self.is_free(unit) for unit in units)
         return LEVELS if free else LEVELS[:1]
 
-    def layers(self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none") -> Layers:
+    def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
+        """What `ep` may pay for a unit on tp * cp ranks: 1, and what leaves a rank fewer experts than its share of
+        features does; only inside nodes, where costs know the links."""
+        counts = self._experts[unit]
+        if not counts or tp * cp > self._node:
+            return (1,)
+        wide = range(2 * tp, tp * cp + 1, tp)
+        return (1, *(ep for ep in wide if tp * cp % ep == 0 and not any(count % ep for count in counts)))
+
+    def layers(
+        self, unit: str, tp: int, cp: int, samples: float, level: Recompute = "none", ep: int = 1
+    ) -> Layers:
         """The arrays of one unit for the mean microbatch of `samples` samples; `level` counts where the model leaves
         open what is recomputed."""
         spec = self._model.unit(unit)
         level = spec.recompute or level
-        key = unit, tp, cp, samples, level
+        key = unit, tp, cp, samples, level, ep
         if key not in self._layers:
-            table = self._table(unit, tp, cp, level)
-            free = self._table(unit, tp, cp, spec.recompute or "none")
+            table = self._table(unit, tp, cp, level, ep)
+            free = self._table(unit, tp, cp, spec.recompute or "none", ep)
+            ranks = self._ranks_sharing(unit, tp, cp, ep)
             row, least = self._workload.mean_row(unit, samples), self._workload.least_row(unit, samples)
             light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
@@ -172,12 +190,12 @@ class OptionTable:
                 work=fastest @ least,
                 light=fastest @ light,
                 heavy=fastest @ heavy,
-                static=table.static_shared_by(self._sharing),
-                twice=table.twice(self._sharing),
+                static=table.static_shared_by(ranks),
+                twice=table.twice(ranks),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array(
-                    [self._rules.gradient * layer.held(tp) * layer.trainable for layer in spec.layers]
+                    [self._rules.gradient * layer.held(tp, ep) * layer.trainable for layer in spec.layers]
                 ),
             )
         return self._layers[key]
@@ -188,12 +206,22 @@ class OptionTable:
         squares, tokens = self._workload.of_samples(unit)
         return np.asarray(square * squares + linear * tokens)
 
-    def _table(self, unit: str, tp: int, cp: int, level: Recompute) -> LayerTable:
-        key = unit, tp, cp, level
+    def _ranks_sharing(self, unit: str, tp: int, cp: int, ep: int) -> NDArray[np.float64]:
+        """[layers]: the ranks that divide the optimizer's state of what one holds, see `shared_by`; those of a stage
+        that hold the same are among them."""
+        layers = self._model.unit(unit).layers
+        if self._rules.zero == "none":
+            return np.ones(len(layers))
+        beside = tp * cp if self._rules.zero == "all" else min(tp * cp, self._node)
+        parts = self._sharing * beside * parts_of_a_rank(layers, tp, ep)
+        return ranks_together(layers, tp, ep, *np.maximum(1.0, parts))
+
+    def _table(self, unit: str, tp: int, cp: int, level: Recompute, ep: int = 1) -> LayerTable:
+        key = unit, tp, cp, level, ep
         if key not in self._tables:
             spec, upstream = self._model.unit(unit), self._model.upstream_trainable(unit)
             again = (level,) * len(spec.layers)
-            self._tables[key] = layer_table(spec, upstream, self._costs, tp, cp, self._rules, again)
+            self._tables[key] = layer_table(spec, upstream, self._costs, tp, cp, self._rules, again, ep)
         return self._tables[key]
 
     def chain(
@@ -208,6 +236,7 @@ class OptionTable:
         extra: Sequence[str] = (),
         balance: NDArray[np.float64] | None = None,
         chunks: int = 1,
+        ep: int = 1,
     ) -> Option | None:
         """`unit` in `stages` stages, with all of the units `extra` in its first; None if memory forbids.
 
@@ -219,7 +248,7 @@ class OptionTable:
             return None
         found: list[Option] = []
         for level in self.levels([unit, *extra]):
-            asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level)
+            asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level, ep)
             option = self._chain(asked, behind, balance)
             if option is None:
                 continue
@@ -304,7 +333,8 @@ class OptionTable:
     ) -> float:
         """The bytes that a device lacks under the most frugal such chain; 0 if it fits."""
         level = self.levels([unit, *extra])[-1]
-        asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), 1, level)
+        ep = self.expert_degrees(unit, tp, cp)[-1]
+        asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), 1, level, ep)
         layers = self._merged(asked)
         if stages > len(layers.seconds):
             return math.inf
@@ -350,7 +380,7 @@ class OptionTable:
         it may run one ahead.
         """
         degree = asked.tp, asked.cp, asked.samples, asked.level
-        own = self.layers(asked.unit, *degree).on(asked.stages)
+        own = self.layers(asked.unit, *degree, asked.ep).on(asked.stages)
         if not asked.extra:
             return own
         columns: dict[str, NDArray[np.float64]] = {"twice": own.twice}
@@ -404,8 +434,9 @@ class OptionTable:
                 most = int(free / (kept[s] / asked.chunks))
                 room = min(room, (most - (asked.chunks - 1) * groups - 1) // 2 - (groups - s - 1))
         return Option(
-            asked.tp, asked.cp, dict(cuts), seconds, work, room, float(gradient.max()), float(gradient.min()),
-            light, heavy, asked.chunks, {unit: how for unit, how in recompute.items() if how},
+            asked.tp, asked.cp, dict(cuts), seconds, work, room, float(gradient.max()),
+            float(gradient.min()) if asked.ep == 1 else 0.0,  # of experts there may be no other holder
+            light, heavy, asked.chunks, {unit: how for unit, how in recompute.items() if how}, asked.ep,
         )  # fmt: skip
 
 
@@ -422,6 +453,7 @@ class _Asked:
     extra: tuple[str, ...]
     chunks: int
     level: Recompute
+    ep: int = 1
 
 
 _TOGETHER = {"transient": np.max, "light": np.min, "heavy": np.min}

@@ -18,7 +18,8 @@ class Chain:
 
     `cuts[unit]` are the first layers of that unit's stages. Several units in one chain are colocated: their k-th
     stages share devices. A unit may have fewer stages than the chain; they are its first ones. `chunks` stages are on
-    the same devices: the chain goes round its groups so often. `recompute[unit]`: as in `UnitPlan`.
+    the same devices: the chain goes round its groups so often. `recompute[unit]`: as in `UnitPlan`. `ep[unit]`: ranks
+    that divide its experts, 1 where it says nothing.
     """
 
     replicas: int
@@ -27,6 +28,7 @@ class Chain:
     cuts: Mapping[str, tuple[int, ...]]
     chunks: int = 1
     recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
+    ep: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -107,6 +109,7 @@ def map_ranks(
                                 ranks[number, replica, stage % chain.groups],
                                 chain.tp,
                                 chain.cp,
+                                chain.ep.get(name, 1),
                             )
                             for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
                         )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.recompute import Recompute
-from dilatant.cost.layer import frozen_work, trainable_before
+from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_ranks
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
@@ -75,9 +75,10 @@ def layer_table(
     cp: int = 1,
     rules: ParameterBytes = BF16,
     recompute: Sequence[Recompute] = (),
+    ep: int = 1,
 ) -> LayerTable:
     """What each layer of `unit` takes; `upstream`: does anything in the units before it train? `recompute`: by layer,
-    else as the unit says.
+    else as the unit says. `ep`: ranks that divide the experts.
 
     Raises UserError when the cost model lacks a layer type or degree.
     """
@@ -87,6 +88,8 @@ def layer_table(
     ahead = trainable_before(unit.trainable, upstream)
     for layer, before, how in zip(unit.layers, ahead, again, strict=True):
         cost = costs.layer(layer.kind, tp, cp)
+        if layer.experts:
+            cost = with_experts_on_ranks(cost, ep)
         work = frozen_work(cost, layer.trainable, before, how)
         seconds.append(
             [_triple(q) for q in (work.forward, work.backward, work.input_gradient, work.weight_gradient)]
@@ -95,8 +98,8 @@ def layer_table(
         weight.append(_triple(work.weight_bytes))
         transient.append(_triple(work.transient_bytes))
         output.append(_triple(cost.output_bytes))
-        static.append(rules.of(layer.held(tp), layer.trainable))
-        shared.append(rules.shared(layer.held(tp), layer.trainable))
+        static.append(rules.of(layer.held(tp, ep), layer.trainable))
+        shared.append(rules.shared(layer.held(tp, ep), layer.trainable))
     trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
     columns = {
         "seconds": seconds,
@@ -116,18 +119,20 @@ def layer_table(
 
 def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: ParameterBytes = BF16) -> StageCosts:
     """The costs of every stage of `plan`. Raises UserError when the cost model lacks a layer type or degree."""
-    tables: dict[tuple[str, int, int], LayerTable] = {}
+    tables: dict[tuple[str, int, int, int], LayerTable] = {}
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
     static = np.empty(len(placed))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
-        key = entry.unit, entry.stage.tp, entry.stage.cp
+        key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep
         if key not in tables:
             upstream = model.upstream_trainable(entry.unit)
             again = plan.unit(entry.unit).recompute
-            tables[key] = layer_table(model.unit(entry.unit), upstream, costs, *key[1:], rules, again)
+            tables[key] = layer_table(
+                model.unit(entry.unit), upstream, costs, *key[1:3], rules, again, key[3]
+            )
         table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
         seconds[entry.index] = table.seconds[layers].sum(axis=0)
         kept[entry.index] = table.kept_bytes[layers].sum(axis=0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.model_spec import LayerSpec, ModelSpec
 from dilatant.plan.plan import Plan
 
 
@@ -24,24 +26,39 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
     def node_of(rank: int) -> int:
         return 0 if rules.zero == "all" or rules.ranks_per_node is None else rank // rules.ranks_per_node
 
-    divided = {unit.name: np.array([layer.divided for layer in unit.layers]) for unit in model.units}
-    held: dict[tuple[str, int], NDArray[np.float64]] = {}
+    held: dict[tuple[str, int], NDArray[np.float64]] = {}  # by layer, beside experts and of experts
     for entry in placed:
-        for rank in entry.stage.ranks:
-            key = entry.unit, node_of(rank)
-            own = slice(entry.stage.first, entry.stage.end)
-            count = held.setdefault(key, np.zeros(len(divided[entry.unit])))
-            count[own] += np.where(divided[entry.unit][own], 1.0 / entry.stage.tp, 1.0)
-    return tuple(
-        np.maximum(
-            1.0,
-            np.min(
-                [
-                    held[entry.unit, node][entry.stage.first : entry.stage.end]
-                    for node in {node_of(rank) for rank in entry.stage.ranks}
-                ],
-                axis=0,
-            ),
-        )
-        for entry in placed
-    )
+        stage, layers = entry.stage, model.unit(entry.unit).layers
+        parts = parts_of_a_rank(layers[stage.first : stage.end], stage.tp, stage.ep)
+        for rank in stage.ranks:
+            count = held.setdefault((entry.unit, node_of(rank)), np.zeros((2, len(layers))))
+            count[:, stage.first : stage.end] += parts
+    result = []
+    for entry in placed:
+        stage = entry.stage
+        nodes = {node_of(rank) for rank in stage.ranks}
+        least = np.min([held[entry.unit, node][:, stage.first : stage.end] for node in nodes], axis=0)
+        own = model.unit(entry.unit).layers[stage.first : stage.end]
+        result.append(ranks_together(own, stage.tp, stage.ep, *np.maximum(1.0, least)))
+    return tuple(result)
+
+
+def parts_of_a_rank(layers: Sequence[LayerSpec], tp: int, ep: int) -> NDArray[np.float64]:
+    """What a rank holds of each layer beside experts, and of its experts, as a part of all: [2, layers]."""
+    beside = np.array([1.0 / tp if layer.divided else 1.0 for layer in layers])
+    return np.stack([beside, beside if ep == 1 else np.full(len(layers), 1.0 / ep)])
+
+
+def ranks_together(
+    layers: Sequence[LayerSpec],
+    tp: int,
+    ep: int,
+    beside: NDArray[np.float64],
+    of_experts: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[layers]: the number of ranks that would leave as much of a layer's state to each if they shared all of it, where
+    so many share what is beside experts, and so many what is of experts."""
+    outer = np.array([layer.held_beside_experts(tp) for layer in layers])
+    inner = np.array([layer.held_of_experts(tp, ep) for layer in layers])
+    share = outer / beside + inner / of_experts
+    return np.where(inner == 0.0, beside, (outer + inner) / np.where(share == 0.0, 1.0, share))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
-from dilatant.plan.plan import Plan, Stage, UnitPlan
+from dilatant.plan.plan import Plan, UnitPlan
 
 
 def sync_seconds(
@@ -60,20 +60,36 @@ def sync_seconds(
 
 def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:
     """(bytes, ranks) of everything that is summed: by runs of layers with the same holders, and of these by the parts
-    into which tensor parallelism divides them most finely."""
+    into which tensor parallelism, and of experts expert parallelism, divides them most finely."""
     stages = [stage for replica in unit.replicas for stage in replica.stages]
     borders = sorted({layer for stage in stages for layer in (stage.first, stage.end)})
     for first, end in itertools.pairwise(borders):
         holders = [stage for stage in stages if stage.first <= first < stage.end]
         finest = max(stage.tp for stage in holders)
-        size_bytes = rules.gradient * sum(
-            layer.held(finest) for layer in spec.layers[first:end] if layer.trainable
-        )
+        layers = [layer for layer in spec.layers[first:end] if layer.trainable]
+        apart = any(stage.ep > 1 for stage in holders)
+        held = [layer.held_beside_experts(finest) if apart else layer.held(finest) for layer in layers]
         for part in range(finest):
-            yield size_bytes, [rank for stage in holders for rank in _holding(stage, part, finest)]
+            yield (
+                rules.gradient * sum(held),
+                [rank for stage in holders for rank in _holding(stage.ranks, stage.tp, part, finest)],
+            )
+        if not apart:
+            continue
+        degrees = [stage.ep if stage.ep > 1 else stage.tp for stage in holders]
+        finest = max(degrees)
+        for part in range(finest):
+            yield (
+                rules.gradient * sum(layer.expert_parameters / finest for layer in layers),
+                [
+                    rank
+                    for stage, degree in zip(holders, degrees)
+                    for rank in _holding(stage.ranks, degree, part, finest)
+                ],
+            )
 
 
-def _holding(stage: Stage, part: int, parts: int) -> tuple[int, ...]:
-    """The ranks of a stage that hold this of so many parts of each layer; one for every context-parallel rank."""
-    own = part * stage.tp // parts
-    return stage.ranks[own :: stage.tp]
+def _holding(ranks: Sequence[int], degree: int, part: int, parts: int) -> Sequence[int]:
+    """Of ranks of a stage of which each `degree` divide its layers, or its experts, those that hold this of so many
+    parts."""
+    return ranks[part * degree // parts :: degree]

@@ -11,6 +11,7 @@ from torch import nn
 from dilatant.config import Config
 from dilatant.config.recompute import Recompute
 from dilatant.models.build import build_model
+from dilatant.models.experts import fused_experts
 from dilatant.models.freeze import audit
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.multimodal import MultimodalModel
@@ -103,6 +104,7 @@ def describe_model(
         layers: list[LayerSpec] = []
         by_layer = list(_weights_by_layer(unit))
         leading = {id(parameter) for _, parameter in by_layer[0]}
+        experts = {layer: _experts(block) for layer, block in zip(unit.layers[1:], unit.blocks)}
         for index, weights in enumerate(by_layer):
             role, variant = _role(unit, index)
             shapes = tuple((rest, tuple(parameter.shape)) for rest, parameter in weights)
@@ -123,6 +125,8 @@ def describe_model(
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading
                     ),
+                    experts=experts.get(unit.layers[index], (0, 0))[0],
+                    expert_parameters=experts.get(unit.layers[index], (0, 0))[1],
                 )
             )
         units.append(
@@ -158,6 +162,13 @@ def _weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
             for weight in unit.weights
             if weight.layer == layer and weight.key in parameters[weight.part]
         ]
+
+
+def _experts(block: nn.Module) -> tuple[int, int]:
+    """How many experts a block has, and their parameters."""
+    found = [module for _, module in fused_experts(block)]
+    counts = [next(iter(module.parameters())).shape[0] for module in found]
+    return max(counts, default=0), sum(p.numel() for module in found for p in module.parameters())
 
 
 def _role(unit: Unit, index: int) -> tuple[str, str]:

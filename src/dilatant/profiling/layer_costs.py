@@ -147,7 +147,7 @@ def costs_in_use(
         if kind in heads:
             cost = replace(_on_targets(cost, targets), splits=False)
             if chunk is not None and row * targets > chunk:
-                return _in_chunks(cost, chunk / targets)
+                return _in_chunks(cost, chunk / targets, row)
         if kind not in blocks:
             cost = replace(
                 cost,
@@ -167,36 +167,49 @@ def costs_in_use(
     )
 
 
-def _in_chunks(cost: LayerCost, tokens: float) -> LayerCost:
-    """A head that holds the activations of no more tokens than these at once, and else what goes in."""
+def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
+    """A head that holds the activations of no more tokens than these at once, besides those of its norm, and the hidden
+    states of all targets. In the backward of `row` tokens either a chunk or the norm holds the most, each with the
+    gradients of these hidden states."""
 
-    def of_chunk(whole: Quadratic) -> Quadratic:
-        return Quadratic(c=whole.c + whole.b * tokens)
+    def of_chunk(whole: Quadratic, of_row: Quadratic) -> float:
+        return whole.c + max(0.0, whole.b - of_row.b) * tokens
 
+    chosen = cost.checkpoint_bytes
+    activations = of_chunk(cost.activation_bytes, cost.row_bytes)
+    working = of_chunk(cost.working_bytes, cost.row_working_bytes)
+    of_norm = cost.row_working_bytes(row) - activations
+    most = Quadratic(c=working) if working >= of_norm else Quadratic(b=of_norm / row)
     return replace(
         cost,
         recompute=cost.forward,
-        activation_bytes=of_chunk(cost.activation_bytes),
-        working_bytes=of_chunk(cost.working_bytes),
+        activation_bytes=Quadratic(c=activations),
+        checkpoint_bytes=cost.row_bytes + chosen,
+        working_bytes=chosen + most,
         in_chunks=True,
     )
 
 
 def _on_targets(cost: LayerCost, share: float) -> LayerCost:
-    grows = (
-        "forward",
-        "input_gradient",
-        "weight_gradient",
-        "first_trainable",
-        "activation_bytes",
-        "working_bytes",
-        "weight_bytes",
-        "checkpoint_bytes",
-    )
+    grows = {
+        **dict.fromkeys(
+            (
+                "forward",
+                "input_gradient",
+                "weight_gradient",
+                "first_trainable",
+                "weight_bytes",
+                "checkpoint_bytes",
+            ),
+            ZERO,
+        ),
+        "activation_bytes": cost.row_bytes,
+        "working_bytes": cost.row_working_bytes,
+    }
     scaled = {}
-    for name in grows:
+    for name, of_row in grows.items():
         whole = getattr(cost, name)
-        scaled[name] = replace(whole, a=whole.a * share, b=whole.b * share)
+        scaled[name] = replace(whole, a=whole.a * share, b=of_row.b + max(0.0, whole.b - of_row.b) * share)
     return replace(cost, **scaled)
 
 

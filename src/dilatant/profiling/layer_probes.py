@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,13 +13,13 @@ from dilatant.attention.context_parallel import Pending
 from dilatant.attention.kept import keep_attention
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
-from dilatant.models.language import LanguageUnit
+from dilatant.models.language import LanguageStage, LanguageUnit
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
 from dilatant.models.tensor_parallel import share_tokens
 from dilatant.models.tensor_plan import Region, tensor_plan
 from dilatant.models.unit import Unit
-from dilatant.profiling.describe_model import LayerType
+from dilatant.profiling.describe_model import HEAD, LayerType
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears
 
 
@@ -30,6 +30,7 @@ def layer_probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> L
         build=lambda: _build(entry, device, dtype),
         keep=keep_attention,
         checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
+        before_chunks=_before_head if entry.role == HEAD else None,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
     )
 
@@ -44,6 +45,16 @@ class OneLayer(nn.Module):
     def forward(self, value: Tensor, **given: Any) -> Tensor:
         """`value`: hidden states, or what the unit's first layer takes. Returns hidden states, or the head's loss."""
         return self.stage.one_layer(value, **given)
+
+
+def _before_head(layer: nn.Module) -> Callable[..., Tensor]:
+    stage = cast(LanguageStage, cast(OneLayer, layer).stage)
+
+    def run(value: Tensor, labels: Tensor, **given: Any) -> Tensor:
+        output = stage(None, None, value, return_logits=False, return_hidden=True, **given)
+        return cast(Tensor, output.hidden)
+
+    return run
 
 
 def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:

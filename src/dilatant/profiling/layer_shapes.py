@@ -10,6 +10,7 @@ from torch import nn
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
 from dilatant.models.encoder import EncoderUnit
+from dilatant.models.experts import fused_experts
 from dilatant.profiling.describe_model import (
     CONNECTOR,
     EMBEDDING,
@@ -77,6 +78,9 @@ def _shape(entry: LayerType) -> LayerShape:
         leading=min(shape.leading, products),
         parameters=parameters,
         attention_width=shape.attention_width if pairs else 0,
+        routed_width=width * entry.unit.config.num_experts_per_tok
+        if any(True for module in modules for _ in fused_experts(module))
+        else 0,
     )
 
 

@@ -137,6 +137,7 @@ def _card(
             busy = min(load.get(number[unit.name, first, position], 0.0), 1.0)
             layers = layers_text(stage.first, stage.end)
             grid = f"tp {stage.tp}" + (f" × cp {stage.cp}" if stage.cp > 1 else "")
+            grid += f", ep {stage.ep}" if stage.ep > 1 else ""
             boxes.append(
                 StageBox(
                     x=x + _PADDING + position * room,

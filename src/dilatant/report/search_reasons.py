@@ -38,7 +38,7 @@ def _shape(one: RankedPlan) -> str:
     for unit in one.plan.units:
         stages = unit.replicas[0].stages
         times = f"{len(unit.replicas)} × " if len(unit.replicas) > 1 else ""
-        degrees = degrees_text(stages[0].tp, stages[0].cp)
+        degrees = degrees_text(stages[0].tp, stages[0].cp, stages[0].ep)
         units.append(f"{unit.name} {times}{counted(len(stages), 'stage')} {degrees}".rstrip())
     return (
         f"{counted(one.replicas, 'pipeline')}, {counted(one.num_microbatches, 'microbatch')} of "

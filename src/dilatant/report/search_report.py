@@ -179,10 +179,10 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        tp = placed.stage.tp
-        weights += rules.weight * sum(layer.held(tp) for layer in layers)
-        gradients += rules.gradient * sum(layer.held(tp) for layer in layers if layer.trainable)
-        state = [rules.shared(layer.held(tp), layer.trainable) for layer in layers]
+        numbers = [layer.held(placed.stage.tp, placed.stage.ep) for layer in layers]
+        weights += rules.weight * sum(numbers)
+        gradients += rules.gradient * sum(n for n, layer in zip(numbers, layers) if layer.trainable)
+        state = [rules.shared(n, layer.trainable) for n, layer in zip(numbers, layers)]
         optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 
@@ -221,8 +221,8 @@ def layout_text(plan: Plan) -> str:
     for unit in plan.units:
         stages = unit.replicas[0].stages
         text = f"{unit.name} {len(unit.replicas)} × {counted(len(stages), 'stage')}"
-        for tp, cp in sorted({(stage.tp, stage.cp) for stage in stages}):
-            text += f" {degrees_text(tp, cp)}".rstrip()
+        for degrees in sorted({(stage.tp, stage.cp, stage.ep) for stage in stages}):
+            text += f" {degrees_text(*degrees)}".rstrip()
         texts.append(text)
     return ", ".join(texts)
 

@@ -91,6 +91,7 @@ def unbroken(sentence: str) -> str:
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB|[mµ]?s\b|min\b|h\b)", "\u00a0", sentence)
 
 
-def degrees_text(tp: int, cp: int) -> str:
+def degrees_text(tp: int, cp: int, ep: int = 1) -> str:
     """`tp 2 cp 4`, without what is 1."""
-    return " ".join(f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp)) if degree != 1)
+    degrees = {"tp": tp, "cp": cp, "ep": ep}
+    return " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1)

@@ -7,13 +7,14 @@ rank, and gradients for stages that need none are left out.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.plan.plan import PlacedStage, Plan, Stage
 from dilatant.schedule.dependencies import Message, shared_samples
 from dilatant.schedule.graph import ScheduleError, ScheduleGraph, message_order
 from dilatant.schedule.schedule import Action, ActionKind
@@ -32,8 +33,9 @@ class Routes:
     included, in the order of the edge. samples: of each own action, and of those that these exchange messages with.
     turn: for each action in a message, a number that grows along the actions of its rank.
 
-    Tensor-parallel ranks all need, and all have, the same rows; context-parallel ranks have their own. So each row
-    travels once to each rank that needs it, from the rank in the same place, where both stages have as many.
+    Tensor-parallel ranks all need, and all have, the same rows; context-parallel ranks have their own. Each row
+    travels once all the same, to one of the ranks that need it, which gather what came to all of them (Narayanan et al.
+    2021, section 4.1).
     """
 
     received: Mapping[Action, tuple[Message, ...]]
@@ -102,26 +104,60 @@ def derive_routes(graph: ScheduleGraph, rank: int, with_backward: Collection[int
             received[consumer].append(message)
         giving, taking = stages[producer.stage], stages[consumer.stage]
         one_row = samples[producer] == samples[consumer]
-        for giver, taker in _pairs(giving, taking, one_row):
-            link = giving.index, taking.index, giver, taker
-            if giver == rank:
-                outgoing[link].append(message)
-            if taker == rank:
-                incoming[link].append(message)
+        for part, place in places_met(giving, taking, one_row):
+            for giver, taker in crossings(ranks_in(giving.stage, part), ranks_in(taking.stage, place)):
+                link = giving.index, taking.index, giver, taker
+                if giver == rank:
+                    outgoing[link].append(message)
+                if taker == rank:
+                    incoming[link].append(message)
     return Routes(_frozen(received), _frozen(sent), _frozen(incoming), _frozen(outgoing), samples, turn)
 
 
-def _pairs(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Iterator[tuple[int, int]]:
-    """(giver, taker): from whom each rank of a stage takes its rows of a message, which another stage has in parts.
+def places_met(giving: PlacedStage, taking: PlacedStage, one_row: bool) -> Iterator[tuple[int, int]]:
+    """Context-parallel places of two stages between which rows of a message may travel.
 
     one_row: both stages run the same samples in one row; of one unit, they then part it alike.
     """
-    made, taken = giving.stage, taking.stage
-    alike = one_row and giving.unit == taking.unit and made.cp == taken.cp
-    for place, taker in enumerate(taken.ranks):
-        for part in (place // taken.tp,) if alike else range(made.cp):
-            having = made.ranks[part * made.tp : (part + 1) * made.tp]
-            yield taker if taker in having else having[place % made.tp], taker
+    alike = one_row and giving.unit == taking.unit and giving.stage.cp == taking.stage.cp
+    for place in range(taking.stage.cp):
+        for part in (place,) if alike else range(giving.stage.cp):
+            yield part, place
+
+
+def ranks_in(stage: Stage, place: int) -> tuple[int, ...]:
+    """The tensor-parallel ranks of a stage in one of its context-parallel places."""
+    return stage.ranks[place * stage.tp : (place + 1) * stage.tp]
+
+
+def crossings(having: Sequence[int], taking: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(giver, taker): between which ranks rows may travel that `having` all have and `taking` all need."""
+    both = [rank for rank in taking if rank in having]
+    if both:
+        yield from zip(both, both)
+        return
+    for number, giver in enumerate(having):
+        for place, taker in enumerate(taking):
+            end, begun = (number + 1) * len(taking), number * len(taking)
+            if begun < (place + 1) * len(having) and place * len(having) < end:
+                yield giver, taker
+
+
+def divide_rows(
+    rows: NDArray[np.int64], having: Sequence[int], taking: Sequence[int]
+) -> dict[tuple[int, int], NDArray[np.int64]]:
+    """(giver, taker) → those of `rows` that go there: equal shares of each giver and of each taker, one behind the
+    other. Ranks that have them already send none: if those are all of `taking`, each has all; if some, each is counted
+    a share."""
+    both = [rank for rank in taking if rank in having]
+    if len(both) == len(taking):
+        return {(rank, rank): rows for rank in both}
+    number = np.arange(len(rows))
+    giver, taker = (number * len(both or ranks) // max(1, len(rows)) for ranks in (having, taking))
+    return {
+        (one, other): rows[(giver == (both or having).index(one)) & (taker == (both or taking).index(other))]
+        for one, other in crossings(having, taking)
+    }
 
 
 def _samples(graph: ScheduleGraph, op: int) -> tuple[int, ...]:

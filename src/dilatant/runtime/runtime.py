@@ -153,7 +153,7 @@ class Runtime:
         self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
-        self._transport = Transport(comm, [p.stage.ranks for p in self._placed], look_ahead, check_transport)
+        self._transport = Transport(comm, [p.stage for p in self._placed], look_ahead, check_transport)
         self._executor = Executor(
             comm.rank,
             self._stages,
@@ -422,7 +422,7 @@ class Runtime:
         owners = RowOwners(self.model.units, self._placed, self._boundaries, step.routes, data)
         if not self._transport.has_open(step.routes):
             agreement.require()
-        self._transport.begin(step.routes, owners.parcel, agreement.require)
+        self._transport.begin(step.routes, owners, agreement.require)
         self._recorder.begin(kept=not data.predicts)
         return self._executor.run(step.actions, step.routes, data, agreement, owners)
 

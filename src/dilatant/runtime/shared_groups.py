@@ -1,4 +1,5 @@
-"""The groups that sum gradients and share optimizer state: one for every set of ranks, whatever it is used for."""
+"""Groups of ranks: of those that sum gradients and share optimizer state, one for every set of ranks, whatever it is
+used for; and of those that share a stage."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group
 from dilatant.plan.buckets import BucketShare
+from dilatant.plan.plan import Stage
 
 
 def open_groups(comm: Comm, shares: Iterable[BucketShare]) -> None:
@@ -21,3 +23,15 @@ def open_groups(comm: Comm, shares: Iterable[BucketShare]) -> None:
 
 def group_of(comm: Comm, ranks: tuple[int, ...]) -> Group:
     return comm.group("layers/" + "-".join(map(str, ranks)), ranks)
+
+
+def tensor_group_of(comm: Comm, stage: Stage) -> Group:
+    """The tensor-parallel ranks of a stage that this one is among."""
+    return group_in(comm, "tensor", stage, stage.tp)
+
+
+def group_in(comm: Comm, name: str, stage: Stage, size: int) -> Group:
+    """Those `size` ranks of a stage, one behind the other, that this one is among."""
+    first = stage.ranks.index(comm.rank) // size * size
+    ranks = stage.ranks[first : first + size]
+    return comm.group(f"{name}/" + "-".join(map(str, ranks)), ranks)

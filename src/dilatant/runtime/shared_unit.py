@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.expert_group import ExpertGroup
-from dilatant.comm.group import Group
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.language import LanguageStage
 from dilatant.models.materialize import materialize
@@ -22,6 +21,7 @@ from dilatant.models.unit import Unit
 from dilatant.plan.boxes import Box
 from dilatant.plan.plan import Stage as StagePlan
 from dilatant.runtime.holders import part
+from dilatant.runtime.shared_groups import group_in, tensor_group_of
 
 
 class SharedUnit:
@@ -37,9 +37,9 @@ class SharedUnit:
         self._plan = tensor_plan(unit)
         self._ranks = self._holders = None
         if placed.tp > 1:
-            self._ranks = TensorGroup(_group(comm, "tensor", placed, placed.tp))
+            self._ranks = TensorGroup(tensor_group_of(comm, placed))
         if placed.ep > 1:
-            self._holders = ExpertGroup(_group(comm, "experts", placed, placed.ep))
+            self._holders = ExpertGroup(group_in(comm, "experts", placed, placed.ep))
         self._drawn: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
@@ -110,10 +110,3 @@ class SharedUnit:
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in hollow:
                     module._parameters[key] = hollow[id(parameter)]
-
-
-def _group(comm: Comm, name: str, stage: StagePlan, size: int) -> Group:
-    """Those `size` ranks of a stage, one behind the other, that this one is among."""
-    first = stage.ranks.index(comm.rank) // size * size
-    ranks = stage.ranks[first : first + size]
-    return comm.group(f"{name}/" + "-".join(map(str, ranks)), ranks)

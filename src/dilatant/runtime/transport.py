@@ -3,8 +3,9 @@
 Every directed edge has its own communicator, on a GPU with its own stream. Both ends know every message, its order and
 its shape, so nothing but rows travels; what a rank has for itself stays where it is. Sends return at once. Receives are
 posted in the sender's order, at most `look_ahead` messages beyond the furthest one that was needed so far, so buffers
-are bounded by the schedule. What was sent is let go when a message comes back from an action that took it, or from a
-later one of the same rank: Gloo does not tell when a send is over, but then it must be.
+are bounded by the schedule. Tensor-parallel ranks are each sent a share of the rows that they all need, and gather
+these over the links by which they share layers. What was sent is let go when a message comes back from an action that
+took it, or from a later one of the same rank: Gloo does not tell when a send is over, but then it must be.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dilatant.attention.attention_plan import upload
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group, Pending
+from dilatant.plan.plan import Stage
 from dilatant.runtime.routes import Link, Routes
-from dilatant.runtime.row_owners import Parcel
+from dilatant.runtime.row_owners import Parcel, RowOwners, Rows
+from dilatant.runtime.shared_groups import tensor_group_of
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action
 
 _TAGS = 1 << 18
 _HEADER_TAG = 1 << 19
-
-Parcels = Callable[[Message, Link], Parcel]
-"""What of a message goes along a link; the same at both ends."""
 
 
 class TransportError(RuntimeError):
@@ -39,15 +40,18 @@ class TransportError(RuntimeError):
 class Transport:
     """The edges of one rank. `begin`, then `receive` and `send`, then `finish`, each step.
 
-    ranks_of_stage: by stage number. check: a header before every message proves that both ends mean the same one
-    (slower; for debugging).
+    stages: of the plan, by number. All ranks make one together, since it opens the groups of tensor-parallel ranks.
+    check: a header before every message proves that both ends mean the same one (slower; for debugging).
     """
 
-    def __init__(
-        self, comm: Comm, ranks_of_stage: Sequence[tuple[int, ...]], look_ahead: int = 2, check: bool = False
-    ) -> None:
+    def __init__(self, comm: Comm, stages: Sequence[Stage], look_ahead: int = 2, check: bool = False) -> None:
         self._comm = comm
-        self._ranks_of_stage = ranks_of_stage
+        self._ranks_of_stage = [stage.ranks for stage in stages]
+        self._groups = {
+            number: tensor_group_of(comm, stage)
+            for number, stage in enumerate(stages)
+            if stage.tp > 1 and comm.rank in stage.ranks
+        }
         self._look_ahead = look_ahead
         self._check = check
         self._edges: dict[Link, Group] = {}
@@ -58,19 +62,20 @@ class Transport:
         self._targets: dict[Message, list[Link]] = {}
         self._sending: dict[tuple[int, ...], list[tuple[int, Pending]]] = defaultdict(list)
         self._turn: Mapping[Action, int] = {}
-        self._parcels: Parcels
+        self._owners: RowOwners
         self._before: Callable[[], None]
 
     def has_open(self, routes: Routes) -> bool:
         """Whether all edges of a step are open already."""
         return self._edges.keys() >= set(_edges(routes))
 
-    def begin(self, routes: Routes, parcels: Parcels, before: Callable[[], None]) -> None:
+    def begin(self, routes: Routes, owners: RowOwners, before: Callable[[], None]) -> None:
         """Open the edges of a step, which waits for the ranks at their other ends, and post the first receives.
 
-        before: called before rows are sent to, or awaited from, another rank.
+        owners: who has which rows, the same at both ends. before: called before rows are sent to, or awaited from,
+        another rank.
         """
-        self._parcels, self._before = parcels, before
+        self._owners, self._before = owners, before
         self._turn = routes.turn
         # Every rank opens its edges in the same order of all edges, so nobody waits in a circle.
         for link in sorted(set(_edges(routes)) - self._edges.keys()):
@@ -94,8 +99,8 @@ class Transport:
         any. Each message is received once."""
         parts: list[tuple[Parcel, Tensor]] = []
         came_from = None
-        for link in self._sources[message]:
-            parcel = self._parcels(message, link)
+        for link in self._sources.get(message, ()):
+            parcel = self._owners.parcel(message, link)
             if _is_own(link):
                 rows = self._own.pop(message)
             else:
@@ -105,7 +110,12 @@ class Transport:
             parts.append((parcel, rows))
         if came_from is not None:
             self._let_go(self._ranks_of_stage[message.producer.stage], self._turn[message.producer])
-        return _joined(parts), came_from
+        rows = self._joined(message, parts)
+        shares = self._owners.shares(message, self._comm.rank)
+        if shares is not None:
+            self._before()
+            rows = _gathered(rows, shares, self._groups[message.consumer.stage], describe(message))
+        return rows, came_from
 
     def send(self, message: Message, rows: Tensor) -> None:
         """Send [rows, width], all that this rank has of `message`, to those who need them, and return at once; `rows`
@@ -115,9 +125,8 @@ class Transport:
         sending = self._sending[self._ranks_of_stage[message.consumer.stage]]
         rows = rows.contiguous()
         for link in links:
-            parcel = self._parcels(message, link)
-            at = parcel.at_source
-            own = rows if at is None else rows[upload(at, rows.device)]
+            parcel = self._owners.parcel(message, link)
+            own = rows if parcel.at_source is None else _some(rows, parcel.at_source)
             if tuple(own.shape) != (parcel.rows, parcel.width) or own.dtype != parcel.dtype:
                 raise TransportError(
                     f"{what}: {list(own.shape)} of {own.dtype} were made, but the sizes of the samples say "
@@ -148,11 +157,24 @@ class Transport:
 
     def header(self, message: Message, link: Link, place: int) -> Tensor:
         """What both ends of a checked edge must agree on: int64 [5]."""
-        parcel = self._parcels(message, link)
+        parcel = self._owners.parcel(message, link)
         samples = hashlib.sha256(repr(message).encode()).digest()
         return torch.tensor(
             [self._comm.generation, place, parcel.rows, parcel.width, int.from_bytes(samples[:7], "little")]
         )
+
+    def _joined(self, message: Message, parts: Sequence[tuple[Parcel, Tensor]]) -> Tensor:
+        """All rows of a message that were sent to this rank, from what came from each rank that had some."""
+        for parcel, rows in parts:
+            if parcel.at_target is None and (parcel.rows or len(parts) == 1):
+                return rows
+        boundary = self._owners.boundary(message)
+        count = sum(parcel.rows for parcel, _ in parts)
+        whole = torch.empty(count, boundary.width, dtype=boundary.dtype, device=self._comm.device)
+        for parcel, rows in parts:
+            if parcel.at_target is not None:
+                whole[upload(parcel.at_target, whole.device)] = rows
+        return whole
 
     def _let_go(self, ranks: tuple[int, ...], turn: int) -> None:
         """Forget what was sent to actions of `ranks`, which run the same ones, up to `turn`: they are done."""
@@ -203,7 +225,7 @@ class _Inbox:
         transport = self._transport
         while self._next <= min(last, len(self._messages) - 1):
             place, message = self._next, self._messages[self._next]
-            parcel = transport._parcels(message, self._link)
+            parcel = transport._owners.parcel(message, self._link)
             buffer = torch.empty(parcel.rows, parcel.width, dtype=parcel.dtype, device=transport._comm.device)
             header = pending = None
             if parcel.rows and transport._check:
@@ -232,17 +254,26 @@ class _Inbox:
         return self._edge.receive(tensor, self._link[2], tag + place % _TAGS, describe(message))
 
 
-def _joined(parts: Sequence[tuple[Parcel, Tensor]]) -> Tensor:
-    """All rows of a message that a rank has, from what came from each rank that had some."""
-    for parcel, rows in parts:
-        if parcel.at_target is None and (parcel.rows or len(parts) == 1):
-            return rows
-    _, any_rows = parts[0]
-    whole = any_rows.new_empty(sum(parcel.rows for parcel, _ in parts), any_rows.shape[1])
-    for parcel, rows in parts:
-        if parcel.at_target is not None:
-            whole[upload(parcel.at_target, whole.device)] = rows
+def _gathered(own: Tensor, shares: Sequence[Rows], group: Group, what: str) -> Tensor:
+    """All rows of a message that the ranks of a group need, of which each was sent its share."""
+    most = max(len(rows) for rows in shares)
+    padded = own if len(own) == most else torch.cat([own, own.new_empty(most - len(own), own.shape[1])])
+    everybody = own.new_empty(len(shares), *padded.shape)
+    group.all_gather(everybody, padded.contiguous(), what).wait()
+    parts = [everybody[rank, : len(rows)] for rank, rows in enumerate(shares)]
+    order = np.concatenate(shares)
+    if np.array_equal(order, np.arange(len(order))):
+        return everybody.flatten(0, 1) if all(len(part) == most for part in parts) else torch.cat(parts)
+    whole = own.new_empty(int(order.max()) + 1, own.shape[1])
+    whole[upload(order, own.device)] = torch.cat(parts)
     return whole
+
+
+def _some(rows: Tensor, at: Rows) -> Tensor:
+    """Rows at these places, which rise; a view where they are one behind the other."""
+    if len(at) and at[-1] - at[0] + 1 == len(at):
+        return rows[int(at[0]) : int(at[-1]) + 1]
+    return rows[upload(at, rows.device)]
 
 
 def _edges(routes: Routes) -> Iterator[Link]:

@@ -124,18 +124,27 @@ def step_bytes(
 
 
 def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """Seconds each message of `size` bytes travels: `[messages]`; between nodes through one port; zero between stages
-    on the same ranks."""
+    """Seconds each message travels: `[messages]`; between nodes through a port for each rank; zero between stages on
+    the same ranks. size: bytes that a rank of the stage which makes the rows has of them.
+
+    All ranks of the stage with fewer of them send or receive an equal share; tensor-parallel ranks gather theirs.
+    """
     placed = graph.arrays.placed
+    tp, cp = (np.asarray([getattr(entry.stage, name) for entry in placed]) for name in ("tp", "cp"))
     groups: dict[tuple[int, ...], int] = {}
     group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
     node = np.asarray([entry.stage.ranks[0] for entry in placed]) // cluster.gpus_per_node
     source = graph.stage[graph.edge_source[: graph.num_messages]]
     target = graph.stage[graph.edge_target[: graph.num_messages]]
     inside = node[source] == node[target]
-    seconds = np.where(inside, cluster.inside.latency, cluster.port.latency) + size / np.where(
+    maker = np.where(graph.kind[graph.edge_source[: graph.num_messages]] == FORWARD, source, target)
+    whole = size * cp[maker]
+    share = whole / np.minimum((tp * cp)[source], (tp * cp)[target])
+    seconds = np.where(inside, cluster.inside.latency, cluster.port.latency) + share / np.where(
         inside, cluster.inside.bandwidth, cluster.port.bandwidth
     )
+    gathered = whole / cp[target] * (1 - 1 / tp[target]) / cluster.inside.bandwidth
+    seconds += np.where(tp[target] > 1, cluster.inside.latency + gathered, 0.0)
     return np.where((group[source] == group[target]) | (size == 0), 0.0, seconds)
 
 

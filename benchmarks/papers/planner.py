@@ -1,0 +1,126 @@
+"""A paper's case put to our own planner, in its modes, and layouts that others chose, under the same simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from dilatant.config.recompute import Recompute
+from dilatant.cost.hardware import Hardware
+from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.plan import Cluster, Mode, PlanScore, SearchResult, Workload, search
+from dilatant.plan.errors import PlanError
+from dilatant.plan.plan import Plan
+from dilatant.plan.rank_mapping import Chain, RankOrder, map_ranks
+from dilatant.schedule.plan_scorer import plan_scorer
+from papers.models import PaperUnit, cost_model, model_spec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A model on a cluster, and the samples of some global batches of `batch`."""
+
+    units: tuple[PaperUnit, ...]
+    hardware: Hardware
+    cluster: Cluster
+    workload: Workload
+    batch: int
+    rules: ParameterBytes = BF16
+
+    def search(
+        self,
+        mode: Mode = Mode.BEST,
+        sizes: Sequence[int] = (1, 2, 4, 8),
+        num_microbatches: int | None = None,
+        chunks: Sequence[int] = (1,),
+        policy: str = "balanced",
+    ) -> SearchResult | None:
+        """What a mode of `dilatant plan` chooses, its microbatches formed by `policy`; None where nothing fits."""
+        model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
+        scorer = plan_scorer(
+            model, costs, self.cluster, self.workload, self.batch, policy=policy, rules=self.rules  # type: ignore[arg-type]
+        )  # fmt: skip
+        try:
+            return search(
+                model,
+                costs,
+                self.cluster,
+                self.workload,
+                self.batch,
+                scorer,
+                mode,
+                sizes,
+                self.rules,
+                num_microbatches=num_microbatches,
+                chunks=chunks,
+            )
+        except PlanError:
+            return None
+
+    def score(
+        self,
+        plans: Iterable[Plan],
+        num_microbatches: int,
+        policy: str = "balanced",
+        schedule: str | None = None,
+    ) -> PlanScore:
+        """The fastest of some plans in simulation, whether or not it fits memory."""
+        from dilatant.schedule import FAMILIES
+
+        model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
+        scorer = plan_scorer(
+            model,
+            costs,
+            self.cluster,
+            self.workload,
+            self.batch,
+            policy=policy,  # type: ignore[arg-type]
+            rules=self.rules,
+            families=None if schedule is None else {schedule: FAMILIES[schedule]},
+        )
+        return min((scorer(plan, num_microbatches) for plan in plans), key=lambda score: score.seconds)
+
+    def plans(self, chains: Sequence[Chain], orders: Iterable[RankOrder] = tuple(RankOrder)) -> list[Plan]:
+        """These chains in every order of ranks that has room for them."""
+        found = []
+        for order in orders:
+            with suppress(PlanError):
+                layers = {unit.name: sum(part.count for part in unit.parts) for unit in self.units}
+                feeds = {unit.name: unit.feeds for unit in self.units}
+                found.append(map_ranks(chains, layers, feeds, self.cluster, order))
+        return found
+
+
+def even_chain(
+    name: str, layers: int, replicas: int, tp: int, pp: int, cp: int = 1, chunks: int = 1,
+    recompute: Recompute = "none",
+) -> Chain:  # fmt: skip
+    """One unit alone on its devices, its first layer an embedding and its last a head: stages get equal numbers of
+    blocks where that is possible, the embedding and the head in addition; else of layers, as nearly as can be."""
+    stages = pp * chunks
+    blocks, rest = divmod(layers - 2, stages)
+    cuts = tuple(
+        layers * stage // stages if rest else blocks * stage + (stage > 0) for stage in range(stages)
+    )
+    return Chain(replicas, tp, cp, {name: cuts}, chunks, {name: (recompute,) * layers})
+
+
+def same_samples(tokens: Mapping[str, int], batch: int) -> Workload:
+    """A batch of equal samples."""
+    return Workload({unit: np.full(batch, float(count)) for unit, count in tokens.items()})
+
+
+def layout_text(plan: Plan) -> str:
+    """`language 16 x tp8 x pp2` for every unit: replicas, degrees, stages; `x cp2` where there is one."""
+    words = []
+    for unit in plan.units:
+        stage, ranks = unit.replicas[0].stages[0], {one.ranks for one in unit.replicas[0].stages}
+        chunks = len(unit.replicas[0].stages) // len(ranks)
+        text = f"{unit.name} {len(unit.replicas)} x tp{stage.tp}" + (
+            f" x cp{stage.cp}" if stage.cp > 1 else ""
+        )
+        words.append(f"{text} x pp{len(ranks)}" + (f" x {chunks} chunks" if chunks > 1 else ""))
+    return ", ".join(words)

@@ -1,0 +1,98 @@
+"""Plans divide experts among ranks where that pays, and count what it saves and what it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dilatant.cost.layer import LayerCost, with_experts_on_ranks
+from dilatant.cost.memory import ParameterBytes
+from dilatant.cost.quadratic import Quadratic
+from dilatant.plan import Cluster, Link, Workload
+from dilatant.plan.candidates import Mode, Space, roles_of
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.options import OptionTable
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.state_sharing import sharing
+from dilatant.plan.sync_time import sync_seconds
+from model_cases import cluster, cost_model
+from search_cases import find
+
+MIXTURE = LayerSpec("language.0", "language", 10_000, experts=4, expert_parameters=8_000)
+MODEL = ModelSpec((UnitSpec("language", (MIXTURE,)),))
+RULES = ParameterBytes(1.0, 1.0, 2.0, "all")
+
+
+def _costs(exchange: float = 0.0):
+    plain = cost_model({"language": 1.0}, degrees=((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)))
+    layers = {
+        degree: replace(cost, expert_exchange=Quadratic(b=exchange))
+        for degree, cost in plain.layers["language"].items()
+    }
+    return replace(plain, layers={"language": layers})
+
+
+def _plan(*stages: Stage) -> Plan:
+    return Plan((UnitPlan("language", tuple(Replica((stage,)) for stage in stages)),))
+
+
+def test_a_rank_holds_its_experts_and_shares_state_with_those_of_the_same() -> None:
+    plan = _plan(Stage(0, 1, (0, 1, 2, 3), tp=2, cp=2, ep=4), Stage(0, 1, (4,)))
+    wide, alone = sharing(plan, MODEL, RULES)
+    # Of 1000 numbers beside experts three ranks have each, of 2000 of experts two.
+    assert wide[0] == pytest.approx(3000 / (1000 / 3 + 2000 / 2))
+    assert alone[0] == pytest.approx(10_000 / (2000 / 3 + 8000 / 2))
+    static = stage_costs(plan, MODEL, _costs(), RULES).static_bytes
+    np.testing.assert_allclose(static[0], 2 * 3000 + 2 * (1000 / 3 + 2000 / 2))
+
+
+def test_gradients_of_experts_are_summed_among_those_who_have_the_same() -> None:
+    machine = Cluster(1, 8, 1e12, Link(1.0), Link(1.0), 8)
+    apart = sync_seconds(_plan(Stage(0, 1, (0, 1), cp=2, ep=2)), MODEL, machine, RULES)
+    assert apart == {0: 2 * 1 / 2 * 2000, 1: 2 * 1 / 2 * 2000}
+    two = sync_seconds(
+        _plan(Stage(0, 1, (0, 1), cp=2, ep=2), Stage(0, 1, (2, 3), cp=2, ep=2)), MODEL, machine, RULES
+    )
+    assert two[0] == pytest.approx(2 * 3 / 4 * 2000 + 2 * 1 / 2 * 4000)
+
+
+def test_tokens_pay_for_their_way_once_a_pass() -> None:
+    one = Quadratic(b=1.0)
+    cost = LayerCost(one, one, one, one, recompute=one, expert_exchange=Quadratic(b=0.8, c=0.1))
+    wide = with_experts_on_ranks(cost, 4)
+    assert [getattr(wide, name) for name in ("forward", "input_gradient", "recompute")] == [
+        Quadratic(b=1.6, c=0.1)
+    ] * 3
+    assert wide.weight_gradient == one
+
+
+@pytest.mark.parametrize(
+    ("capacity", "exchange", "ep"), [(26_000, 0.05, 2), (1e9, 0.05, 1)], ids=["short", "plenty"]
+)
+def test_experts_are_divided_where_memory_asks_for_it(capacity: float, exchange: float, ep: int) -> None:
+    """One layer, which only context parallelism divides: 40,000 bytes with all experts, 24,000 with half of them."""
+    costs = replace(_costs(exchange), layers={"language": {
+        degree: cost for degree, cost in _costs(exchange).layers["language"].items() if degree in ((1, 1), (1, 2))
+    }})  # fmt: skip
+    rules = ParameterBytes(1.0, 1.0, 2.0)
+    found = find(MODEL, costs, {"language": 8}, 2, 2, machine=cluster(1, 2, capacity), rules=rules)
+    stages = [stage for one in found.winner.plan.units[0].replicas for stage in one.stages]
+    assert {stage.ep for stage in stages} == {ep}
+
+
+def test_gradients_that_nobody_else_has_can_make_it_faster() -> None:
+    """Memory for all experts, but a link that would carry their gradients for longer than tokens travel."""
+    slow = replace(cluster(1, 2), inside=Link(100.0, 0.0))
+    workload = Workload({"language": np.full(2, 8.0)})
+    table = OptionTable(MODEL, _costs(0.05), workload, math.inf, 2, RULES, 2)
+    space = Space(MODEL, roles_of(MODEL), table, table, slow, 2)
+    estimates = {
+        one.options[0].ep: one.estimate
+        for one in space.candidates(Mode.BEST, 1, 2)
+        if (one.options[0].tp, one.options[0].cp) == (1, 2)
+    }
+    assert estimates[2] < estimates[1]
