@@ -74,14 +74,6 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "hidden_size": 32,
     },
     "pixtral": {"model_type": "pixtral", "intermediate_size": 48, **_VISION, "hidden_size": 32},
-    "internvl": {
-        "model_type": "internvl_vision",
-        "intermediate_size": 48,
-        **_VISION,
-        "image_size": [8, 8],
-        "patch_size": [2, 2],
-    },
-    "aimv2": {"model_type": "aimv2_vision_model", "intermediate_size": 48, **_VISION},
     "whisper": {
         "model_type": "whisper",
         "d_model": 24,

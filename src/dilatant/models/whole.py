@@ -72,12 +72,20 @@ class Whole:
         """The model on the meta device, with a config of its own. options: as of `from_config`. Raises UserError."""
         try:
             with torch.device("meta"):
-                return auto_class(self.config).from_config(
+                model = auto_class(self.config).from_config(
                     copy.deepcopy(self.config), dtype=self.dtype, **options
                 )
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"model: {self.config.model_type} cannot be built: {reason}") from None
+        modules = dict(model.named_modules())
+        for place in (self.family.decoder, *(tower.path for tower in self.family.towers.values())):
+            if place not in modules:
+                raise UserError(
+                    f"model: {self.config.model_type} has no {place} in this version of transformers; install a "
+                    "later one"
+                )
+        return model
 
     def language_model(self) -> PreTrainedModel:
         """The composite without its towers and projectors."""
