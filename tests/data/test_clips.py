@@ -161,5 +161,8 @@ def test_time_in_the_text_follows_seconds_where_the_family_says_so() -> None:
 def test_limits_go_by_the_names_people_know() -> None:
     assert frame_sampling({"video_fps": 1, "video_maxlen": 16}) == FrameSampling(1.0, 4, 16)
     assert frame_sampling({"fps": 0.5, "max_frames": 2}) == FrameSampling(0.5, 2, 2)
-    with pytest.raises(UserError, match="fps 0 must be positive"):
-        frame_sampling({"fps": 0})
+    for key, value in (("fps", 0), ("fps", "two"), ("max_frames", float("nan")), ("video_max_pixels", "4k")):
+        with pytest.raises(UserError, match=f"{key} is .*must be a number above 0"):
+            frame_sampling({key: value})
+    with pytest.raises(UserError, match="no more than max_frames 3"):
+        frame_sampling({"min_frames": 4, "max_frames": 3})

@@ -173,7 +173,11 @@ def frame_sampling(settings: Mapping[str, Any]) -> FrameSampling:
     given: dict[str, Any] = {}
     for key, value in settings.items():
         name = names.get(key, key)
-        if name in kinds and value is not None:
+        if value is None or (name not in kinds and key not in CLIP_SETTINGS):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"processor: {key} is {value!r}; it must be a number above 0")
+        if name in kinds:
             given[name] = kinds[name](value)
     if "max_frames" in given and "min_frames" not in given:
         given["min_frames"] = min(FrameSampling().min_frames, given["max_frames"])

@@ -94,6 +94,7 @@ def _clip_unit(
 ) -> NativeClipUnit:
     """How a tower of native resolution sees clips. saved: what the model's files say of clips; settings: all else."""
     vision = whole.config.vision_config
+    sampling = frame_sampling(settings)
     group = (vision.patch_size * vision.spatial_merge_size) ** 2
     size = saved.get("size") or {}
     apart = whole.family.frames_apart
@@ -114,7 +115,7 @@ def _clip_unit(
         name,
         whole.placeholder_ids[name],
         processor,
-        frame_sampling(settings),
+        sampling,
         # 90 % of the context that the families reckon with.
         None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group),
         whole.seconds_scale,
