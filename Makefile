@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: train test slow lint install clean
+.PHONY: train test slow chaos lint install clean
 
 train: install
 	$(BIN)/python examples/digits.py data/digits
@@ -19,6 +19,10 @@ test: install lint
 
 slow: install
 	$(BIN)/python -m pytest -m slow
+
+# A thousand faults of agents, coordinators and connections; CHAOS_FAULTS and CHAOS_SEED choose others.
+chaos: install
+	$(BIN)/python -m pytest -m slow -s tests/resilience/test_light_chaos.py
 
 lint: install
 	$(BIN)/ruff check .

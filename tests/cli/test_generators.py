@@ -91,6 +91,44 @@ def test_an_export_draws_what_was_trained_and_diffusers_alone_reads_it(
     assert np.array_equal(first, np.asarray(Image.open(drawing / "again.png")))
     dilatant("generate", export, "--prompt", "draw l", "--out", drawing / "other.png", "--seed", "1")
     assert not np.array_equal(first, np.asarray(Image.open(drawing / "other.png")))
+    judged_by_a_function_of_ones_own(drawing, export, dilatant)
+
+
+def judged_by_a_function_of_ones_own(folder: Path, export: Path, dilatant: Dilatant) -> None:
+    """It is given question, expected and answered parts of every held-out sample in turn; its mean is the verdict."""
+    (folder / "own.py").write_text(
+        "import json, helper\n"
+        "def score(question, expected, answered):\n"
+        "    kinds = [[p if isinstance(p, str) else p.size for p in parts] for parts in (expected, answered)]\n"
+        "    with open(__file__ + '.jsonl', 'a') as file:\n"
+        "        file.write(json.dumps([question, *kinds]) + '\\n')\n"
+        "    return helper.ONE if question == 'draw l' else 0\n"
+        "def fails(*parts):\n"
+        "    raise KeyError('lost')\n"
+        "def unbounded(*parts):\n"
+        "    return float('nan')\n"
+    )
+    (folder / "helper.py").write_text("ONE = 1\n")
+    asked = ("evaluate", export, "--data", folder / "train.jsonl", "--limit", "4", "--drawing-steps", "2")
+    code, out, err = dilatant(*asked, "--judge", folder / "own.py", "--json", "--out", folder / "scores.json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert (record["mean"], record["samples"]) == (0.5, 4)
+    assert [*record["scores"].values()] == [1.0, 0.0, 1.0, 0.0]
+    assert json.loads((folder / "scores.json").read_text()) == record
+    seen = [json.loads(line) for line in (folder / "own.py.jsonl").read_text().splitlines()]
+    assert [question for question, _, _ in seen] == ["draw l", "draw r", "draw l", "draw r"]
+    assert [expected for _, expected, _ in seen] == [[[8, 8]], [[8, 8]], [[8, 8]], ["no"]]
+    assert seen[0][2] == [[4, 4]]
+    for judge, said in (
+        ("nowhere.py", "is no Python file"), ("own.py:score2", "has no function 'score2'"),
+        ("own.py:fails", "the judge failed at train.jsonl:1: KeyError: 'lost'"),
+        ("own.py:unbounded", "must give a finite number"),
+    ):  # fmt: skip
+        code, _, err = dilatant(*asked, "--judge", f"{folder}/{judge}")
+        assert code != 0
+        assert said in " ".join(err.split())
+        assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_project import Dilatant, write_images
 
+from dilatant.data import ray_cluster
 from dilatant.runtime.cost_correction import CostCorrection
 
 
@@ -34,6 +35,18 @@ def test_an_unknown_key(project: Path, dilatant: Dilatant) -> None:
 def test_recomputation_of_a_unit_that_is_not_there(project: Path, dilatant: Dilatant) -> None:
     result = dilatant("train", project / "config.yaml", "--set", "train.recompute={visoin: block}")
     refused(result, "train.recompute: no unit 'visoin'; there are vision, language")
+
+
+def test_a_ray_cluster_that_cannot_be_used(
+    project: Path, dilatant: Dilatant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = ("train", project / "config.yaml", "--set", "data.preprocess=ray")
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None)
+    refused(dilatant(*ray), 'pip install "dilatant[ray]"')
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: name)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    refused(dilatant(*ray, "--set", "data.ray_address=127.0.0.1:6379"), "only with token authentication")
+    assert not (project / "run" / "checkpoints").exists()
 
 
 def test_an_unknown_model_id_offline(

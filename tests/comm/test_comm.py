@@ -189,6 +189,8 @@ def _late(worker: Worker, how: str) -> str:
     late = int(worker.store.get("process"))
     with pytest.raises((CommTimeout, CommAborted)) as error:
         comm.world.receive(torch.zeros(1), source=worker.rank + 1, what="rows of sample 7").wait()
+    if isinstance(error.value, CommTimeout):
+        assert error.value.culprits == (2,)
     with contextlib.suppress(ProcessLookupError):
         os.kill(late, signal.SIGCONT)
     worker.store.set("over", "")

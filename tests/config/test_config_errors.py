@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dilatant.config import UserError, load_config
+from dilatant.config.config import _keys_at
+from dilatant.config.others_keys import CALLED_HERE
 from dilatant.cost.hardware import read_hardware_file
 from dilatant.cost.model import CostModel
 
@@ -207,3 +210,42 @@ def test_what_the_parser_fails_at_in_its_own_ways_is_no_yaml(tmp_path: Path, tex
         CostModel.from_yaml(text)
     with pytest.raises(UserError, match="is not YAML"):
         read_hardware_file(text, "hardware.yaml")
+
+
+def test_answers_to_keys_of_other_tools_name_keys_that_there_are() -> None:
+    for key, answer in CALLED_HERE.items():
+        for named in re.findall(r"'([a-z_]+(?:\.[A-Za-z_]+)+)", answer):
+            *parents, last = named.split(".")
+            if "UNIT" not in parents:
+                assert last in _keys_at(parents), (key, named)
+    for mine in ("val_size", "max_samples", "truncation", "keep_best", "patience", "metrics", "ema"):
+        assert mine not in CALLED_HERE
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.val_size=0", "greater than 0"),
+        ("data.val_size=2.5", "a share below 1 or a whole number of samples (given: 2.5)"),
+        ("data.max_samples=0", "greater than 0"),
+        ("data.truncation=left", "'error' or 'right'"),
+        (
+            "evaluation.metrics=[bleu]",
+            "'metrics' has 'bleu'; there are exact_match, anls, wer, and yours as module",
+        ),
+        ("evaluation.metrics=[wer,wer]", "names one of them twice"),
+        ("evaluation={keep_best: anls, steps: 1}", "'keep_best' is 'anls'; give one of loss, exact_match"),
+        ("evaluation={keep_best: loss}", "'keep_best' needs 'steps'"),
+        ("evaluation={patience: 2, steps: 1}", "'patience' is about 'keep_best'"),
+        ("evaluation={metrics: ['a:b'], keep_best: 'a:b', steps: 1}", "say 'mode: max' or 'mode: min'"),
+        ("evaluation={keep_best: loss, steps: 1}", "there is nothing to evaluate on"),
+        ("train.optimizer.ema=1", "less than 1"),
+        ("train.load_best_model_at_end=true", "write 'evaluation.keep_best: loss'"),
+        ("train.early_stopping_patience=3", "'evaluation.patience'"),
+        ("data.split_dataset_ratio=0.1", "write 'data.val_size'"),
+    ],
+)
+def test_keys_of_judging_are_refused_by_their_reasons(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, GOOD), [override])
+    assert message in str(caught.value)

@@ -255,3 +255,28 @@ def test_the_fingerprint_changes_with_whatever_changes_tokens():
         small_encoding(template="plain", units=()),
     ]
     assert len({variant.fingerprint for variant in variants}) == len(variants)
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 40), st.integers(0, 3))
+def test_a_sample_is_cut_behind_its_first_tokens_and_never_within_an_item(length: int, pictures: int) -> None:
+    """Without the cut it is the same from the beginning; what is measured is what is made."""
+    content = [part for number in range(pictures) for part in ("abc", image(number))]
+    example = sample(*content, "de", answer="yes or no")
+    whole = encode_sample(example, ENCODING)
+    cut = replace(ENCODING, max_length=length, truncates=True)
+    measured = measure_sample(example, cut)
+    kept = measured.tokens["language"]
+    assert kept <= length
+    if measured.refusals:
+        assert "no answer within its first" in str(measured.refusals[0])
+        assert kept < len(whole.input_ids) - len("yes or no") - 1 or (whole.labels[:kept] == -100).all()
+        return
+    encoded = check_consistent(example, cut)
+    assert encoded.input_ids.tolist() == whole.input_ids[:kept].tolist()
+    assert encoded.labels.tolist() == whole.labels[:kept].tolist()
+    if kept < min(length, len(whole.input_ids)):  # it stops before an item that would not fit
+        assert whole.input_ids[kept] == IMAGE_ID
+        assert kept + 4 > length
+    held_out = replace(cut, held_out=True)
+    assert measure_sample(example, held_out).tokens["language"] == len(whole.input_ids)

@@ -9,7 +9,7 @@ from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.models.lora import is_adapter
-from dilatant.models.tensor_plan import degree_problems, tensor_plan
+from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole
 from tiny_wholes import whole_config
 from whole_samples import samples_of
@@ -68,7 +68,16 @@ def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
     assert not any("lm_head.lora" in name for name, _ in everything.named_parameters())
 
 
-def test_ranks_that_share_layers_are_told_that_adapters_are_not_shared():
+def test_ranks_share_adapters_as_they_share_layers_unless_they_drop_inputs():
     unit = opened("llava", lora=LoraConfig())["language"]
-    (problem,) = degree_problems(unit, tensor_plan(unit), 2)
-    assert "layers with LoRA beside them, such as 'self_attn.q_proj', cannot be shared yet" in problem
+    plan = tensor_plan(unit)
+    assert degree_problems(unit, plan, 2) == []
+    block = "language.layers.0"
+    assert plan.cuts[f"{block}.self_attn.q_proj.lora_B.weight"].dim == 0
+    assert plan.cuts[f"{block}.self_attn.o_proj.lora_A.weight"].dim == 1
+    # Of these each rank has a summand: of all outputs' gradient, and of its own tokens'.
+    assert {f"{block}.mlp.up_proj.lora_A.weight", f"{block}.mlp.down_proj.lora_B.weight"} <= plan.partial
+    assert not any(name.endswith("default.weight") or "base_layer" in name for name in plan.partial)
+    dropping = opened("llava", lora=LoraConfig(lora_dropout=0.1))["language"]
+    (problem,) = dropout_problems(dropping, tensor_plan(dropping))
+    assert "model.lora.lora_dropout is 0.1" in problem

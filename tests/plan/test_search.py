@@ -25,6 +25,7 @@ from dilatant.plan import (
     search,
     validate,
 )
+from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.schedule.plan_scorer import plan_scorer
@@ -281,6 +282,25 @@ def test_a_number_of_microbatches_that_is_asked_for_is_kept():
     scorer = closed_form(VLM, COSTS, TOKENS, 24)
     found = search(VLM, COSTS, machine, workload, 24, scorer, rules=RULES, num_microbatches=6)
     assert {one.num_microbatches for one in (found.winner, *found.runners_up)} == {6}
+
+
+def test_copies_lie_on_as_many_nodes_as_are_asked_for_and_cost_what_they_cost():
+    machine = cluster(4, 2)
+    workload = Workload({name: np.full(24, float(count)) for name, count in TOKENS.items()})
+    scorer = closed_form(VLM, COSTS, TOKENS, 24)
+
+    def found(copies):
+        return search(VLM, COSTS, machine, workload, 24, scorer, rules=RULES, copies=copies)
+
+    seconds = []
+    for copies in (1, 2, 3, 4):
+        result = found(copies)
+        for one in (result.winner, *result.runners_up):
+            assert min(copies_on_nodes(one.plan, 2).values()) >= copies
+        seconds.append(result.seconds)
+    assert seconds == sorted(seconds)
+    with pytest.raises(PlanError, match="no plan has every layer on 5 nodes"):
+        found(5)
 
 
 def test_missing_costs_name_the_layer_type():

@@ -7,9 +7,9 @@ import pytest
 from dilatant.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.gantt import GanttChart, GanttRow, Lane
 from dilatant.report.gantt_of_step import measured_chart, predicted_chart
-from dilatant.report.gantt_summary import by_lane
+from dilatant.report.gantt_summary import by_lane, data_waits
 from dilatant.schedule import Assignment, one_f_one_b, simulate
-from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.measured import DataWait, MeasuredAction
 
 PLAN = Plan(
     (
@@ -134,6 +134,26 @@ def test_measured_idle_time_adds_up_and_names_the_unit_awaited(pair):
     assert {"warm-up", "drain", "waiting for language"} <= causes
     with pytest.raises(ValueError, match="nothing was measured"):
         measured_chart([], PLAN)
+
+
+def test_waiting_for_data_is_a_cause_of_its_own(pair):
+    timeline, _ = pair
+    actions = as_measured(timeline)
+    begin, rank = min(one.start for one in actions), PLAN.ranks[0]
+    alone = measured_chart(actions, PLAN)
+    waits = (DataWait(rank, begin - 2.0, 1.5, (("big.png", 1.2),)),)
+    measured = measured_chart(actions, PLAN, waits)
+    assert measured.seconds == pytest.approx(alone.seconds + 2.0)
+    lane = [entry.ranks[0] for entry in measured.lanes].index(rank)
+    assert measured.idle[lane]["waiting for data"] == pytest.approx(1.5)
+    assert [index for index, idle in enumerate(measured.idle) if "waiting for data" in idle] == [lane]
+    for busy, idle in zip(measured.busy_seconds(), measured.idle, strict=True):
+        assert busy + sum(idle.values()) == pytest.approx(measured.seconds, abs=1e-4)
+    said, remedy = data_waits(waits, 3.0)
+    assert said.startswith(f"Rank {rank} waited 1.50 s for samples")
+    assert "big.png (1.20 s)" in said
+    assert "data.workers" in remedy
+    assert data_waits(waits, 200.0) == []
 
 
 def test_a_lane_weighs_its_ranks():

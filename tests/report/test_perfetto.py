@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.report.perfetto import trace_events, write_timeline
-from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action, ActionKind
 
 F, B = ActionKind.F, ActionKind.B
@@ -48,6 +48,17 @@ def test_every_action_is_a_slice_on_its_rank_and_every_message_an_arrow_between_
             around = [s for s in around if s["ts"] <= ends[number]["ts"] <= s["ts"] + s["dur"]]
             kinds = {F: "forward", B: "backward"}
             assert around[0]["name"].endswith(kinds[arrow[of].kind])
+
+
+def test_a_wait_for_data_is_a_slice_that_names_the_slowest_samples() -> None:
+    wait = DataWait(1, 98.0, 1.5, (("big.png", 1.2), ("b.png", 0.3)))
+    events = trace_events(MEASURED, PLAN, (), (wait,))["traceEvents"]
+    (found,) = (e for e in events if e["name"] == "waiting for data")
+    assert (found["tid"], found["ts"], found["dur"]) == (1, 0.0, 1.5e6)
+    assert found["args"] == {"slowest samples": {"big.png": 1.2, "b.png": 0.3}}
+    assert (
+        min(e["ts"] for e in events if e.get("cat") == "vision") == 2e6
+    )  # times count from the wait's start
 
 
 def test_an_arrow_without_its_actions_is_left_out() -> None:

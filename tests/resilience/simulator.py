@@ -25,10 +25,21 @@ from dilatant.resilience.protocol.agent import (
     Made,
     Prepared,
     Rebuild,
+    SaveAndEnd,
     Stopped,
 )
-from dilatant.resilience.protocol.coordinator import FINISHED, Coordinator
-from dilatant.resilience.protocol.values import NO_STATE, Effect, Persist, Record, Settings, Status, Task
+from dilatant.resilience.protocol.coordinator import Coordinator
+from dilatant.resilience.protocol.values import (
+    FINISHED,
+    NO_STATE,
+    TOO_FEW,
+    Effect,
+    Persist,
+    Record,
+    Settings,
+    Status,
+    Task,
+)
 
 LAYERS = 2
 SAVED_EVERY = 3
@@ -66,6 +77,7 @@ class Worker:
         self.gradient: tuple[int, int, int] | None = None
         self.members: tuple[str, ...] = ()
         self.said = 0.0
+        self.is_asked_to_end = self.ends = False
 
     def do(self, command: Command) -> None:
         world = self.world
@@ -79,7 +91,10 @@ class Worker:
             assert self.pending is not None
             self.held, self.pending = self.pending, None
             world.check_held(self.held, "activated")
-            self.compute()
+            self.ends = False
+            self.begin()
+        elif isinstance(command, SaveAndEnd):
+            self.is_asked_to_end = True
         elif isinstance(command, Apply):
             self.apply(command.step)
             self.compute()
@@ -127,9 +142,20 @@ class Worker:
         self.pending = Weights(order.generation, {layer: found[layer] for layer in wanted})
         self.say(0.05, Made(order.generation, self.pending.applied))
 
+    def begin(self) -> None:
+        """All agree whether they train at all."""
+        generation = self.generation
+        everybody = self.world.meet(("begin", generation), self.node, self.is_asked_to_end, self.members)
+        if everybody is not None:
+            for node in self.members:
+                other = self.world.workers.get(node)
+                if other is not None and other.generation == generation:
+                    other.ends = any(everybody.values())
+                    other.compute()
+
     def compute(self) -> None:
         generation, step = self.generation, self.held.applied
-        if step == self.world.steps:
+        if step == self.world.steps or self.ends:
             self.say(0.1, Done(generation))
             return
 
@@ -139,20 +165,23 @@ class Worker:
             if self.world.random.random() < self.world.flaky:
                 self.say(0.0, Broken(generation, "a link failed"))
                 return
-            everybody = self.world.meet(("step", generation, step), self.node, True, self.members)
+            everybody = self.world.meet(
+                ("step", generation, step), self.node, self.is_asked_to_end, self.members
+            )
             if everybody is not None:
                 for node in self.members:
                     other = self.world.workers.get(node)
                     if other is not None and other.generation == generation:
                         self.world.after(
                             self.world.random.uniform(0.0, 0.6),
-                            lambda other=other: other.reduced(generation, step),
-                        )  # type: ignore[misc]
+                            lambda other=other: other.reduced(generation, step, any(everybody.values())),  # type: ignore[misc]
+                        )
 
         self.world.after(self.world.random.uniform(0.3, 1.0), computed)
 
-    def reduced(self, generation: int, step: int) -> None:
+    def reduced(self, generation: int, step: int, ends: bool) -> None:
         if self.generation == generation and self.world.workers.get(self.node) is self:
+            self.ends = ends
             self.gradient = (step, self.world.samples_of(step), generation)
             corrupted = self.world.random.random() < self.world.flaky
             self.say(0.0, Prepared(generation, step, {"layer": -1 if corrupted else hash(self.gradient)}))
@@ -184,6 +213,8 @@ class World:
             return_seconds=4.0,
             resend_seconds=1.0,
             initial=self.size,
+            fewest=draw.choice((1, 1, 1, self.size)),
+            drain_seconds=draw.choice((1.0, 30.0)),
         )
         self.drop = draw.choice((0.0, 0.02, 0.15))
         self.double = draw.choice((0.0, 0.1))
@@ -195,6 +226,15 @@ class World:
         self.leaves = draw.random() < 0.2
         self.flaky = draw.choice((0.0, 0.0, 0.0, 0.05))
         self.messages = self.coordinator_messages = 0
+        self.deaf: tuple[str, float, float] = ("", 0.0, 0.0)
+        """A node that hears nothing between two times, and is heard."""
+        if draw.random() < 0.15 and self.size > 1:
+            begins = draw.uniform(2.0, 20.0)
+            self.deaf = (
+                f"n{draw.randint(1, self.size)}",
+                begins,
+                draw.choice((begins + draw.uniform(1.0, 40.0), 385.0)),
+            )
         self.record: Record | None = None
         self.coordinator: Coordinator | None = None
         self.agents: dict[str, Agent] = {}
@@ -206,6 +246,7 @@ class World:
         self.saved: tuple[tuple[int, int, int], ...] = ()
         self.rollbacks = self.generations = self.crashed = 0
         self.newest_applied_in = 0
+        self.ended_at: dict[int, int] = {}
         self.ended = ""
 
     def samples_of(self, step: int) -> int:
@@ -317,7 +358,8 @@ class World:
 
     def obey(self, order: Any) -> None:
         agent = self.agents.get(order.node)
-        if agent is None:
+        node, begins, ends = self.deaf
+        if agent is None or (order.node == node and begins < self.now < ends):
             return
         if order.task in (Task.FENCE, Task.REBUILD, Task.RUN):
             known = self.memberships.setdefault(order.generation, order.members)
@@ -397,14 +439,18 @@ class World:
                     raise Violated(f"{node} holds {weights}, and {order} does not go on from it")
 
     def check_stop(self, command: End, worker: Worker) -> None:
+        if worker.ends and worker.held.layers and worker.said:
+            known = self.ended_at.setdefault(worker.generation, worker.held.applied)
+            if known != worker.held.applied:
+                raise Violated(f"some ended after {known} steps, {worker.node} after {worker.held.applied}")
         if command.reason == FINISHED and worker.held.layers and worker.held.applied != self.steps:
             raise Violated(f"{worker.node} finished after {worker.held.applied} of {self.steps} steps")
 
     def check_end(self) -> None:
         if not self.ended and self.agents:
             raise Violated("nothing happens any more")
-        if self.ended and self.ended != FINISHED and self.ended.startswith("0 nodes"):
-            return  # all were lost at once
+        if TOO_FEW in self.ended and (self.settings.fewest > 1 or self.ended.startswith("0 nodes")):
+            return
         if self.flaky and "came to nothing" in self.ended:
             return
         if self.ended and self.ended != FINISHED:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from dilatant.comm.store_protocol import Refused
+from dilatant.config.errors import UserError
+from dilatant.resilience.agent_run import AgentOptions, run_agent
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.agent import Done, Prepared
@@ -55,7 +57,7 @@ def stopped(folder: Path) -> str:
 
 
 def test_the_small_processes_import_no_torch() -> None:
-    for module in (AGENT, COORDINATOR):
+    for module in (AGENT, COORDINATOR, "dilatant.resilience.agent_run", "dilatant.cli.agent"):
         code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert said.stdout.split() == ["False", "False"]
@@ -89,11 +91,13 @@ def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(
     cluster: tuple[Child, list[Child], Path],
 ) -> None:
     _, agents, folder = cluster
-    link_to(agents[0]).warm()
+    told = link_to(agents[0])
+    told.warm()
     link = connect("127.0.0.1", agents[1].port, TOKEN)
     link.send(Hello(0, 2**22 + 1))  # no such process
     link.close()
     assert "node1: its worker 0 is gone" in stopped(folder)
+    told.await_end()  # a worker that loses its agent before ends its process, which is this one
 
 
 def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Path]) -> None:
@@ -101,6 +105,19 @@ def test_who_has_not_the_token_is_refused(cluster: tuple[Child, list[Child], Pat
     for child in (coordinator, *agents):
         with pytest.raises(Refused):
             connect("127.0.0.1", child.port, b"x" * 32)
+
+
+@pytest.mark.parametrize("wrong", ["secret", "run", "address"])
+def test_an_agent_that_cannot_join_says_why(
+    wrong: str, cluster: tuple[Child, list[Child], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run of this coordinator is one on one machine, which has its agents already."""
+    coordinator, *_ = cluster
+    monkeypatch.setenv("DILATANT_TOKEN", "x" * 32 if wrong == "secret" else TOKEN.decode())
+    port = 1 if wrong == "address" else coordinator.port
+    said = {"secret": "tokens differ", "run": "on one machine", "address": "no coordinator answers"}
+    with pytest.raises(UserError, match=said[wrong]):
+        run_agent(AgentOptions("127.0.0.1", port, wait_seconds=0.2))
 
 
 def pair() -> tuple[Link, Link, socket.socket, socket.socket]:

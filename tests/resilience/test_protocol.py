@@ -9,18 +9,20 @@ from dilatant.resilience.protocol.agent import (
     Agent,
     Apply,
     Broken,
+    Computing,
     Died,
     End,
     Fence,
     Made,
     Prepared,
     Rebuild,
+    SaveAndEnd,
     Stopped,
 )
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Effect, Order, Persist, Phase, Settings, Status, Task
 
-SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0)
+SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0, accuse_seconds=0.0)
 
 
 def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, dict[str, Status]]:
@@ -115,6 +117,34 @@ def test_a_node_that_most_of_the_others_wait_for_in_vain_is_left_out() -> None:
     assert coordinator.members == ("n0", "n1", "n2")
 
 
+def test_who_is_heard_but_does_not_hear_is_left_out() -> None:
+    coordinator, nodes = running(3)
+    coordinator.lost("n0", 1.0)
+    left = {node: nodes[node] for node in ("n1", "n2")}
+    say(coordinator, left, "n1", generation=2, phase=Phase.FENCED)
+    patience = 2 * SETTINGS.lease_seconds
+    for now in (1.0 + patience, 1.1 + patience):
+        assert coordinator.members == ("n1", "n2")
+        for node in left:
+            left[node] = replace(left[node], serial=left[node].serial + 1)
+            coordinator.hear(left[node], now)
+        coordinator.tick(now)
+    assert coordinator.members == ("n1",)
+
+
+def test_who_does_not_hear_of_a_committed_step_is_left_out() -> None:
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, *nodes, prepared=0)
+    say(coordinator, nodes, "n0", "n1", applied=1, prepared=None)
+    for now in (2 * SETTINGS.lease_seconds, 2 * SETTINGS.lease_seconds + 0.1):
+        assert coordinator.members == ("n0", "n1", "n2")
+        for node, status in nodes.items():
+            nodes[node] = replace(status, serial=status.serial + 1)
+            coordinator.hear(nodes[node], now)
+        coordinator.tick(now)
+    assert coordinator.members == ("n0", "n1")
+
+
 def test_two_that_accuse_each_other_begin_again_together_and_then_one_goes() -> None:
     coordinator, nodes = running(2)
     say(coordinator, nodes, "n0", accuses="n1", broken="timeout")
@@ -132,11 +162,30 @@ def test_generations_without_a_step_end_the_run_in_the_end() -> None:
     assert "came to nothing" in coordinator.stopped
 
 
-def test_too_few_nodes_stop_the_run_and_say_so() -> None:
-    coordinator, _ = running(3, replace(SETTINGS, fewest=3))
+def test_too_few_nodes_save_first_and_then_the_run_stops_and_says_so() -> None:
+    coordinator, nodes = running(3, replace(SETTINGS, fewest=3))
     effects = coordinator.lost("n0", 1.0)
-    assert {o.task for o in effects if isinstance(o, Order) and o.node != "n0"} == {Task.STOP}
+    told = {(o.task, o.ending[:22]) for o in effects if isinstance(o, Order) and o.node != "n0"}
+    assert told == {(Task.FENCE, "2 nodes are left of th")}
+    left = {node: nodes[node] for node in ("n1", "n2")}
+    say(coordinator, left, *left, generation=2, phase=Phase.FENCED)
+    say(coordinator, left, *left, phase=Phase.READY, ready_at=0)
+    say(coordinator, left, *left, phase=Phase.RUNNING, base=2)
+    assert not coordinator.stopped
+    say(coordinator, left, *left, done=True)
     assert "2 nodes are left of the 3" in coordinator.stopped
+
+
+def test_when_all_are_asked_to_leave_they_save_together() -> None:
+    coordinator, nodes = running(2)
+    say(coordinator, nodes, "n0", leaving=True)
+    assert not coordinator.ending
+    effects = say(coordinator, nodes, "n1", leaving=True)
+    assert {(o.task, bool(o.ending)) for o in effects if isinstance(o, Order)} == {(Task.RUN, True)}
+    say(coordinator, nodes, *nodes, prepared=0)
+    assert (coordinator.committed, coordinator.members) == (1, ("n0", "n1"))
+    back = Coordinator(coordinator.settings, coordinator._record(), 10.0)
+    assert back.ending == coordinator.ending
 
 
 def test_a_newcomer_waits_for_the_end_of_the_step() -> None:
@@ -201,6 +250,47 @@ def test_an_agent_speaks_only_when_all_its_workers_did() -> None:
     assert (agent.status().prepared, agent.status().hashes) == (0, {"a": 1, "b": 2})
     assert agent.obey(replace(run, serial=4, committed=1), 0.0) == [Apply(1, 0)]
     assert agent.obey(replace(run, serial=5, committed=1), 0.0) == []
+
+
+def agent_that_runs() -> Agent:
+    agent = agent_in_generation(1)
+    agent.on_event(0, Stopped(1, -1, 0))
+    agent.obey(Order("n0", 1, 2, Task.REBUILD, 1, ("n0",), (1,)), 0.0)
+    agent.on_event(0, Made(1, 0))
+    agent.obey(Order("n0", 1, 3, Task.RUN, 1, ("n0",), (), 1, 0), 0.0)
+    return agent
+
+
+def test_a_worker_that_computes_for_too_long_breaks_its_generation_and_one_that_is_through_does_not() -> None:
+    for prepared in (False, True):
+        agent = agent_that_runs()
+        agent.on_event(0, Computing(1, 0, 5.0))
+        agent.tick(10.0)
+        if prepared:
+            agent.on_event(0, Prepared(1, 0))
+        agent.tick(15.0)
+        assert not agent.status().broken
+        agent.tick(15.1)
+        assert bool(agent.status().broken) is not prepared
+
+
+def test_who_cannot_leave_in_time_is_given_up() -> None:
+    agent = agent_that_runs()
+    agent.settings = replace(SETTINGS, drain_seconds=30.0)
+    agent.leave()
+    agent.tick(100.0)
+    agent.tick(130.0)
+    assert not agent.status().failed
+    agent.tick(130.1)
+    assert agent.status().failed
+
+
+def test_workers_are_told_once_to_save_and_end_before_they_do_anything_else() -> None:
+    agent = agent_that_runs()
+    agent.on_event(0, Prepared(1, 0))
+    order = Order("n0", 1, 4, Task.RUN, 1, ("n0",), (), 1, 1, ending="too few")
+    assert agent.obey(order, 0.0) == [SaveAndEnd("too few"), Apply(1, 0)]
+    assert agent.obey(replace(order, serial=5), 0.0) == []
 
 
 def test_an_order_of_an_older_coordinator_is_not_obeyed() -> None:

@@ -85,6 +85,18 @@ def test_a_unit_without_ranks_goes_to_those_of_the_language_model() -> None:
     assert [stage.ranks for stage in new.unit("language").replicas[0].stages] == [(0,), (1,), (2,)]
 
 
+@pytest.mark.parametrize("hosted", [False, True])
+def test_stages_take_equally_long_by_the_costs_that_the_run_uses(hosted: bool) -> None:
+    """Also those of a unit on the ranks of another."""
+    plan = plan_of(ParallelSpec(pp=2), ParallelSpec(replicas=1, pp=3), colocated=hosted)
+    seconds = {"vision": [1.0, 1.0, 9.0], "language": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
+    lost = 0 if hosted else 4
+    left = {rank: new for new, rank in enumerate(rank for rank in plan.ranks if rank != lost)}
+    new = replan(plan, "language", left, (), 0, 1, seconds)  # one microbatch makes one pipeline
+    assert [stage.first for stage in new.unit("language").replicas[0].stages] == [0, 1]
+    assert not hosted or [stage.first for stage in new.unit("vision").replicas[0].stages] == [0, 2]
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_recomputed_stays(name: str) -> None:
     """Also where nothing else does: memory asks for it."""

@@ -420,7 +420,9 @@ def _with_a_generator(worker: Worker) -> None:
     runtime = Runtime(build_model(case, "meta"), Plan(units), comm, seed=5)
     samples = build_samples(case)
     said = runtime.predict(samples)
-    assert [len(said[index]) for index in range(4)] == [int((s.labels[1:] != -100).sum()) for s in samples]
+    assert [len(said[index].tokens) for index in range(4)] == [
+        int((s.labels[1:] != -100).sum()) for s in samples
+    ]
     result = runtime.execute(samples)
     assert result.losses["height"] > 0
     assert result.loss == result.losses["language"]

@@ -37,6 +37,7 @@ class _Book:
             _optimizer=SimpleNamespace(
                 step=lambda: self.calls.append("step"), zero_grad=lambda **_: self.calls.append("zero")
             ),
+            _averages=None,
             _skipped_updates=0,
             _position="before",
             _half_updated=False,
@@ -129,8 +130,8 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         room, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
     )
     monkeypatch.setattr(room, "allocate_moments", lambda _, names: done.update(moments=names))
-    monkeypatch.setattr(room, "optimizer_tensors", lambda _: "moments")
-    monkeypatch.setattr(room, "held_state", lambda *_: {})
+    monkeypatch.setattr(room, "state_tensors", lambda *_: "moments")
+    monkeypatch.setattr(room, "held_state", lambda *_: {"optimizer": {}})
     monkeypatch.setattr(room, "load", lambda *_, **__: values)
     trainer.restore(Path("somewhere"))
     assert done == {

@@ -16,7 +16,21 @@ import typer
 from rich.console import Console
 
 from dilatant import __version__
-from dilatant.cli import data, doctor, export, generate, plan, profile, resume, simulate, status, train
+from dilatant.cli import (
+    agent,
+    chat,
+    data,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    plan,
+    profile,
+    resume,
+    simulate,
+    status,
+    train,
+)
 from dilatant.config.errors import UserError
 from dilatant.report.say import warnings_as_lines
 
@@ -54,6 +68,9 @@ app.command("train")(train.train)
 app.command("resume")(resume.resume)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("evaluate")(evaluate.evaluate)
+app.command("agent")(agent.agent)
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")

@@ -20,7 +20,7 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the newest valid checkpoint of a run in the Hugging Face layout."""
+    """Write the newest valid checkpoint of a run in the Hugging Face layout; the best one, where the run keeps one."""
     from rich.console import Console
 
     from dilatant.report.say import say, warn
@@ -35,7 +35,7 @@ def export(
     config = read_config(saved)
 
     from dilatant.profiling.assemble import assemble_model, assemble_samples
-    from dilatant.training.checkpoint import newest_valid
+    from dilatant.training.checkpoint import best_of, newest_valid
     from dilatant.training.export import export_checkpoint
 
     checkpoint, warnings = newest_valid(folder / "checkpoints")
@@ -43,6 +43,8 @@ def export(
         warn(console, warning)
     if checkpoint is None:
         raise UserError(f"{str(folder)!r} has no valid checkpoint to export")
+    if config.evaluation.keep_best is not None:
+        checkpoint = best_of(checkpoint)
     samples = assemble_samples(config)
     model = assemble_model(config, samples, hollow=True)
     export_checkpoint(checkpoint.path, model, config, samples.encoding, target, folder)

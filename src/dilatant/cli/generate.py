@@ -1,39 +1,63 @@
-"""`dilatant generate`: ask an exported model something."""
+"""`dilatant generate`: ask an exported model something, or all questions of a file."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dilatant.cli.options import AsJson
+from dilatant.cli.sampling import (
+    ExportPath,
+    MaxNewTokens,
+    RepetitionPenalty,
+    Sampling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    is_text,
+    media_problems,
+    require_encoders,
+)
 from dilatant.config.errors import UserError, list_problems
 
-_COLDEST = 0.001
-"""Below it, logits divided by the temperature leave the range of float16, and later that of float32."""
+if TYPE_CHECKING:
+    import torch
+
+    from dilatant.training.export import Exported
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`.")],
+    folder: ExportPath,
     prompt: Annotated[
-        str, typer.Option(help="The question. Media go where their markers stand, else before it.")
-    ],
+        str | None,
+        typer.Option(
+            help="The question. Media go where their markers stand, else before it.", show_default=False
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of questions, in any form of training data; answers may be missing. Each is answered on a "
+            "line of JSON."
+        ),
+    ] = None,
     image: Annotated[list[Path], typer.Option(help="An image file; may be given several times.")] = [],  # noqa: B006
     audio: Annotated[list[Path], typer.Option(help="A sound file; may be given several times.")] = [],  # noqa: B006
     video: Annotated[
         list[Path], typer.Option(help="A video, or a folder of its frames; may be given several times.")
     ] = [],  # noqa: B006
     system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
     out: Annotated[
         Path | None, typer.Option(help="Where a picture goes; more of them become NAME-2.png and so on.")
     ] = None,
@@ -41,7 +65,7 @@ def generate(
         float, typer.Option(min=0.0, help="How much pictures follow the prompt; 1 is as they were learned.")
     ] = 2.0,
     drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Ask an exported model something, with images and sounds."""
@@ -50,17 +74,17 @@ def generate(
         for kind, paths in (("image", image), ("audio", audio), ("video", video))
         for path in paths
     ]
-    problems = [
-        f"--{kind} {str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
-        for kind, path in given
-        if not path.is_file() and not (kind == "video" and path.is_dir())
-    ]
-    texts = {"--prompt": prompt, "--system": system or ""}
-    problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not _is_text(text)]
-    if not (temperature == 0 or _COLDEST <= temperature < math.inf):
-        problems.append(f"--temperature must be 0, or a number from {_COLDEST} on (given: {temperature:g})")
-    if temperature == 0 and (top_p is not None or top_k is not None):
-        problems.append("--top-p and --top-k choose what is drawn from; give a --temperature, such as 0.7")
+    chosen = Sampling(temperature, top_p, top_k, repetition_penalty)
+    problems = media_problems(given)
+    if (prompt is None) == (prompts is None):
+        problems.append("give a --prompt, or a file of --prompts")
+    if prompts is not None:
+        problems += [f"--{kind} is for one --prompt; a file names its own" for kind, _ in given[:1]]
+        if out is not None:
+            problems.append("--out is for one --prompt")
+    texts = {"--prompt": prompt or "", "--system": system or ""}
+    problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not is_text(text)]
+    problems += chosen.problems()
     if not math.isfinite(guidance):
         problems.append(f"--guidance must be a number (given: {guidance:g})")
     if out is not None:
@@ -83,10 +107,14 @@ def generate(
     exported = load_exported(folder)
     if out is not None and not exported.encoding.targets:
         raise UserError(f"--out {str(out)!r}: this model has no generator, so it draws nothing")
-    kinds = {unit.kind for unit in exported.encoding.units}
-    for kind, path in given:
-        if kind not in kinds:
-            raise UserError(f"--{kind} {str(path)!r}: this model has no encoder for {kind}")
+    require_encoders(exported, given)
+    sampling = chosen.keywords()
+    device = pick_device()
+    torch.manual_seed(seed)
+    if prompts is not None:
+        _answer_all(exported, prompts, system, device, max_new_tokens, sampling)
+        return
+    assert prompt is not None
     media: list[Media] = [Media(kind, path, str(path)) for kind, path in given]  # type: ignore[arg-type]
     turns = [Turn("system", (system,))] if system else []
     sample = Sample("the prompt", (*turns, Turn("user", (prompt,))), tuple(media))
@@ -94,12 +122,6 @@ def generate(
         encoded = encode_prompt(sample, exported.encoding)
     except SampleError as error:
         raise UserError(f"the prompt: {error.problem}") from None  # its remedy is about data files
-    sampling: dict[str, Any] = {}
-    if temperature > 0:
-        # Not given is all there is, whatever the model's own generation settings say.
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
-    device = pick_device()
-    torch.manual_seed(seed)
     model = exported.model.to(device)
     if not exported.encoding.targets:
         (answer,) = generate_answers(model, exported.tokenizer, [encoded], device, max_new_tokens, **sampling)
@@ -131,6 +153,50 @@ def generate(
     print(json.dumps({"answer": shown, "images": [*map(str, paths)]}) if as_json else shown)
 
 
+def _answer_all(
+    exported: Exported,
+    prompts: Path,
+    system: str | None,
+    device: torch.device,
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+) -> None:
+    """Answer every question of a file, each as soon as it is there. What cannot be asked has its reason in the place of
+    an answer; then the exit code is 2. Raises UserError for a file that cannot be read, and a model that draws."""
+    from dataclasses import replace
+
+    from dilatant.config.data import DataSource
+    from dilatant.data.encode import encode_prompt
+    from dilatant.data.reader import open_source
+    from dilatant.data.records import parse_prompt
+    from dilatant.data.sample import Turn
+    from dilatant.training.generation import generate_answers
+
+    if exported.encoding.targets:
+        raise UserError(
+            "--prompts is for models that write; this one draws, so ask it for one --prompt at a time"
+        )
+    records = open_source(DataSource(path=str(prompts))).records
+    model = exported.model.to(device)
+    refused = 0
+    for number in range(len(records)):
+        name = records.name_of(number)
+        try:
+            sample = parse_prompt(records.read(number))
+            if system is not None and sample.turns[0].role != "system":
+                sample = replace(sample, turns=(Turn("system", (system,)), *sample.turns))
+            asked = encode_prompt(sample, exported.encoding)
+        except UserError as error:  # also of a media file
+            refused += 1
+            print(json.dumps({"id": name, "error": str(error)}), flush=True)
+            continue
+        (answer,) = generate_answers(model, exported.tokenizer, [asked], device, max_new_tokens, **sampling)
+        print(json.dumps({"id": name, "answer": answer}), flush=True)
+    if refused:
+        print(f"{refused} of {len(records)} could not be asked; their lines say why", file=sys.stderr)
+        raise typer.Exit(2)
+
+
 def _about_out(out: Path) -> list[str]:
     from PIL import Image
 
@@ -144,8 +210,3 @@ def _about_out(out: Path) -> list[str]:
 
 def _numbered(out: Path, count: int) -> list[Path]:
     return [out if not number else out.with_stem(f"{out.stem}-{number + 1}") for number in range(count)]
-
-
-def _is_text(text: str) -> bool:
-    """What a terminal sends that is no UTF-8 arrives as lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -34,6 +34,14 @@ def plan(
         typer.Option(help="Where to write the plan.", callback=output_file(is_plan), show_default=False),
     ] = None,
     page: Page = None,
+    fault_tolerance: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            help="Nodes that may be lost at once: every layer lies on one more. Says what 0 to 3 cost.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a model, its data and a cluster, and say why. Nothing is trained.
@@ -59,7 +67,7 @@ def plan(
     check_plan_folder(resolved)  # before the work, too
     problem = open_problem(resolved, console)
     with console.status("searching"):
-        planned = plan_run(problem)
+        planned = plan_run(problem, fault_tolerance=fault_tolerance or 0)
         report = plan_report(planned, config.stem)
     folder = write_plan_folder(planned, report)
     winner, file = planned.result.winner, out or folder / "plan.json"
@@ -68,6 +76,8 @@ def plan(
     if page is not None:
         write_plan_page(report, page)
     link_pages(folder.parent)
+    if fault_tolerance is not None:
+        _show_fault_tolerance(problem, folder, console)
     if as_json:
         print(report.to_json())
         return
@@ -86,6 +96,31 @@ def plan(
     where = "" if problem.target.is_local else f" on {problem.target.hardware.name}"
     print_line(console, f"\nTo train with it{where}:")
     print_line(console, f"  {train_command(config, file)}", wrap=False)
+
+
+def _show_fault_tolerance(problem: PlanningProblem, folder: Path, console: Console) -> None:
+    """What it costs that nodes may be lost; also written as fault_tolerance.json."""
+    import json
+
+    from dilatant.profiling.planning import seconds_by_fault_tolerance
+    from dilatant.report.durable import write_durably
+    from dilatant.report.terminal import print_line
+    from dilatant.report.wording import seconds_text
+
+    with console.status("searching plans that nodes may be lost of"):
+        found = seconds_by_fault_tolerance(problem)
+    fastest = found[0]
+    print_line(console, ("What it costs that nodes may be lost at once", "bold"))
+    for tolerance, seconds in found.items():
+        if seconds is None or fastest is None:
+            text = "no plan has every layer on so many nodes and fits"
+        else:
+            text = f"{seconds_text(seconds)} a step, {seconds / fastest:.2f} times the fastest"
+        print_line(console, f"  {tolerance}: {text}")
+    document = [
+        {"fault_tolerance": tolerance, "step_seconds": seconds} for tolerance, seconds in found.items()
+    ]
+    write_durably(folder / "fault_tolerance.json", json.dumps(document, indent=1) + "\n")
 
 
 def with_costs(config: Config, costs: Path | None) -> Config:

@@ -257,7 +257,7 @@ def _write_pages(
     if given.step is not None and page.parent == given.folder:
         title = f"{given.name}: the last step"
         path = given.folder / "timeline.html"
-        write_step_page(path, given.step.actions, report.plan, title, prediction)
+        write_step_page(path, given.step.actions, report.plan, title, prediction, given.step.waits)
         written[path] = "the measured step, now beside its prediction"
     link_pages(given.folder)
     return written

@@ -27,11 +27,12 @@ def status(folder: RunPath, as_json: AsJson = False) -> None:
         f"generation {found.generation}, {found.stopped or found.task}, {step}", highlight=False, markup=False
     )
     nodes = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("node", "", "agent", "workers"):
+    for title in ("node", "host", "", "agent", "workers"):
         nodes.add_column(title)
     for node in found.nodes:
         state = ("member" if node.is_member else "left") + ("" if node.is_alive else ", gone")
-        nodes.add_row(Text(node.name), state, str(node.agent), " ".join(map(str, node.workers)))
+        workers = " ".join(map(str, node.workers))
+        nodes.add_row(Text(node.name), Text(node.host), state, str(node.agent), workers)
     console.print(nodes)
     history = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("time", "generation", "", "step", "members", "why"):

@@ -103,8 +103,6 @@ def _written_out(
     from dilatant.models.sources import load_pretrained_config
 
     family = FAMILIES.get(load_pretrained_config(model, "--model").model_type)
-    if family is None and lora:
-        raise UserError(f"--lora: {model!r} is no whole model of a known family ({', '.join(FAMILIES)})")
     encoders = None if family is None else tuple(family.towers)
     tree = starting_config(model, data, held_out, encoders, lora, output_dir)
     for override in overrides:
@@ -164,6 +162,11 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
         if trained
         else f"Nothing was left to train: the run is at step {result.step} of {result.total_steps}."
     )
+    if result.ended_early is not None:
+        what += (
+            f" It ended early: no evaluation was better than that of step {result.best_step} "
+            "(`--set evaluation.patience=null` goes on)."
+        )
     console.print(f"\n{what} Where to look:", style="bold", highlight=False)
     places = {
         f"{path}/metrics.jsonl": "every step's figures",
@@ -208,7 +211,9 @@ def _summary(result: RunResult, began: float) -> dict[str, Any]:
         # The verdicts that eval.json shows are not repeated.
         record = result.evaluation.to_record(examples=0)
         record.pop("wrong_examples")
-        summary |= {"exact_match": result.evaluation.exact_match, "evaluation": record}
+        summary |= {**result.evaluation.figures, "loss": summary["loss"], "evaluation": record}
+        if result.best_step is not None:
+            summary["best_step"] = result.best_step
     return summary
 
 

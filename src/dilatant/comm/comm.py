@@ -197,12 +197,14 @@ class Comm:
 
     def _fail(self, kind: type[RuntimeError], text: str, cause: BaseException | None) -> None:
         """Abort with what is known of the other ranks, unless it has been done; raises in either case."""
+        culprits: list[int] = []
         if self._reason is None:
-            text = f"{text}; {self._describe_others()}"
+            others, culprits = self._describe_others()
+            text = f"{text}; {others}"
         if self._reason is not None:
             raise CommAborted(self._reason) from None
         self.abort(text)
-        raise kind(text) from cause
+        raise (CommTimeout(text, culprits) if kind is CommTimeout else kind(text)) from cause
 
     def _open(self, name: str, ranks: tuple[int, ...], device: torch.device, for_edge: bool = False) -> Group:
         if self.rank not in ranks:
@@ -292,26 +294,32 @@ class Comm:
         code = frame.f_code
         return f"is busy in {code.co_qualname} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
-    def _describe_others(self) -> str:
-        """After a wait in vain: the ranks that do not answer, and those that do not wait themselves."""
+    def _describe_others(self) -> tuple[str, list[int]]:
+        """After a wait in vain: the ranks that do not answer, and those that do not wait themselves; in words, and as
+        numbers."""
         try:
             with contextlib.closing(self._inbox_store.clone()) as store:
                 inboxes = self._inboxes_of_others(store)
                 answers = check_liveness(store, inboxes)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            return f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {reason}"
+            return (
+                f"nor does the store (of the launcher, or of rank 0 under an outer one) answer: {reason}",
+                [],
+            )
         others = [rank for rank in range(self.size) if rank != self.rank]
         absent = [str(rank) for rank in others if rank not in inboxes]
         silent = [str(rank) for rank in inboxes if rank not in answers]
         activities = [f"rank {rank} {activity}" for rank, activity in sorted(answers.items())]
         problems = [activity for activity in activities if " waits " not in activity]
+        busy = [rank for rank, activity in answers.items() if not activity.startswith("waits ")]
+        culprits = sorted({*others} - {*inboxes} | {*inboxes} - {*answers} | {*busy})
         if silent:
             gone = "does not answer: killed or stopped, or its machine is gone"
             problems.insert(0, f"rank {', '.join(silent[:16])} {gone}")
         if absent:
             problems.insert(0, f"rank {', '.join(absent[:16])} has not begun to communicate")
-        return "; ".join((problems or activities)[:8])
+        return "; ".join((problems or activities)[:8]), culprits
 
     def _await_abort(self, seconds: float) -> None:
         """A peer's connection often closes a moment before the message of why, or when it has waited too long and

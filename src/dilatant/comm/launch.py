@@ -54,7 +54,7 @@ class Worker:
 
 def local_worker() -> Worker:
     """This process as the only rank: it has no store, and communication opens no socket."""
-    return _worker(0, 1, 0, 1, None)
+    return worker_here(0, 1, 0, 1, None)
 
 
 class WorkerFailed(RuntimeError):
@@ -107,7 +107,7 @@ def launch(
         return launch_local(function, num_workers, *args, started=started)
     prepare_cuda()
     with store_of_launcher.joined(place) as store:
-        worker = _worker(
+        worker = worker_here(
             place.rank, place.size, place.local_rank, place.local_size, store, started_here=False
         )
         return [_run_here(function, worker, args)]
@@ -206,9 +206,10 @@ def _run_here(function: Callable[..., Any], worker: Worker, args: tuple[Any, ...
         raise WorkerFailed(report.message, report.details) from error
 
 
-def _worker(
+def worker_here(
     rank: int, size: int, local_rank: int, local_size: int, store: Store | None, started_here: bool = True
 ) -> Worker:
+    """This process as a rank; chooses its device, and how many threads it computes in. Raises UserError."""
     prepare_cuda()
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, torch.cuda.device_count(), started_here))
@@ -305,7 +306,7 @@ def _serve(connection: Connection, start: _Start) -> None:
     heed_launcher()
     try:
         store = connect("127.0.0.1", start.port, start.token, on_one_machine=True)
-        worker = _worker(start.rank, start.size, start.rank, start.size, store)
+        worker = worker_here(start.rank, start.size, start.rank, start.size, store)
         function, args = pickle.loads(start.payload)
         answer: Any = (function(worker, *args),)
     except BaseException as error:

@@ -52,9 +52,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:
-        if self.evaluation.steps is not None and not self.data.eval:
+        if self.data.holds_out:
+            return self
+        wanted = [
+            key for key in ("steps", "keep_best", "patience") if getattr(self.evaluation, key) is not None
+        ]
+        if wanted:
             raise ValueError(
-                "evaluation.steps: there is nothing to evaluate on; name held-out data in data.eval"
+                f"evaluation.{wanted[0]}: there is nothing to evaluate on; name held-out data in data.eval, or take "
+                "some of data.train with data.val_size"
             )
         return self
 

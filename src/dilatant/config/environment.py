@@ -188,3 +188,23 @@ def interprets_triton() -> bool:
 def hub_is_offline() -> bool:
     """Whether the user keeps Hugging Face libraries from the network."""
     return os.environ.get("HF_HUB_OFFLINE") == "1"
+
+
+def ray_address() -> str | None:
+    """HOST:PORT of the Ray cluster that programs on this machine use."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def has_ray_token() -> bool:
+    """Whether Ray is told to let nobody in without a token, and has one to show itself."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return False
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or (
+        Path(file).is_file() if file else (Path.home() / ".ray" / "auth_token").is_file()
+    )
+
+
+def show_ray_token(token: str) -> None:
+    """Let Ray, in this process and in those that it starts, let nobody in without this token."""
+    os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token

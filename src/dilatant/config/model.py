@@ -139,13 +139,14 @@ class LoraConfig(Section):
     """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a
     regular expression)."""
     units: tuple[str, ...] = Field((LANGUAGE,), min_length=1)
-    """Where: units (`language`, `vision`) or parts of them (`vision.encoder`, `vision.projector`)."""
+    """Where: units (`language`, `vision`) or parts of them (`vision.encoder`; of a whole model `vision.projector`)."""
     train: tuple[str, ...] = ()
     """What trains whole besides, as named in `freeze`: `[vision.projector]`. All else is frozen."""
     adapter: str | None = None
     """Begin with an adapter that peft or a run has saved."""
     merge: bool = True
-    """Whether the export is the merged model, with the adapter in its folder `adapter`; else the adapter alone."""
+    """Whether the export is the merged model, with the adapter in its folder `adapter` (of parts: one for each unit);
+    else the adapter alone, of a whole model."""
 
 
 class ModelConfig(Section):
@@ -173,7 +174,7 @@ class ModelConfig(Section):
     (`language.model`), or a pattern over parameter names (`language.layers.0.*`)."""
 
     lora: LoraConfig | None = None
-    """LoRA, of a whole model."""
+    """LoRA. Of a model of parts, projectors that are new train besides."""
 
     @property
     def is_whole(self) -> bool:
@@ -211,16 +212,28 @@ class ModelConfig(Section):
             raise ValueError(
                 "'generators' belong to 'language_model' with its 'encoders'; a whole model cannot be given any yet"
             )
-        alone = [
-            k
-            for k in ("tokenizer", "processor", "attn_implementation", "lora")
-            if getattr(self, k) is not None
-        ]
+        alone = [k for k in ("tokenizer", "processor", "attn_implementation") if getattr(self, k) is not None]
         if not self.is_whole and alone:
             raise ValueError(
                 f"{alone[0]!r} here is for a whole model; write it under 'language_model'"
                 + (" or an encoder" if alone[0] == "processor" else "")
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_of_parts(self) -> Self:
+        if self.lora is None or self.is_whole:
+            return self
+        if self.generators:
+            raise ValueError("'lora' beside 'generators' is not there yet; leave one of them out")
+        if not self.lora.merge:
+            raise ValueError(
+                "'lora.merge: false' is for whole models; parts are exported merged, adapters beside them"
+            )
+        places = [LANGUAGE, *self.encoders, *(f"{name}.encoder" for name in self.encoders)]
+        for place in self.lora.units:
+            if place not in places:
+                raise ValueError(f"'lora.units' has {place!r}; there are {', '.join(places)}")
         return self
 
     @model_validator(mode="after")

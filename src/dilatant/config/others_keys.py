@@ -63,8 +63,25 @@ CALLED_HERE: Mapping[str, str] = {
     "save_total_limit": "write 'train.keep_checkpoints'",
     "resume_from_checkpoint": "write 'train.resume'",
     "eval_steps": "write 'evaluation.steps'",
-    "val_size": "name held-out data in 'data.eval', or the first samples of it with 'limit'",
-    "max_samples": "write 'limit' beside the path or id in 'data.train'",
+    **dict.fromkeys(("split_dataset_ratio", "val_set_size", "test_size"), "write 'data.val_size'"),
+    **dict.fromkeys(("max_train_samples", "num_samples"), "write 'data.max_samples'"),
+    "max_eval_samples": "write 'evaluation.limit'",
+    **dict.fromkeys(
+        ("truncation_strategy", "truncation_side"),
+        "write 'data.truncation: right' to cut samples, or 'error'",
+    ),
+    **dict.fromkeys(
+        ("load_best_model_at_end", "metric_for_best_model"), "write 'evaluation.keep_best: loss'"
+    ),
+    "greater_is_better": "write 'evaluation.mode: max' or 'min'",
+    **dict.fromkeys(
+        ("early_stopping_patience", "early_stopping_steps"),
+        "write 'evaluation.keep_best' and 'evaluation.patience'",
+    ),
+    "early_stopping_threshold": "write 'evaluation.min_delta'",
+    **dict.fromkeys(("compute_metrics", "metric", "eval_metric"), "write 'evaluation.metrics'"),
+    **dict.fromkeys(("eval_dataset", "val_dataset", "eval_data_path"), "write 'data.eval: [{path: ...}]'"),
+    **dict.fromkeys(("ema_decay", "use_ema"), "write 'train.optimizer.ema: 0.999'"),
     "flash_attn": "write 'model.attn_implementation'",
     "attn_impl": "write 'model.attn_implementation'",
     **dict.fromkeys(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from dilatant.config.base import Section
 
@@ -12,17 +14,41 @@ class ResilienceConfig(Section):
 
     enabled: bool = False
     """Go on with those who are left: they take over the lost layers from whoever holds them too, else from the newest
-    checkpoint, and repeat the step in hand. So far on one machine."""
+    checkpoint, and repeat the step in hand. Under Slurm or Kubernetes start one process a machine."""
     fault_tolerance: int = Field(1, ge=0)
     """Nodes that may be lost at once: a recovery keeps one more copy of every layer than that, as far as there are
     ranks for them. The first plan is yours; the run warns where it has fewer."""
     ranks_per_node: int = Field(1, ge=1)
-    """Processes of one machine that are lost together."""
+    """Processes that are lost together: of several machines those of each, of one machine so many of it."""
+    listen: str | None = None
+    """HOST:PORT at which this process waits for machines instead of training itself: there `dilatant agent
+    --coordinator HOST:PORT` joins. HOST is an address of this machine, or 0.0.0.0 for all of them."""
     restarts: int = Field(0, ge=0)
-    """How often, all in all, a lost node is started again; it joins at the end of a step, and takes over layers."""
+    """How often a lost node is started again, on one machine all in all, on several each of them; it joins at the end
+    of a step, and takes over layers."""
     lease_seconds: float = Field(3.0, gt=0, le=1e5)
     """A node that is silent for longer is lost, be it stopped or cut off. One whose process ends is noticed at once."""
     fence_seconds: float = Field(10.0, gt=0, le=1e5)
     """What a process has to stop what it computes when others were lost; who hangs longer is killed."""
+    progress_seconds: float = Field(60.0, gt=0)
+    """A process that has computed a step for longer than this, and than five of the longest steps before, hangs."""
+    drain_seconds: float = Field(600.0, gt=0)
+    """What a node that was asked to leave waits for the end of the step; then the others repeat the step without it. A
+    cloud gives 30 to 120 s before it takes a machine."""
     fewest_nodes: int = Field(1, ge=1)
-    """With fewer the run ends, with exit code 75: start it again when there are more."""
+    """With fewer the run is saved and ends with exit code 75: start it again when there are more."""
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """`listen` as host and port."""
+        if self.listen is None:
+            return None
+        host, _, port = self.listen.rpartition(":")
+        return host, int(port)
+
+    @model_validator(mode="after")
+    def _listen_is_an_address(self) -> Self:
+        host, _, port = (self.listen or "any:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"listen: {self.listen!r} is no HOST:PORT, such as 0.0.0.0:29400")
+        return self

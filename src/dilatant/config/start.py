@@ -25,7 +25,7 @@ def starting_config(
     projectors = [f"{unit}.projector" for unit in encoders or ()]
     optimizer: dict[str, Any] = {"learning_rate": LORA_RATE if lora else FULL_RATE, "weight_decay": 0.0}
     if encoders is None:
-        tree: dict[str, Any] = {"language_model": {"id": model}}
+        tree: dict[str, Any] = {"language_model": {"id": model}, **({"lora": {}} if lora else {})}
     elif lora:
         tree = {"id": model, "lora": {"train": projectors}}
         optimizer["groups"] = {name: {"learning_rate": PROJECTOR_RATE} for name in projectors}

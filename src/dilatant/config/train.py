@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from dilatant.config.base import Section
 from dilatant.config.recompute import Recompute
 
+LOSS = "loss"
+METRICS = ("exact_match", "anls", "wer")
+_OWN_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -31,6 +35,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    ema: float | None = Field(None, gt=0, lt=1)
+    """Keep an average of the weights besides, of which each step keeps this share (0.999), less in the first steps.
+    Evaluations judge it and exports are of it; training goes on with the weights."""
     offload: bool = False
     """Keep fp32 masters and moments in the host's memory and update there: a GPU then holds weights and gradients only.
     Slower; refused without a GPU, where they are in the host's memory anyway."""
@@ -104,13 +111,63 @@ class TrainConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Exact match of generated answers with `data.eval`, after training and every `steps`."""
+    """Loss and metrics of held-out answers (`data.eval`, or `data.val_size`): after training, and every `steps`."""
 
     steps: int | None = Field(None, gt=0)
-    """Steps between evaluations on `data.eval`. Default: only after training."""
+    """Steps between evaluations. Default: only after training."""
     limit: int | None = Field(None, gt=0)
-    """Use only the first held-out samples."""
+    """Use only the first held-out samples of each data set."""
     batch_size: int = Field(64, gt=0)
     """Samples at once."""
     max_new_tokens: int = Field(16, gt=0)
     """The longest answer that is written."""
+    metrics: tuple[str, ...] = ("exact_match",)
+    """Besides the loss: `exact_match`, `anls` (similarity of texts, as of DocVQA), `wer` (errors a word), or one of
+    yours as `module:function`, which is given the expected and the written answers as lists of text and returns a
+    number. All but `exact_match` need whole answers, which take a forward pass for every few tokens."""
+    keep_best: str | None = None
+    """Keep the checkpoint at which this figure was best (`loss`, or one of `metrics`), and export that one. Needs
+    `steps`."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether `keep_best` is better when it is smaller. `auto` knows the figures that are not yours."""
+    patience: int | None = Field(None, gt=0)
+    """Stop after so many evaluations without a better `keep_best`."""
+    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """By how much a figure must be better to count as better."""
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _one_or_more(cls, given: object) -> object:
+        return (given,) if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Self:
+        for name in self.metrics:
+            if name not in METRICS and not _OWN_METRIC.fullmatch(name):
+                raise ValueError(
+                    f"'metrics' has {name!r}; there are {', '.join(METRICS)}, and yours as module:function"
+                )
+        if len(set(self.metrics)) < len(self.metrics):
+            raise ValueError("'metrics' names one of them twice")
+        best = self.keep_best
+        if best is None:
+            lacking = [key for key in ("patience", "min_delta") if getattr(self, key)]
+            if lacking or self.mode != "auto":
+                raise ValueError(
+                    f"{(lacking or ['mode'])[0]!r} is about 'keep_best'; give that, too: keep_best: loss"
+                )
+            return self
+        if best not in (LOSS, *self.metrics):
+            raise ValueError(f"'keep_best' is {best!r}; give one of {', '.join((LOSS, *self.metrics))}")
+        if self.steps is None:
+            raise ValueError("'keep_best' needs 'steps', between the evaluations of which it chooses")
+        if self.mode == "auto" and best not in (LOSS, *METRICS):
+            raise ValueError(
+                f"'keep_best' is your {best!r}; say 'mode: max' or 'mode: min', which of them is better"
+            )
+        return self
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Of the figure `keep_best`."""
+        return self.mode == "min" or (self.mode == "auto" and self.keep_best in (LOSS, "wer"))

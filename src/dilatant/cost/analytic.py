@@ -30,11 +30,12 @@ class LayerShape:
     head size, `attended_share` the share of pairs of tokens that attend (1/2 if causal), `key_value_width` that of
     keys plus values. `kept` and `weight_kept` are activation elements kept for the backward and for its weight half,
     `traffic` elements read and written by elementwise kernels. `output_width` elements go to the next layer for each
-    of `output_share` tokens per input token (less than 1 where a projector merges patches). `row_kept` of
+    of `output_share` tokens per input token (less than 1 where a projector merges patches). `forward_only` are
+    multiply-adds of what has no backward, whatever trains (an autoencoder that makes targets). `row_kept` of
     the kept elements are of whole rows also where the rest runs in chunks. `routed_width` numbers of a token travel to
     experts elsewhere: its width, once for each of its experts. `parameters` and `launches` are per layer, `collectives`
     are regions that tensor-parallel ranks share, each with an all-gather before
-    it and a reduce-scatter behind it.
+    it and a reduce-scatter behind it. `trained_share` of its products have weights that train, where the layer does.
     """
 
     matmul: int
@@ -50,8 +51,10 @@ class LayerShape:
     output_share: float = 1.0
     launches: int = 1
     collectives: int = 0
+    trained_share: float = 1.0
     routed_width: int = 0
     row_kept: float = 0.0
+    forward_only: int = 0
 
 
 def block_shape(
@@ -138,9 +141,10 @@ def analytic_cost(
     traffic = Quadratic(b=width * shape.traffic / memory / group)
     once = Quadratic(c=width * shape.parameters / tp / memory + shape.launches * hardware.launch)
     forth, back = (collective_seconds(shape, hardware.inside, dtype, tp, cp, way) for way in (False, True))
-    forward = product + attention + traffic + once + forth
+    targets = Quadratic(b=2 * shape.forward_only / flops / group)
+    forward = product + attention + traffic + once + forth + targets
     input_gradient = product + attention.scaled(2.5) + traffic + once + back
-    weight_gradient = product + once
+    weight_gradient = product.scaled(shape.trained_share) + once
     kept = Quadratic(b=width * shape.kept / group)
     return LayerCost(
         forward=forward.rounded(),

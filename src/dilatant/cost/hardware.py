@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,20 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     Raises UserError naming the devices there are, or every key of this one that is missing, unknown or no number.
     """
     where = str(path) if path is not None else "the built-in hardware file"
-    text = (
-        path.read_text(encoding="utf-8")
-        if path is not None
-        else files("dilatant.cost").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    )
     try:
-        document = read_yaml(text)
+        document = _built_in() if path is None else read_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not YAML: {error}") from error
     if not isinstance(document, dict) or name not in document:
         known = ", ".join(sorted(map(repr, document))) if isinstance(document, dict) else "nothing"
         raise UserError(f"no hardware {name!r} in {where}; it has {known}. Copy an entry and edit it.")
     return _read(name, document[name], where)
+
+
+@cache
+def _built_in() -> Any:
+    """Parsed once: a run that plans anew after a loss should not wait for it."""
+    return read_yaml(files("dilatant.cost").joinpath("hardware.yaml").read_text(encoding="utf-8"))
 
 
 def _read(name: str, entry: Any, where: str) -> Hardware:

@@ -30,12 +30,17 @@ class ParameterBytes:
         keep their weights only."""
         return parameters * (self.weight + (self.gradient + self.optimizer if trainable else 0.0))
 
+    def held(self, parameters: float, trained: float) -> float:
+        """As `of`, of which only `trained` parameters train."""
+        return self.of(parameters - trained, False) + self.of(trained, True)
+
     def shared(self, parameters: float, trainable: bool) -> float:
         """The part of these bytes that is divided among those who share state."""
         return parameters * self.optimizer if trainable else 0.0
 
 
 FP32_MOMENTS = 8.0
+FP32_AVERAGE = 4.0
 EIGHT_BIT_MOMENTS = 2.0 + 2 * 4 / 256
 """Of a parameter: two moments, of which 256 numbers have a scale in fp32."""
 FP32 = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0)

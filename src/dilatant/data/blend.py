@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.reader import Reader, open_source
 from dilatant.data.sample import Sample
 from dilatant.data.sampler import Sampler
+from dilatant.data.split import Split
 from dilatant.data.stream_sampler import Stream, StreamSampler
 
 
@@ -44,10 +45,36 @@ class Blend:
         reader, number = self._locate(index)
         return reader.name_of(number)
 
+    @cached_property
+    def source_names(self) -> tuple[str, ...]:
+        """What figures of each source go by, all different."""
+        names: list[str] = []
+        for reader in self.readers:
+            name, number = reader.is_called, 1
+            while name in names:
+                number += 1
+                name = f"{reader.is_called} #{number}"
+            names.append(name)
+        return tuple(names)
+
+    def source_of(self, index: int) -> int:
+        """The number of the source that a sample is of."""
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+    def split(self, size: float, seed: int) -> tuple[Blend, Blend]:
+        """Samples to train on, and samples held out of every source; see `Split`. Raises UserError."""
+        sides = []
+        for held_out in (False, True):
+            split = Split(size, seed, held_out)
+            sides.append(Blend(tuple(replace(reader, split=split) for reader in self.readers), self.weights))
+            for reader in self.readers:
+                split.count(reader.all_samples)
+        return sides[0], sides[1]
+
     def _locate(self, index: int) -> tuple[Reader, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        source = int(np.searchsorted(self._ends, index, side="right"))
+        source = self.source_of(index)
         return self.readers[source], index - int(self._ends[source]) + self.lengths[source]
 
     def sampler(self, seed: int, global_batch_size: int, shuffle: bool = True) -> Sampler:
@@ -77,8 +104,15 @@ class StreamBlend:
         return StreamSampler(self.streams, self.weights, seed, global_batch_size, block)
 
 
-def open_blend(sources: Sequence[DataSource], *, cache_dir: str | Path | None = None) -> Blend | StreamBlend:
-    """All sources of a config section. cache_dir, and what is raised: as of `open_source`."""
+def open_blend(
+    sources: Sequence[DataSource], *, cache_dir: str | Path | None = None, max_samples: int | None = None
+) -> Blend | StreamBlend:
+    """All sources of a config section. cache_dir, and what is raised: as of `open_source`. max_samples: of each."""
+    if max_samples is not None:
+        sources = [
+            source.model_copy(update={"limit": min(max_samples, source.limit or max_samples)})
+            for source in sources
+        ]
     weights = tuple(source.weight for source in sources)
     if any(source.streaming for source in sources):
         from dilatant.data.hub_records import HubStream

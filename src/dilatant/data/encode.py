@@ -61,7 +61,7 @@ class Encoding:
 
     targets: what images in an assistant's turns are, where the model draws. max_length: most tokens of a sample in the
     language model, media included. held_out: samples are judged by their
-    last answers, so each that has no question is a problem.
+    last answers, so each that has no question is a problem. truncates: samples to train on are cut off there.
     """
 
     chat: ChatTokenizer
@@ -70,6 +70,7 @@ class Encoding:
     max_length: int | None = None
     held_out: bool = False
     targets: Sequence[ImageTarget] = ()
+    truncates: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -80,8 +81,14 @@ class Encoding:
             self.train_on,
             self.held_out,
             [target.fingerprint for target in self.targets],
+            *((self.max_length,) if self.cuts_at else ()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def cuts_at(self) -> int | None:
+        """Tokens behind which a sample is cut off; None where none is."""
+        return self.max_length if self.truncates and not self.held_out else None
 
     @property
     def unit_names(self) -> tuple[str, ...]:
@@ -261,6 +268,7 @@ class _Layout:
     ids: NDArray[np.int64]
     targets: NDArray[np.bool_]
     items: tuple[_Item, ...]
+    is_cut: bool = False
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -284,6 +292,13 @@ def _refusals(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[S
 def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: _Layout) -> Iterator[SampleError]:
     answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
     if encoding.train_on == "assistant" and not layout.targets.any():
+        if answers and layout.is_cut:
+            yield SampleError(
+                sample.id,
+                f"has no answer within its first {encoding.cuts_at} tokens, so nothing to learn",
+                "raise 'data.max_length', or remove it",
+            )
+            return
         yield SampleError(sample.id, "has no assistant answer, so nothing to learn", "add one or remove it")
     elif answers and not any(isinstance(part, Media) or part.strip() for part in answers):
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
@@ -373,7 +388,24 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
     ids = np.concatenate([*lead, np.repeat(ids, repeats)]).astype(np.int64)
     targets = np.concatenate([np.zeros(len(ids) - repeats.sum(), bool), np.repeat(targets, repeats)])
     targets[:1] = False  # nothing comes before it that could predict it
-    return _Layout(ids, targets, items)
+    if for_generation or encoding.cuts_at is None or len(ids) <= encoding.cuts_at:
+        return _Layout(ids, targets, items)
+    return _cut(ids, targets, items, encoding.cuts_at)
+
+
+def _cut(
+    ids: NDArray[np.int64], targets: NDArray[np.bool_], items: tuple[_Item, ...], length: int
+) -> _Layout:
+    """The first `length` tokens, or less: not a part of a media item."""
+    at = kept = 0
+    for item in items:
+        at += int(np.argmax(ids[at:] == item.unit.placeholder_id))
+        if at + item.merged_tokens > length:
+            length = min(at, length)
+            break
+        at += item.merged_tokens
+        kept += 1
+    return _Layout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ class GlobalBatch:
 
     samples: in the sampler's order. position: of the sampler after this batch, which a checkpoint written after this
     step must hold. epoch: passes over the data by then. problems: what was wrong with the samples left out.
-    wait_seconds: how long the trainer waited for this batch.
+    wait_seconds: how long the trainer waited for this batch. slowest: samples that took longest to read and decode,
+    with their seconds, the slowest first; of those that this process uses.
     """
 
     samples: tuple[EncodedSample, ...]
@@ -34,6 +35,7 @@ class GlobalBatch:
     epoch: float
     problems: tuple[str, ...] = ()
     wait_seconds: float = 0.0
+    slowest: tuple[tuple[str, float], ...] = ()
 
     @property
     def skipped(self) -> int:

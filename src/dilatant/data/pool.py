@@ -143,13 +143,14 @@ def make(
 
     Raises UserError for a bad sample, and WorkerError for a file that cannot be read, after several tries.
     """
-    name = request.name
+    name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):
         try:
             sample = datasets[request.dataset][request.index]
             name = sample.id
             read(sample)
-            return replace(encode_sample(sample, encoding, request.parts), draw=request.draw)
+            encoded = encode_sample(sample, encoding, request.parts)
+            return replace(encoded, draw=request.draw, made_seconds=time.perf_counter() - began)
         except (OSError, SampleError) as error:
             if isinstance(error, SampleError) and not error.may_pass:
                 raise

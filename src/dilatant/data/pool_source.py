@@ -27,6 +27,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.arena import Arena
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import Request, Waiting, add_once, not_asked
+from dilatant.data.pool_answer import Outcome, outcome_of
 from dilatant.data.pool_owner import REASON
 from dilatant.data.pool_wire import (
     MAX_FRAME_BYTES,
@@ -43,7 +44,6 @@ from dilatant.data.pool_wire import (
     Refused,
     ToRank,
     framed,
-    opened,
     read_note,
     to_rank,
 )
@@ -63,8 +63,6 @@ TRIES = 2
 SEND_SECONDS = 5.0
 UNGREETED = 20
 """Connections in a row that end before a greeting, after which no other is tried."""
-
-_Outcome = EncodedSample | UserError | WorkerError
 
 
 def join(
@@ -136,7 +134,7 @@ class PoolSource:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._entries: dict[tuple[str, int], _Entry] = {}  # asked for and without an outcome
-        self._outcomes: dict[tuple[str, int], tuple[_Outcome, int]] = {}  # with their charges
+        self._outcomes: dict[tuple[str, int], tuple[Outcome, int]] = {}  # with their charges
         self._queue: deque[_Entry] = deque()
         self._charged = 0
         self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
@@ -349,7 +347,6 @@ class PoolSource:
             self._finish(link.entries.pop(message.ticket), message)
 
     def _finish(self, entry: _Entry, message: Encoded | Refused | Failed) -> None:
-        outcome: _Outcome
         nbytes = 0
         if isinstance(message, Encoded):
             nbytes = message.nbytes
@@ -358,20 +355,16 @@ class PoolSource:
             if entry.is_forgotten:
                 return self._discharge(entry)
             if message.inline is not None:
-                outcome = opened(message, entry.request.draw, memoryview(message.inline))
+                outcome = outcome_of(message, entry.request.draw, memoryview(message.inline))
             else:
                 with self._arena.view(entry.slot or 0, entry.charge) as slot:
-                    outcome = opened(message, entry.request.draw, slot)
-        elif isinstance(message, Failed):
-            outcome = WorkerError(message.problem)
-        elif message.sample:
-            outcome = SampleError(message.sample, message.problem, message.remedy)
+                    outcome = outcome_of(message, entry.request.draw, slot)
         else:
-            outcome = UserError(message.problem)
+            outcome = outcome_of(message, entry.request.draw, memoryview(b""))
         self._discharge(entry)
         self._conclude(entry, outcome, nbytes)
 
-    def _conclude(self, entry: _Entry, outcome: _Outcome, nbytes: int = 0) -> None:
+    def _conclude(self, entry: _Entry, outcome: Outcome, nbytes: int = 0) -> None:
         if not entry.is_forgotten:
             key = (entry.request.dataset, entry.request.draw)
             del self._entries[key]

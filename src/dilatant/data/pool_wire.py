@@ -91,13 +91,15 @@ class Place(Struct, array_like=True):
 
 
 class Encoded(Struct, tag="encoded"):
-    """nbytes: of all arrays together. inline: those bytes, where they are not in the slot."""
+    """nbytes: of all arrays together. seconds: as `EncodedSample.made_seconds`. inline: those bytes, where they are not
+    in the slot."""
 
     ticket: int
     sample: str
     sizes: dict[str, int]
     places: list[Place]
     nbytes: int
+    seconds: float = 0.0
     inline: bytes | None = None
 
 
@@ -207,6 +209,13 @@ def write(buffer: memoryview, places: list[Place], arrays: list[np.ndarray]) -> 
             into[:] = array.reshape(-1).view(np.uint8)
 
 
+def packed(answer: Encoded, arrays: list[np.ndarray]) -> bytes:
+    """The arrays of a sample, where its places say."""
+    held = bytearray(answer.nbytes)
+    write(memoryview(held), answer.places, arrays)
+    return bytes(held)
+
+
 def opened(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
     """The sample whose arrays lie in `buffer`, copied. Raises ProtocolError where they do not."""
     if answer.nbytes > len(buffer):
@@ -228,4 +237,6 @@ def opened(answer: Encoded, draw: int, buffer: memoryview) -> EncodedSample:
             media.setdefault(place.unit, {})[place.name] = value
         else:
             tokens[place.name] = array
-    return EncodedSample(answer.sample, tokens[IDS], tokens[LABELS], media, answer.sizes, draw)
+    return EncodedSample(
+        answer.sample, tokens[IDS], tokens[LABELS], media, answer.sizes, draw, made_seconds=answer.seconds
+    )

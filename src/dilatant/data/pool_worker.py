@@ -21,10 +21,9 @@ from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import remove_behind_parent
 from dilatant.config.environment import compute_in_one_thread
-from dilatant.config.errors import UserError
 from dilatant.data.encode import Encoding
-from dilatant.data.errors import SampleError
-from dilatant.data.pool import Dataset, Request, make
+from dilatant.data.pool import Dataset, Request
+from dilatant.data.pool_answer import answer
 from dilatant.data.pool_wire import (
     MAX_ASK_BYTES,
     NOTE_BYTES,
@@ -38,15 +37,13 @@ from dilatant.data.pool_wire import (
     Greeting,
     Hello,
     ProtocolError,
-    Refused,
     framed,
-    lay_out,
+    packed,
     to_worker,
     write,
     write_note,
 )
 from dilatant.data.sample import Sample
-from dilatant.data.workers import WorkerError
 
 PING, PONG, LEAVE = b"ping", b"pong", b"leave"
 STRANGE = (OSError, ValueError, MsgspecError, RecursionError)
@@ -203,25 +200,16 @@ class _Worker:
             # Not by a handler, which would wait for C code to return: the signal ends this process.
             signal.setitimer(signal.ITIMER_REAL, self._decode_seconds)
             try:
-                sample = make(request, self._datasets, self._encoding, read)
+                message, arrays = answer(ask.ticket, request, self._datasets, self._encoding, read)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            places, arrays, nbytes = lay_out(sample)
-            sizes = {unit: int(tokens) for unit, tokens in sample.sizes.items()}
-            answer = Encoded(ask.ticket, sample.id, sizes, places, nbytes)
-            if nbytes <= ask.room and rank.arena is not None:
-                with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
-                    write(slot, places, arrays)
-            else:
-                inline = bytearray(nbytes)
-                write(memoryview(inline), places, arrays)
-                answer.inline = bytes(inline)
-            return framed(answer)
-        except SampleError as error:
-            return framed(Refused(ask.ticket, error.problem, error.sample, error.remedy))
-        except UserError as error:
-            return framed(Refused(ask.ticket, str(error)))
-        except WorkerError as error:
-            return framed(Failed(ask.ticket, str(error)))
+            if isinstance(message, Encoded):
+                nbytes = message.nbytes
+                if nbytes <= ask.room and rank.arena is not None:
+                    with memoryview(rank.arena) as arena, arena[ask.offset : ask.offset + nbytes] as slot:
+                        write(slot, message.places, arrays)
+                else:
+                    message.inline = packed(message, arrays)
+            return framed(message)
         except BaseException:
             return framed(Failed(ask.ticket, f"a data worker failed:\n{traceback.format_exc()}"))

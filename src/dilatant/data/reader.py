@@ -8,11 +8,12 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError
@@ -24,6 +25,7 @@ from dilatant.data.parquet_records import ParquetRecords, scan_parquet
 from dilatant.data.records import Blocks, Record, parse_record
 from dilatant.data.sample import Sample
 from dilatant.data.source_files import Form, Scan, Scanner, SourceFiles
+from dilatant.data.split import Split
 from dilatant.data.tar_records import TarRecords, scan_tar
 
 FORMS: Mapping[Form, str] = {"parquet": "Parquet", "json": "JSON", "tar": "WebDataset tar"}
@@ -62,7 +64,8 @@ class Records(Protocol):
 class Reader:
     """The samples of one source by index: `len(reader)`, `reader[index]`. Picklable.
 
-    fingerprint changes when the files do (their names, sizes or times) or when they are read in another way.
+    fingerprint changes when the files do (their names, sizes or times) or when they are read in another way. label:
+    what the user calls it. split: which of its samples these are, after `limit`; None for all.
     home: the folder of the data; None for the hub.
     Indexing raises UserError naming the record that is wrong.
     """
@@ -74,15 +77,27 @@ class Reader:
     prompt: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
+    label: str = ""
+    split: Split | None = None
 
-    def __len__(self) -> int:
+    @property
+    def is_called(self) -> str:
+        """What figures of this source go by."""
+        return self.label or Path(self.name).name or self.name
+
+    @property
+    def all_samples(self) -> int:
+        """Those of both sides of a split."""
         length = len(self.records)
         return length if self.limit is None else min(length, self.limit)
+
+    def __len__(self) -> int:
+        return self.all_samples if self.split is None else self.split.count(self.all_samples)
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        record = self.records.read(index)
+        record = self.records.read(self._number(index))
         try:
             return parse_record(record, self.prompt, self.columns)
         except RecursionError:
@@ -90,17 +105,29 @@ class Reader:
 
     def name_of(self, index: int) -> str:
         """The id of a sample, by which messages call it, without reading it."""
-        return self.records.name_of(index)
+        return self.records.name_of(self._number(index))
+
+    def _number(self, index: int) -> int:
+        return index if self.split is None else int(self._numbers[index])
+
+    @cached_property
+    def _numbers(self) -> NDArray[np.int64]:
+        assert self.split is not None
+        return self.split.numbers(self.all_samples)
 
     @property
     def blocks(self) -> Blocks | None:
         """The runs of samples that are cheap to read together; None where every one is as cheap as the next."""
         blocks = self.records.blocks
-        if blocks is None or self.limit is None:
+        if blocks is None or (self.limit is None and self.split is None):
             return blocks
-        lengths = np.diff(np.minimum(np.cumsum(blocks.lengths), len(self)), prepend=0)
-        count = int(np.count_nonzero(lengths))
-        return Blocks(tuple(lengths[:count].tolist()), blocks.window, blocks.groups[:count])
+        ends = np.minimum(np.cumsum(blocks.lengths), self.all_samples)
+        if self.split is not None:
+            ends = np.searchsorted(self._numbers, ends)
+        lengths = np.diff(ends, prepend=0)
+        kept = np.flatnonzero(lengths)
+        groups = tuple(blocks.groups[block] for block in kept) if blocks.groups else ()
+        return Blocks(tuple(lengths[kept].tolist()), blocks.window, groups)
 
 
 def open_source(source: DataSource, *, cache_dir: str | Path | None = None) -> Reader:
@@ -132,7 +159,7 @@ def open_source(source: DataSource, *, cache_dir: str | Path | None = None) -> R
     fingerprint = hashlib.sha256(
         repr((identity, source.prompt, sorted(source.columns.items()))).encode()
     ).hexdigest()
-    return Reader(name, records, fingerprint, home, source.prompt, columns, source.limit)
+    return Reader(name, records, fingerprint, home, source.prompt, columns, source.limit, source.name or "")
 
 
 _RECORDS: Mapping[Form, Callable[[SourceFiles], Records]] = {

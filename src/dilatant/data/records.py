@@ -97,6 +97,21 @@ def parse_record(
     return Sample(record.id, turns, tuple(listed))
 
 
+def parse_prompt(record: Record) -> Sample:
+    """The sample that a record holds, which may end with a question. Raises SampleError as `parse_record`."""
+    fields = record.fields
+    chats = any(_present(fields, name) for name in ("messages", "conversations", "texts"))
+    question = next((name for name in QUESTION_COLUMNS if _present(fields, name)), None)
+    answered = any(_present(fields, name) for name in ANSWER_COLUMNS)
+    if chats or answered or question is None or _is_chat(fields[question]):
+        return parse_record(record)
+    turns: tuple[Turn, ...] = (Turn("user", (_scalar(record, question, fields[question]),)),)
+    system = fields.get("system")
+    if isinstance(system, str) and system:
+        turns = (Turn("system", (system,)), *turns)
+    return Sample(record.id, turns, tuple(_ListedMedia(record, fields)))
+
+
 def _renamed(record: Record, columns: Mapping[str, str]) -> Mapping[str, Any]:
     if not columns:
         return record.fields

@@ -127,8 +127,9 @@ class EncodedSample:
     labels are -100 where no loss is wanted, and already -100 at the first token. Empty where tokens were not loaded.
     media: unit → encoder input name → [encoder rows, ...]; a unit without items, or not loaded, is absent.
     sizes: unit → tokens that the unit processes ("language" included); always known.
-    draw: its number in the order of training, by which randomness is keyed. targets, content: what an index says of
-    `target_tokens` and `content_digest`; counted here where None.
+    draw: its number in the order of training, by which randomness is keyed. source: the number of its data set, where
+    data are read by index. targets, content: what an index says of `target_tokens` and `content_digest`; counted here
+    where None. made_seconds: what reading and decoding it took.
     """
 
     id: str
@@ -139,6 +140,8 @@ class EncodedSample:
     draw: int = 0
     targets: int | None = None
     content: int | None = None
+    source: int = 0
+    made_seconds: float = 0.0
 
     @property
     def key(self) -> str:

@@ -131,10 +131,10 @@ def _entry(reader: Reader, encoding: Encoding) -> tuple[str, str]:
     """Name and key in the cache. Another state of the same files has the same name and replaces this one; another use
     of them has its own."""
     folder = reader.home and reader.home.resolve()
-    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit)
+    use = (folder, reader.name, reader.prompt, sorted(reader.columns.items()), reader.limit, reader.split)
     return (
         f"sizes-{_digest(use, encoding.fingerprint)[:16]}",
-        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader)),
+        _digest(FORMAT, reader.fingerprint, encoding.fingerprint, len(reader), reader.split),
     )
 
 

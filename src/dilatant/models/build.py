@@ -13,14 +13,16 @@ from dilatant.config.model import (
     EncoderConfig,
     GeneratorConfig,
     LanguageModelConfig,
+    LoraConfig,
     ModelConfig,
 )
 from dilatant.models.diffusion import Objective
 from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
-from dilatant.models.freeze import thaw
+from dilatant.models.freeze import select, thaw
 from dilatant.models.generator import Generator
 from dilatant.models.geometry import encoder_geometry
+from dilatant.models.lora import inject_parts, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at, read_source
@@ -88,6 +90,9 @@ def build_model(
             features=entry.features,
             processor=(processors or {}).get(name),
         )
+    if config.lora is not None:
+        with seeded(seed, "lora"):
+            inject_parts(language_model, {name: each.model for name, each in encoders.items()}, config.lora)
     generators: dict[str, Generator] = {}
     for name, seen in picture_nets(config).items():
         drawn, where = config.generators[name], f"model.generators.{name}"
@@ -112,8 +117,36 @@ def build_model(
         media_attention=source.media_attention,
         generators=generators,
     )
+    if config.lora is not None:
+        for unit in mllm.units.values():
+            names = {w.canonical: w for w in reversed(unit.weights)}
+            unit.freeze_names(
+                frozenset(name for name, w in names.items() if w.part == "model" and not is_adapter(name))
+            )
+        _train_besides(mllm, config.lora)
     mllm.freeze(config.freeze)
     return mllm
+
+
+def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
+    """Let what `lora.train` names train whole. Raises UserError for a layer that has an adapter: peft keeps one or the
+    other."""
+    layers = {
+        name.rpartition(".")[0]: name for name in select(mllm.units, lora.train) if not is_adapter(name)
+    }
+    adapted = {
+        weight.name.partition(".lora_")[0]
+        for unit in mllm.units.values()
+        for weight in unit.weights
+        if is_adapter(weight.name)
+    }
+    both = sorted(layers.keys() & adapted)
+    if both:
+        raise UserError(
+            f"model.lora: {layers[both[0]]!r} would train whole ('train') and has an adapter ('units'); name parts "
+            "there that do not meet, such as units: [language, vision.encoder] with train: [vision.projector]"
+        )
+    thaw(mllm.units, lora.train)
 
 
 def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
@@ -179,7 +212,7 @@ def _build_whole(
     )
     _check_vocabulary(mllm.language.model, vocab_size)
     if config.lora is not None:
-        thaw(mllm.units, config.lora.train)
+        _train_besides(mllm, config.lora)
     mllm.freeze(config.freeze)
     return mllm
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from dilatant.models.loss import sum_cross_entropy
+from dilatant.models.loss import cross_entropy
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
-"""The sum over positions, of logits [positions, vocabulary] and targets [positions]."""
+"""Of each position, from logits [positions, vocabulary] and targets [positions]."""
 
 LOSS_CHUNK = 1024
 """Targets whose logits exist at once, unless something else is asked for."""
@@ -69,9 +69,9 @@ def chunked_loss(
     hidden: Tensor,
     targets: Tensor,
     chunk: int | None,
-    cross_entropy: CrossEntropy = sum_cross_entropy,
+    cross_entropy: CrossEntropy = cross_entropy,
 ) -> Tensor:
-    """Cross entropy in fp32, summed over targets: a scalar.
+    """Cross entropy in fp32: [positions].
 
     hidden: [positions, width]; targets: int64 [positions], -100 where there is none. chunk: positions whose logits
     exist at once, in the backward as well; None: all of them, kept for the backward. No more than one chunk is not
@@ -80,25 +80,28 @@ def chunked_loss(
     run = partial(_loss, head, cross_entropy)
     if chunk is None or len(targets) <= chunk:
         return run(hidden, targets)
-    total = torch.zeros((), device=hidden.device)
-    for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        if torch.is_grad_enabled():
-            total = total + checkpoint(run, rows, wanted, use_reentrant=False, preserve_rng_state=False)
-        else:
-            total = total + run(rows, wanted)
-    return total
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(*some) for some in zip(hidden.split(chunk), targets.split(chunk), strict=True)])
 
 
 def chunked_predictions(
     head: PreTrainedModel,
     hidden: Tensor,
+    targets: Tensor,
     chunk: int | None,
     argmax: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1),  # noqa: B008  # keeps nothing
-) -> Tensor:
-    """The likeliest token after each position: int64 [positions]. hidden: [positions, width]."""
-    return torch.cat(
-        [argmax(logits_of(head, rows[None])[0]) for rows in hidden.split(chunk or max(1, len(hidden)))]
-    )
+    cross_entropy: CrossEntropy = cross_entropy,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest token after each position, int64 [positions], and the cross entropy of its target, fp32
+    [positions]. hidden: [positions, width]; targets: int64 [positions]."""
+    size = chunk or max(1, len(hidden))
+    tokens, losses = [], []
+    for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        logits = logits_of(head, rows[None])[0]
+        tokens.append(argmax(logits))
+        losses.append(cross_entropy(logits, wanted))
+    return torch.cat(tokens), torch.cat(losses)
 
 
 def _loss(head: PreTrainedModel, cross_entropy: CrossEntropy, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -150,9 +150,7 @@ class Diffusion(nn.Module):
         device = rows.device
         picture = pixel_values.float()
         if self._encode is not None:
-            with torch.no_grad():
-                latent = None if noise.latent is None else noise.latent.to(device)
-                picture = self._encode(self.vae, pixel_values, latent).float()
+            picture = self.encode(pixel_values, None if noise.latent is None else noise.latent.to(device))
         if picture.shape[1:] != self.shape:
             raise UserError(
                 f"{place}: it draws {_times(self.shape)} numbers, but the target has {_times(picture.shape[1:])}"
@@ -166,6 +164,13 @@ class Diffusion(nn.Module):
         channels, height, width = self.pixels
         pixels = torch.rand(items, channels, height, width, device=device) * 2 - 1
         return {"pixel_values": pixels, "seed": 0, "keys": [str(item) for item in range(items)], "place": ""}
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The autoencoder's latents, float32 [items, *shape], of pixels [items, channels, height, width]. noise: as the
+        latents, what a variational autoencoder draws by; None takes the likeliest."""
+        assert self._encode is not None
+        return self._encode(self.vae, pixels, noise).float()
 
     def say(self, seen: Tensor, times: Tensor, rows: Tensor) -> Tensor:
         """What the net says of [items, channels, height, width] at the moments `times` [items], told `rows`."""

@@ -26,14 +26,14 @@ from dilatant.models.chunked_head import (
     head_of,
     logits_of,
 )
-from dilatant.models.loss import divide_loss, positions_with_targets, shift_labels, sum_cross_entropy
+from dilatant.models.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, Positions, token_places
 from dilatant.models.queries import Queries, number_queries
 from dilatant.models.random_draws import Spread
 from dilatant.models.router_loss import count_routers, has_router_loss, router_loss, router_weight
 from dilatant.models.slicing import slice_model
-from dilatant.models.stage import Boundary, Inputs, Loss, Stage, StageOutput, StepData
+from dilatant.models.stage import Boundary, Inputs, Loss, Predictions, Stage, StageOutput, StepData
 from dilatant.models.structure import find_structure
 from dilatant.models.tensor_parallel import VocabularyShard
 from dilatant.models.unit import Unit
@@ -69,12 +69,14 @@ class PlansAttention(Protocol):
 class MultimodalOutput:
     """loss: scalar, or None without labels. logits: [batch, tokens, vocabulary], or None when not wanted.
     hidden: [batch, tokens, hidden], what the head is given, where it is wanted. predicted: int64 [positions], the
-    likeliest tokens after them, where they are wanted."""
+    likeliest tokens after them, where they are wanted. token_losses: fp32 [targets], of each before any division, in a
+    packed row; they cannot be differentiated."""
 
     loss: Tensor | None
     logits: Tensor | None
     hidden: Tensor | None = None
     predicted: Tensor | None = None
+    token_losses: Tensor | None = None
 
 
 class LanguageStage(Stage):
@@ -204,11 +206,17 @@ class LanguageStage(Stage):
         if isinstance(output, Tensor):
             return StageOutput(row.unpadded(output[0]), losses)
         if wanted is not None:
-            return StageOutput(predicted=row.whole_row(output.predicted, wanted.to(data.device)))
+            assert output.token_losses is not None
+            at = wanted.to(data.device)
+            losses_there = row.whole_row(output.token_losses.clamp(min=0), at)  # rounding may go below
+            return StageOutput(predicted=Predictions(row.whole_row(output.predicted, at), losses_there))
         rows = None
         if output.hidden is not None:
             rows = {unit: output.hidden[0, at.to(data.device)] for unit, at in row.outputs.items()}
-        return StageOutput(rows, {self.unit: output.loss, **losses})
+        assert output.token_losses is not None
+        sample_of = row.sample_of[positions_with_targets(row.targets)].to(data.device)
+        by_sample = output.token_losses.new_zeros(len(samples)).index_add_(0, sample_of, output.token_losses)
+        return StageOutput(rows, {self.unit: output.loss, **losses}, sample_losses={self.unit: by_sample})
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         packed = [data.samples[sample] for sample in samples]
@@ -302,10 +310,16 @@ class LanguageStage(Stage):
             return torch.cat([hidden, *behind], dim=-1) if behind else hidden
         # The head runs where it must: the vocabulary is large.
         head = head_of(self.model, self.container)
-        predicted = loss = logits = None
+        predicted = loss = logits = token_losses = None
+        of_targets = cross_entropy if self.vocabulary is None else self.vocabulary.cross_entropy
         if predicted_at is not None:
+            assert targets is not None
             argmax = {} if self.vocabulary is None else {"argmax": self.vocabulary.argmax}
-            predicted = chunked_predictions(head, hidden[0, predicted_at], self.loss_chunk, **argmax)
+            there = to_device(targets, hidden.device)[predicted_at]
+            chosen = hidden[0, predicted_at]
+            predicted, token_losses = chunked_predictions(
+                head, chosen, there, self.loss_chunk, cross_entropy=of_targets, **argmax
+            )
         elif labels is not None or targets is not None:
             if targets is None:
                 assert labels is not None
@@ -313,19 +327,17 @@ class LanguageStage(Stage):
                 targets = shift_labels(labels, position_ids, attention_mask, packed).flatten()
             if return_logits:
                 logits = logits_of(head, hidden)
-                total = sum_cross_entropy(logits.flatten(0, 1), to_device(targets, hidden.device))
+                losses = cross_entropy(logits.flatten(0, 1), to_device(targets, hidden.device))
             else:
                 at = positions_with_targets(targets)
                 chosen = hidden.flatten(0, 1)[to_device(at, hidden.device)]
                 wanted = to_device(targets[at], hidden.device)
-                cross_entropy = (
-                    sum_cross_entropy if self.vocabulary is None else self.vocabulary.sum_cross_entropy
-                )
-                total = chunked_loss(head, chosen, wanted, self.loss_chunk, cross_entropy)
-            loss = divide_loss(total, targets, loss_denominator)
+                losses = chunked_loss(head, chosen, wanted, self.loss_chunk, of_targets)
+                token_losses = losses.detach()
+            loss = divide_loss(losses.sum(), targets, loss_denominator)
         elif return_logits:
             logits = logits_of(head, hidden)
-        return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted)
+        return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted, token_losses)
 
     @property
     def _outside_vocabulary(self) -> dict[str, int]:

@@ -6,8 +6,10 @@ nothing of it.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,8 +59,44 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
         ),
         model,
         adapter_name=ADAPTER,
-        low_cpu_mem_usage=True,
+        # Memory comes with the layers' own.
+        low_cpu_mem_usage=any(parameter.is_meta for parameter in model.parameters()),
     )
+
+
+def inject_parts(
+    language: PreTrainedModel, encoders: Mapping[str, PreTrainedModel], config: LoraConfig
+) -> None:
+    """As `inject`, into the models that a user put together. Raises UserError."""
+    for place in dict.fromkeys(name.removesuffix(".encoder") for name in config.units):
+        own = config.model_copy(update={"units": (place,)})
+        inject(encoders.get(place, language), own, {place: ("",)})
+
+
+def save_plain(model: PreTrainedModel, folder: Path) -> None:
+    """Save a model as transformers does, what adapters add to its weights merged into them."""
+    if not any(True for _ in layers_of(model)):
+        model.save_pretrained(folder)
+        return
+    with torch.device("meta"):
+        plain = type(model)(copy.deepcopy(model.config))
+    known, tied = plain.state_dict(), tied_keys(plain)
+    state = {
+        key: tensor.contiguous()
+        for key, tensor in merged_state(model).items()
+        if key in known and key not in tied
+    }
+    plain.config.dtype = next(iter(state.values())).dtype
+    plain.save_pretrained(folder, state_dict=state)
+
+
+def tied_keys(model: nn.Module) -> dict[str, str]:
+    """Key of a weight that is held a second time → the key that it is stored under."""
+    first: dict[int, str] = {}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        key: first[id(weight)] for key, weight in held.items() if first.setdefault(id(weight), key) != key
+    }
 
 
 def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> list[str]:
@@ -101,8 +139,25 @@ def targets(model: nn.Module, config: LoraConfig, parts: Mapping[str, Iterable[s
 def layers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path, layer) of peft's layers in a module."""
     for name, inner in module.named_modules():
-        if hasattr(inner, "lora_A") and hasattr(inner, "base_layer"):
+        if has_adapter(inner):
             yield name, inner
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether this is a layer of peft's, with an adapter beside a plain one."""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def plain_linear(module: nn.Module, path: str) -> nn.Module:
+    """The layer at `path` without what peft put around it."""
+    found: Any = module.get_submodule(path)
+    return found.base_layer if has_adapter(found) else found
+
+
+def adapter_of(module: nn.Module, path: str) -> tuple[nn.Module, nn.Module] | None:
+    """The two linear layers of the adapter at `path`, in the order in which they run; None where there is none."""
+    found: Any = module.get_submodule(path)
+    return (found.lora_A[ADAPTER], found.lora_B[ADAPTER]) if has_adapter(found) else None
 
 
 @torch.no_grad()
@@ -134,6 +189,11 @@ def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str
         base_model_name_or_path=base,
         inference_mode=True,
     )
+
+
+def merged_by_peft(model: PreTrainedModel, folder: Path) -> Any:
+    """A plain model with an adapter of peft merged in. Raises what peft does, and UserError without it."""
+    return _peft().PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def _own(key: str) -> str:

@@ -30,6 +30,7 @@ from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.language import LanguageUnit
+from dilatant.models.lora import save_plain
 from dilatant.models.saving_generators import load_generators, save_generators
 from dilatant.models.sources import load_encoder, load_language_model
 
@@ -69,12 +70,12 @@ def save_model(
             f"{', '.join(own)}: a module of your own has no Hugging Face layout; save its state_dict() yourself"
         )
     (folder / "projectors").mkdir(parents=True, exist_ok=True)
-    language.model.save_pretrained(folder / "language")
+    save_plain(language.model, folder / "language")
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder / "language"))
     entries = {}
     for name, (encoder, unit) in encoders.items():
-        cast(PreTrainedModel, unit.model).save_pretrained(folder / name)
+        save_plain(cast(PreTrainedModel, unit.model), folder / name)
         if encoder.processor is not None:
             encoder.processor.save_pretrained(str(folder / name))
         state = {key: tensor.detach().contiguous() for key, tensor in unit.projector.state_dict().items()}

@@ -75,17 +75,28 @@ class StepData:
 
 
 @dataclass(frozen=True, slots=True)
+class Predictions:
+    """For every target of samples in order: tokens, int64 [targets], the likeliest ones in its place; losses, fp32
+    [targets], cross entropies of the target."""
+
+    tokens: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StageOutput:
     """What a stage makes of samples.
 
     rows: [rows, width] of the samples in order, for every consumer alike or by consumer (the stage's own unit for the
     next stage); None where there are none. losses: name → scalar, these samples' sum over the count of the global
-    batch. predicted: int64 [targets], the likeliest token for every target of the samples in order, instead of a loss.
+    batch. predicted: of the samples' targets, instead of a loss. sample_losses: name → [samples], what each adds to
+    that sum before it is divided, where that is known; they cannot be differentiated.
     """
 
     rows: Tensor | Mapping[str, Tensor] | None = None
     losses: Mapping[str, Tensor] = field(default_factory=dict)
-    predicted: Tensor | None = None
+    predicted: Predictions | None = None
+    sample_losses: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows_for(self, consumer: str) -> Tensor | None:
         """The rows that a unit takes from here."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.experts import group_experts
+from dilatant.models.lora import adapter_of, plain_linear
 from dilatant.models.loss import IGNORED
 from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
@@ -60,8 +61,8 @@ class VocabularyShard:
         self.first = first
         self.end = end
 
-    def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """As `loss.sum_cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """As `loss.cross_entropy` of all logits. logits: [positions, own rows]; targets: [positions]."""
         return _CrossEntropy.apply(logits, targets, self)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums = shard.ranks.sum(torch.stack([weights.exp_().sum(dim=-1), picked]))
         ctx.save_for_backward(weights, sums[0], places, own, targets != IGNORED)
         ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0).sum()
+        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -204,9 +205,10 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
 
 
 def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
-    columns = [_local(block.get_submodule(path)) for path in region.columns]
+    columns = [_local(plain_linear(block, path)) for path in region.columns]
     for path in region.rows:
-        _local(block.get_submodule(path)).leave = shards.sum_products
+        _local(plain_linear(block, path)).leave = shards.sum_products
+    _share_adapters(block, region, shards)
     if not region.path:
         for linear in columns:
             linear.enter = shards.gather
@@ -214,7 +216,7 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
 
     def enter(own: Tensor) -> Tensor:
         # Found anew: linear layers are replaced by others that share their weights.
-        linears = [cast(ParallelLinear, block.get_submodule(path)) for path in region.columns]
+        linears = [cast(ParallelLinear, plain_linear(block, path)) for path in region.columns]
         hidden, outputs = shards.gather_products(
             own, [partial(linear.product, bias=linear.bias) for linear in linears]
         )
@@ -224,11 +226,27 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
 
     def forget(*_: Any) -> None:
         for path in region.columns:
-            cast(ParallelLinear, block.get_submodule(path)).made = None
+            cast(ParallelLinear, plain_linear(block, path)).made = None
 
     entry = block.get_submodule(region.path)
     entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
     entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
+
+
+def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
+    """Beside a layer of which each rank has some outputs, so it has of the adapter's; beside one of which it has some
+    inputs, what the adapter's first layer makes of these is summed over ranks, and its second one is given a rank's
+    own tokens."""
+    for path in region.columns:
+        adapter = adapter_of(block, path)
+        if adapter is not None:
+            first, _ = map(_local, adapter)
+            if not region.path:
+                first.enter = shards.gather
+    for path in region.rows:
+        adapter = adapter_of(block, path)
+        if adapter is not None:
+            _local(adapter[0]).leave = shards.sum_products
 
 
 def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:

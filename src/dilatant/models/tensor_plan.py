@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dilatant.models.experts import fused_experts
+from dilatant.models.lora import has_adapter, layers_of, plain_key, plain_linear
 from dilatant.models.unit import Unit
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
@@ -183,14 +184,18 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         for region in regions:
             for path, parts in region.columns.items():
                 cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
+                if has_adapter(block.get_submodule(path)):
+                    cuts[f"{layer}.{path}.lora_B.weight"] = Cut(0, parts)
             for path, part in region.rows.items():
                 cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
+                if has_adapter(block.get_submodule(path)):
+                    cuts[f"{layer}.{path}.lora_A.weight"] = Cut(1, (part,))
         # The rest of a block has part of the tokens, or of the heads; only beside experts all ranks have all tokens.
         mixtures_here = tuple(f"{layer}.{path}." for path in _mixtures(block))
         partial |= {
             name
             for path, _ in block.named_parameters()
-            if not (name := f"{layer}.{path}").startswith(mixtures_here) and name not in cuts
+            if not (name := f"{layer}.{plain_key(path)}").startswith(mixtures_here) and name not in cuts
         }
     return TensorPlan(
         {**cuts, **_vocabulary(unit)},
@@ -263,6 +268,12 @@ def dropout_problems(unit: Unit, plan: TensorPlan) -> list[str]:
         for name in (_DROPOUTS if region.path else _DROPOUTS_OF_BLOCKS)
         if isinstance(rate := getattr(module, name, None), float) and rate > 0
     }
+    found |= {
+        f"model.lora.lora_dropout is {dropout.p}"
+        for _, layer in layers_of(unit.model)
+        for dropout in layer.lora_dropout.values()
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0
+    }
     return [
         f"{unit.unit}: {one}, and ranks that share its layers would drop other features than one; set it to 0 in the "
         "model's config, or give the unit tp: 1"
@@ -315,6 +326,7 @@ def _entry(block: nn.Module, path: str) -> str:
 def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
     """Why this version cannot divide a block."""
     there = _rules_of(block, rules)
+    mixtures = [f"{path}." for path in _mixtures(block) if path]
     covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, _PARTIAL)]
     for path, rule in there.items():
         name = path.rpartition(".")[2]
@@ -324,10 +336,10 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield "linear attention cannot be shared by heads yet"
         elif rule == _GATHERED and name not in (_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
-        elif hasattr(block.get_submodule(path), "base_layer"):
-            yield f"layers with LoRA beside them, such as {path!r}, cannot be shared yet"
-        elif rule in (*_COLUMNS, *_ROWS) and not isinstance(block.get_submodule(path), nn.Linear):
+        elif rule in (*_COLUMNS, *_ROWS) and not isinstance(plain_linear(block, path), nn.Linear):
             yield f"{path!r} is no linear layer"
+        elif has_adapter(block.get_submodule(path)) and any(map(path.startswith, mixtures)):
+            yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
     if "" in _mixtures(block):
         yield "its blocks choose experts themselves"
     heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block))}

@@ -12,6 +12,7 @@ class LayerSpec:
     """One layer: its logical name, its type in the cost model, its parameters, whether it trains, and whether
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
     holds them once. `experts` it has, with `expert_parameters` of its parameters: expert-parallel ranks divide them.
+    `fixed` of all do not train though the layer does, as beside adapters.
     """
 
     name: str
@@ -22,6 +23,21 @@ class LayerSpec:
     tied: int = 0
     experts: int = 0
     expert_parameters: int = 0
+    fixed: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train."""
+        return self.parameters - self.fixed if self.trainable else 0
+
+    @property
+    def trained_share(self) -> float:
+        """Of its parameters; taken to be the same on all ranks that divide them."""
+        return self.trained / max(1, self.parameters)
+
+    def held_trained(self, tp: int, ep: int = 1) -> float:
+        """As `held`, of those that train."""
+        return self.held(tp, ep) * self.trained_share
 
     def held(self, tp: int, ep: int = 1) -> float:
         """Parameters that one of `tp` ranks holds, where `ep` divide the experts."""

@@ -195,7 +195,7 @@ class OptionTable:
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array(
-                    [self._rules.gradient * layer.held(tp, ep) * layer.trainable for layer in spec.layers]
+                    [self._rules.gradient * layer.held_trained(tp, ep) for layer in spec.layers]
                 ),
             )
         return self._layers[key]

@@ -15,6 +15,7 @@ from dilatant.cost.model import CostModel
 from dilatant.plan.answer import Answer
 from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, roles_of
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.errors import PlanError
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import Option, OptionTable
@@ -89,13 +90,16 @@ def search(
     num_microbatches: int | None = None,
     chunks: Sequence[int] = (1,),
     all_devices: bool = False,
+    copies: int = 1,
+    ranks_per_node: int | None = None,
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
     Enumerated: the number of pipelines, samples per microbatch, for every unit tensor and context degree (those with
     costs) and number of stages, of which a group of devices has any of `chunks` (the language model's), and where
     encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
-    `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses.
+    `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses,
+    `copies` to those with every layer on so many nodes of `ranks_per_node` devices (default: those of the cluster).
     Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
     as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
     become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
@@ -118,9 +122,11 @@ def search(
     found = _enumerate(space, mode, sizes, num_microbatches, all_devices)
     if not found:
         raise does_not_fit(space, mode, sizes[0])
+    found = [candidate for candidate in found if min(candidate.counts) >= copies]
+    per_node = ranks_per_node or cluster.gpus_per_node
     # Steps on many devices take longer to simulate, and all of their candidates together are to take seconds.
     finalists = min(finalists, max(FEWEST, finalists * MANY // cluster.num_devices))
-    finals = _Finals(space, rules, scorer)
+    finals = _Finals(space, rules, scorer, copies, per_node)
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
     done = 0
     for candidate in found:
@@ -130,6 +136,12 @@ def search(
         finals.simulate(candidate)
     for first in _first_of_modes(space, found, mode, sizes, num_microbatches, all_devices):
         finals.simulate(first)
+    if not finals.ranked and copies > 1 and not finals.rejected:
+        nodes = cluster.num_devices // per_node
+        raise PlanError(
+            f"no plan has every layer on {copies} nodes, of which there are {nodes} with {per_node} devices each; add "
+            "nodes, or ask for fewer copies"
+        )
     if not finals.ranked:
         raise nothing_survived(finals.rejected, cluster)
     finals.reorder()
@@ -153,8 +165,11 @@ class _Finals:
     """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
     skipped: the least bound of those that were not simulated because a part of them had overflowed."""
 
-    def __init__(self, space: Space, rules: ParameterBytes, scorer: PlanScorer) -> None:
+    def __init__(
+        self, space: Space, rules: ParameterBytes, scorer: PlanScorer, copies: int, ranks_per_node: int
+    ) -> None:
         self._space, self._rules, self._scorer = space, rules, scorer
+        self._copies, self._ranks_per_node = copies, ranks_per_node
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
         self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
@@ -194,7 +209,7 @@ class _Finals:
                 self._score(candidate, recomputing(plan, again))
 
     def _plans(self, candidate: Candidate) -> list[Plan]:
-        """In every order of ranks; none where tensor groups do not pack into nodes."""
+        """In every order of ranks with enough copies; none where tensor groups do not pack into nodes."""
         orders = list(RankOrder) if self._space.cluster.nodes > 1 else [RankOrder.STAGES]
         found: dict[Plan, None] = {}
         for order in orders:
@@ -202,7 +217,13 @@ class _Finals:
                 found[map_ranks(candidate.chains, self._layers, self._feeds, self._space.cluster, order)] = (
                     None
                 )
-        return list(found)
+        if self._copies == 1:
+            return list(found)
+        return [
+            plan
+            for plan in found
+            if min(copies_on_nodes(plan, self._ranks_per_node).values()) >= self._copies
+        ]
 
     def _travel(self, plan: Plan) -> float:
         """Seconds until the last rank has summed its gradients: what differs most between orders of ranks."""

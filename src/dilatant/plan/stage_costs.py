@@ -98,8 +98,8 @@ def layer_table(
         weight.append(_triple(work.weight_bytes))
         transient.append(_triple(work.transient_bytes))
         output.append(_triple(cost.output_bytes))
-        static.append(rules.of(layer.held(tp, ep), layer.trainable))
-        shared.append(rules.shared(layer.held(tp, ep), layer.trainable))
+        static.append(rules.held(layer.held(tp, ep), layer.held_trained(tp, ep)))
+        shared.append(rules.shared(layer.held_trained(tp, ep), True))
     trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
     columns = {
         "seconds": seconds,

@@ -68,7 +68,10 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
         finest = max(stage.tp for stage in holders)
         layers = [layer for layer in spec.layers[first:end] if layer.trainable]
         apart = any(stage.ep > 1 for stage in holders)
-        held = [layer.held_beside_experts(finest) if apart else layer.held(finest) for layer in layers]
+        held = [
+            (layer.held_beside_experts(finest) if apart else layer.held(finest)) * layer.trained_share
+            for layer in layers
+        ]
         for part in range(finest):
             yield (
                 rules.gradient * sum(held),
@@ -80,7 +83,8 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
         finest = max(degrees)
         for part in range(finest):
             yield (
-                rules.gradient * sum(layer.expert_parameters / finest for layer in layers),
+                rules.gradient
+                * sum(layer.expert_parameters * layer.trained_share / finest for layer in layers),
                 [
                     rank
                     for stage, degree in zip(holders, degrees)

@@ -46,8 +46,12 @@ class Samples:
 
 def assemble_samples(config: Config) -> Samples:
     """Open the data and the tokenizer. Raises UserError before anything large is loaded."""
-    train = open_blend(config.data.train, cache_dir=config.data.cache_dir)
-    held_out = open_blend(config.data.eval, cache_dir=config.data.cache_dir) if config.data.eval else None
+    data = config.data
+    train = open_blend(data.train, cache_dir=data.cache_dir, max_samples=data.max_samples)
+    held_out = open_blend(data.eval, cache_dir=data.cache_dir) if data.eval else None
+    if data.val_size is not None:
+        assert isinstance(train, Blend)
+        train, held_out = train.split(data.val_size, config.seed)
     tokenizer = load_model_tokenizer(config.model)
     encoding = Encoding(
         chat=chat_tokenizer(tokenizer, config.data.chat_template),
@@ -55,6 +59,7 @@ def assemble_samples(config: Config) -> Samples:
         train_on=config.data.train_on,
         max_length=min(config.data.max_length, config.train.row_tokens or config.data.max_length),
         targets=image_targets(config.model, tokenizer),
+        truncates=data.truncation == "right",
     )
     return Samples(tokenizer, encoding, train, held_out)
 

@@ -11,8 +11,10 @@ from torch import nn
 from dilatant.config import Config
 from dilatant.config.recompute import Recompute
 from dilatant.models.build import build_model
+from dilatant.models.diffusion import Diffusion
 from dilatant.models.experts import fused_experts
 from dilatant.models.freeze import audit
+from dilatant.models.generator import GeneratorUnit
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured
@@ -47,6 +49,18 @@ class LayerType:
     def is_divided(self) -> bool:
         """Whether ranks of a tensor-parallel group hold shares of such a layer; other layers each holds whole."""
         return self.role == BLOCK or (self.geometry is None and self.role in (EMBEDDING, HEAD))
+
+    @property
+    def item_tokens(self) -> int | None:
+        """Tokens of one image or clip, where items do not attend to each other: of encoders, and of a module behind a
+        connector, whose tokens are rows of the language model."""
+        if self.geometry is not None:
+            return self.geometry.encoder_tokens
+        return (
+            self.unit.tokens_per_item
+            if isinstance(self.unit, GeneratorUnit) and self.role == GENERATOR
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,7 @@ def describe_model(
                     parameters=sum(parameter.numel() for _, parameter in weights),
                     trainable=any(parameter.requires_grad for _, parameter in weights),
                     divided=types[kind].is_divided,
+                    fixed=sum(parameter.numel() for _, parameter in weights if not parameter.requires_grad),
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading
                     ),
@@ -182,9 +197,13 @@ def _role(unit: Unit, index: int) -> tuple[str, str]:
 
 
 def _stem(unit: Unit, role: str, variant: str, geometry: EncoderGeometry | None) -> str:
-    """A name that says what the layer is: family, role, width, and for encoders the tokens of an image or clip."""
+    """A name that says what the layer is: family, role, width, and for encoders the tokens of an image or clip; for a
+    net that draws, the size of what it draws and the rows that tell it."""
     words = [unit.family, role, variant, str(unit.width)]
     if role in (PROJECTOR, CONNECTOR):
         words = [role, type(getattr(unit, role)).__name__, str(unit.width)]
     tokens = "" if geometry is None else f" @{geometry.encoder_tokens}"
+    if role == GENERATOR and isinstance(unit, GeneratorUnit) and isinstance(unit.model, Diffusion):
+        size = "x".join(map(str, unit.model.shape))
+        tokens = f" @{size} by {unit.tokens_per_item}"
     return " ".join(word for word in words if word).lower() + tokens

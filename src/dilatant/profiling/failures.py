@@ -63,7 +63,7 @@ def replay_failures(problem: PlanningProblem, trace: NodeTrace, fault_tolerance:
     most = max(alive for _, alive in trace.counts())
     best = best_templates(problem, most)
     layer_bytes = [
-        round(problem.target.rules.of(layer.parameters, layer.trainable))
+        round(problem.target.rules.held(layer.parameters, layer.trained))
         for unit in problem.model.spec.units
         for layer in unit.layers
     ]

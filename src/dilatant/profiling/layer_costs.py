@@ -26,7 +26,7 @@ from dilatant.runtime.precision import pick_device
 
 Say = Callable[[str], None]
 _ROWS = (1, 2, 4, 8)
-"""Images or clips at which layers of encoders are measured."""
+"""Images or clips at which layers of encoders and nets that draw are measured."""
 
 
 def layer_costs(
@@ -215,10 +215,10 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
 
 def _probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> LayerProbe:
     probe = layer_probe(entry, device, dtype)
-    if entry.geometry is None:
+    item_tokens = entry.item_tokens
+    if item_tokens is None:
         return probe
-    tokens = tuple(rows * entry.geometry.encoder_tokens for rows in _ROWS)
-    return replace(probe, tokens=tokens, square=False)
+    return replace(probe, tokens=tuple(rows * item_tokens for rows in _ROWS), square=False)
 
 
 def misfits(costs: CostModel, model: ModelDescription) -> list[str]:

@@ -14,6 +14,7 @@ from dilatant.attention.kept import keep_attention
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
 from dilatant.models.language import LanguageStage, LanguageUnit
+from dilatant.models.lora import is_adapter
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
 from dilatant.models.tensor_parallel import share_tokens
@@ -69,8 +70,10 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
         assert unit.structure is not None
         blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
         share_tokens([*blocks.children()], [regions], _Alone(unit.shared_by))
+    adapted = any(is_adapter(weight.name) for weight in stage.weights)
     for parameter in stage.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
+        if not adapted:  # beside adapters the rest does not train
+            parameter.requires_grad_(parameter.is_floating_point())
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
     replace_linears(

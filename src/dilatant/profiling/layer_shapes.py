@@ -9,8 +9,11 @@ from typing import Any, cast
 from torch import nn
 
 from dilatant.cost.analytic import LayerShape, block_shape, embedding_shape, head_shape, linear_shape
+from dilatant.models.diffusion import Diffusion
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.experts import fused_experts
+from dilatant.models.generator import GeneratorUnit
+from dilatant.models.lora import is_adapter
 from dilatant.profiling.describe_model import (
     CONNECTOR,
     EMBEDDING,
@@ -22,6 +25,7 @@ from dilatant.profiling.describe_model import (
     LayerType,
     ModelDescription,
 )
+from dilatant.profiling.net_shape import net_shape
 
 _WITHOUT_PAIRS = ("linear", "mamba", "recurrent", "conv", "ssm")
 """Words in a family's layer types for mixers whose work does not grow with the square of the tokens."""
@@ -40,7 +44,24 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
             if not guess:
                 raise
             shapes[entry.kind] = _plain_shape(entry)
+        shapes[entry.kind] = replace(shapes[entry.kind], trained_share=_trained_share(entry))
     return shapes
+
+
+def _trained_share(entry: LayerType) -> float:
+    """Of a layer with adapters, the share of its products whose weights train; 1 of others, whether they train or
+    not."""
+    weights = {
+        f"{path}.{name}": parameter
+        for layer, path in entry.unit.pieces()
+        if layer == _name(entry)
+        for name, parameter in entry.unit.get_submodule(path).named_parameters()
+        if parameter.dim() >= 2
+    }
+    if not any(is_adapter(name) for name in weights):
+        return 1.0
+    trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
+    return trained / sum(weight.numel() for weight in weights.values())
 
 
 def _shape(entry: LayerType) -> LayerShape:
@@ -58,6 +79,9 @@ def _shape(entry: LayerType) -> LayerShape:
         return head_shape(width, cast(Any, entry.unit.model).get_output_embeddings().weight.shape[0])
     if entry.role == PROJECTOR:
         return _projector(entry, parameters)
+    if entry.role == GENERATOR and isinstance(entry.unit.model, Diffusion):
+        assert isinstance(entry.unit, GeneratorUnit)
+        return net_shape(entry.unit.model, width, entry.unit.tokens_per_item)
     if entry.role in (ENCODER, CONNECTOR, GENERATOR):
         return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
     heads, key_value_heads, size = _heads(entry)

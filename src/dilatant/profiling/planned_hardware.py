@@ -19,6 +19,7 @@ from dilatant.cost.memory import (
     DEFAULT_ZERO,
     EIGHT_BIT_MOMENTS,
     FP32,
+    FP32_AVERAGE,
     FP32_MOMENTS,
     ParameterBytes,
     Zero,
@@ -105,7 +106,8 @@ def rules_of(rules: ParameterBytes, optimizer: OptimizerConfig) -> ParameterByte
     if optimizer.offload:
         return replace(rules, optimizer=0.0)
     saved = FP32_MOMENTS - EIGHT_BIT_MOMENTS if optimizer.name == "adamw_8bit" else 0.0
-    return replace(rules, optimizer=rules.optimizer - saved)
+    average = 0.0 if optimizer.ema is None else FP32_AVERAGE
+    return replace(rules, optimizer=rules.optimizer - saved + average)
 
 
 def with_links(hardware: Hardware, found: MeasuredLinks) -> Hardware:

@@ -27,6 +27,7 @@ from dilatant.plan.validate import validate
 from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
+from dilatant.profiling.decode_costs import DecodeCost, decode_cost
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_degrees import planned_degrees
@@ -47,7 +48,8 @@ ALIKE = 0.02
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
     """All that a search or a simulation needs. `measured` are the costs as measured or modelled, `costs` as this run
-    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement."""
+    meets them (see `costs_in_use`). from_before: they were kept of an earlier measurement. decoding: of its samples on
+    this machine, None where that is not known."""
 
     config: Config
     target: Target
@@ -56,6 +58,7 @@ class PlanningProblem:
     costs: CostModel
     samples: PlannedSamples
     from_before: bool = False
+    decoding: DecodeCost | None = None
 
     @property
     def policy(self) -> Policy:
@@ -122,7 +125,8 @@ def planning_problem(
     if config.plan.costs is None and kept is None:
         keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
-    return PlanningProblem(config, target, model, measured, costs, sampled, from_before=kept is not None)
+    decoding = decode_cost(samples, config.seed, config.train.global_batch_size)
+    return PlanningProblem(config, target, model, measured, costs, sampled, kept is not None, decoding)
 
 
 def _without_context(costs: CostModel) -> CostModel:
@@ -133,10 +137,10 @@ def _without_context(costs: CostModel) -> CostModel:
     return replace(costs, layers=layers)
 
 
-def plan_run(problem: PlanningProblem, all_devices: bool = False) -> PlannedRun:
-    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. Raises PlanError as
-    `plan.search` does."""
-    result = _search(problem, all_devices)
+def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_tolerance: int = 0) -> PlannedRun:
+    """Search for the plan of a run; all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
+    be lost at once. Raises PlanError as `plan.search` does."""
+    result = _search(problem, all_devices, fault_tolerance)
     work = _work(problem)
     return PlannedRun(
         problem=problem,
@@ -147,7 +151,18 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False) -> PlannedRun:
     )
 
 
-def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
+def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[int, float | None]:
+    """Nodes that may be lost at once → the seconds of a step, planned for that; None where no plan allows it."""
+    found: dict[int, float | None] = {}
+    for tolerance in range(most + 1):
+        try:
+            found[tolerance] = _search(problem, False, tolerance).seconds
+        except PlanError:
+            found[tolerance] = None
+    return found
+
+
+def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
     config, target = problem.config, problem.target
     return search(
         problem.model.spec,
@@ -163,6 +178,8 @@ def _search(problem: PlanningProblem, all_devices: bool) -> SearchResult:
         num_microbatches=config.parallel.microbatches,
         chunks=config.plan.chunks if config.parallel.schedule in (None, "interleaved") else (1,),
         all_devices=all_devices,
+        copies=fault_tolerance + 1,
+        ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dilatant.plan import Plan
 from dilatant.report.gantt import BETWEEN, GanttChart, GanttRow, Lane
 from dilatant.schedule import Action, Timeline
-from dilatant.schedule.measured import MeasuredAction
-from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
+from dilatant.schedule.measured import DataWait, MeasuredAction
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
 
 
 def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart:
@@ -58,15 +58,22 @@ def predicted_chart(timeline: Timeline, sync_seconds: float = 0.0) -> GanttChart
     return GanttChart(timeline.seconds + sync_seconds, tuple(lanes), tuple(lines), tuple(idle))
 
 
-def measured_chart(actions: Sequence[MeasuredAction], plan: Plan) -> GanttChart:
-    """One lane for every rank of `plan`, from the first action's start to the last one's end.
+def measured_chart(
+    actions: Sequence[MeasuredAction], plan: Plan, waits: Sequence[DataWait] = ()
+) -> GanttChart:
+    """One lane for every rank of `plan`, from the first action's start to the last one's end; from where the first of
+    `waits` began, if they are given.
 
     Idle time is named as in a prediction: before a rank's first action it warms up, after its last it drains, and it
     waits for the unit whose rows it awaited (its own unit: imbalance). Raises ValueError without actions.
     """
     if not actions:
         raise ValueError("nothing was measured")
-    begin, end = min(one.start for one in actions), max(one.end for one in actions)
+    begin, end = (
+        min([*(one.start for one in actions), *(one.start for one in waits)]),
+        max(one.end for one in actions),
+    )
+    waited = {one.rank: one.seconds for one in waits}
     held: dict[int, list[int]] = {rank: [] for rank in plan.ranks}
     unit_of: dict[int, str] = {}
     for placed in plan.stages():
@@ -78,9 +85,10 @@ def measured_chart(actions: Sequence[MeasuredAction], plan: Plan) -> GanttChart:
         of_rank[one.rank].append(one)
     rows: list[GanttRow] = []
     idle: list[dict[str, float]] = []
-    for lane, (_, own) in enumerate(of_rank.items()):
+    for lane, (rank, own) in enumerate(of_rank.items()):
         causes: defaultdict[str, float] = defaultdict(float)
-        before = begin
+        causes[WAITING_FOR_DATA] = min(waited.get(rank, 0.0), (own[0].start if own else end) - begin)
+        before = begin + causes[WAITING_FOR_DATA]
         for number, one in enumerate(own):
             causes[BETWEEN if number else WARM_UP] += max(one.start - before, 0.0)
             awaited = one.unit if one.waited_for is None else unit_of[one.waited_for]

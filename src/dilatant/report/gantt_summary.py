@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dilatant.plan import Plan
 from dilatant.report.gantt import GanttChart
 from dilatant.report.gantt_tables import stage_name
 from dilatant.report.step_comparison import OTHER_WORK, work_by_unit
 from dilatant.report.wording import layers_text, listed, lost_to, percent_text, ranks_text, seconds_text
+from dilatant.schedule.measured import DataWait
 
 NOTABLE = 0.01
 """Losses below one percent of device time are not worth a reader's attention."""
@@ -57,6 +60,17 @@ def measurement(predicted: GanttChart, measured: GanttChart, plan: Plan) -> list
         if expected.get(unit) and unit != OTHER_WORK
     ]
     return [*sentences, f"Of the actions alone, {listed(off)} than predicted."] if off else sentences
+
+
+def data_waits(waits: Sequence[DataWait], step_seconds: float) -> list[str]:
+    """How long the rank that waited longest for samples did, and which took longest; nothing where that was short."""
+    longest = max(waits, key=lambda one: one.seconds, default=None)
+    if longest is None or longest.seconds < NOTABLE * step_seconds:
+        return []
+    sentence = f"Rank {longest.rank} waited {seconds_text(longest.seconds)} for samples to be decoded"
+    slowest = listed([f"{name} ({seconds_text(seconds)})" for name, seconds in longest.slowest])
+    remedy = "More data.workers, or producers on other machines (data.preprocess: ray), would shorten that."
+    return [f"{sentence}; the slowest of its samples: {slowest}." if slowest else f"{sentence}.", remedy]
 
 
 def by_lane(timeline: GanttChart, plan: Plan) -> str:

@@ -9,9 +9,16 @@ from dilatant.plan import Plan
 from dilatant.plan.plan import PlacedStage
 from dilatant.report.gantt import BETWEEN, GanttChart
 from dilatant.report.wording import ACTION_NAMES, lost_to, percent_text
-from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WARM_UP, waiting_for
+from dilatant.schedule.timeline import COMMUNICATION, DRAIN, IMBALANCE, WAITING_FOR_DATA, WARM_UP, waiting_for
 
-_TONES = {WARM_UP: "c0", DRAIN: "c1", COMMUNICATION: "c2", IMBALANCE: "c3", BETWEEN: "c4"}
+_TONES = {
+    WARM_UP: "c0",
+    DRAIN: "c1",
+    COMMUNICATION: "c2",
+    IMBALANCE: "c3",
+    BETWEEN: "c4",
+    WAITING_FOR_DATA: "c5",
+}
 
 HUES = 6
 """As many as page.css has for units, and for causes of idle time."""

@@ -10,29 +10,37 @@ from typing import Any
 
 from dilatant.plan.plan import Plan
 from dilatant.report.wording import ACTION_NAMES
-from dilatant.schedule.measured import MeasuredAction
+from dilatant.schedule.measured import DataWait, MeasuredAction
 from dilatant.schedule.schedule import Action
+from dilatant.schedule.timeline import WAITING_FOR_DATA
 
 Arrow = tuple[Action, Action]
 """The action that makes rows, and the one that uses them."""
 
 
 def write_timeline(
-    path: Path, actions: Sequence[MeasuredAction], plan: Plan, arrows: Iterable[Arrow] = ()
+    path: Path,
+    actions: Sequence[MeasuredAction],
+    plan: Plan,
+    arrows: Iterable[Arrow] = (),
+    waits: Sequence[DataWait] = (),
 ) -> None:
     """Write `timeline.json` in the trace event format, which ui.perfetto.dev and chrome://tracing open.
 
     One track a rank. Slices carry the name "<unit> <action>", from which Perfetto takes the colour; numbers are in
     their arguments. Arrows lead along edges from the action that makes rows to the one that uses them.
     """
-    path.write_text(json.dumps(trace_events(actions, plan, arrows)) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(trace_events(actions, plan, arrows, waits)) + "\n", encoding="utf-8")
 
 
 def trace_events(
-    actions: Sequence[MeasuredAction], plan: Plan, arrows: Iterable[Arrow] = ()
+    actions: Sequence[MeasuredAction],
+    plan: Plan,
+    arrows: Iterable[Arrow] = (),
+    waits: Sequence[DataWait] = (),
 ) -> dict[str, Any]:
-    """The document that `write_timeline` writes; times are microseconds since the first action's start."""
-    origin = min((action.start for action in actions), default=0.0)
+    """The document that `write_timeline` writes; times are microseconds since the first action's or wait's start."""
+    origin = min([*(one.start for one in actions), *(one.start for one in waits)], default=0.0)
     placed = plan.stages()
     held: dict[int, list[str]] = defaultdict(list)
     for stage in placed:
@@ -47,6 +55,14 @@ def trace_events(
         events.append(
             {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
         )
+    for wait in waits:
+        events.append(
+            {
+                "ph": "X", "pid": 0, "tid": wait.rank, "name": WAITING_FOR_DATA, "cat": "wait",
+                "ts": (wait.start - origin) * 1e6, "dur": wait.seconds * 1e6,
+                "args": {"slowest samples": dict(wait.slowest)},
+            }
+        )  # fmt: skip
     found: dict[Action, MeasuredAction] = {}
     for measured in actions:
         action, stage = measured.action, placed[measured.action.stage]

@@ -76,7 +76,10 @@ def describe(metrics: StepMetrics, smoothed_seconds: float) -> str:
         planned = (
             f"  step {seconds_text(metrics.step_seconds)} (planned {seconds_text(metrics.predicted_seconds)})"
         )
-    return f"loss {metrics.loss:.4f}  tok/s {units}  data {wait:.0f}%{planned}  left {_clock(left)}"
+    speed = f"  {metrics.teraflops:.3g} TFLOP/s" if metrics.teraflops else ""
+    if metrics.mfu is not None:
+        speed = f"  MFU {metrics.mfu:.0%}"
+    return f"loss {metrics.loss:.4f}  tok/s {units}{speed}  data {wait:.0f}%{planned}  left {_clock(left)}"
 
 
 def _short(value: float) -> str:

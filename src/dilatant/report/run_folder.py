@@ -109,6 +109,14 @@ class RunFolder:
             write_durably(path, text)
         return path
 
+    def evaluations_before(self, completed_steps: int) -> list[dict[str, Any]]:
+        """The history of eval.json up to step `completed_steps`; nothing where there is none that can be read."""
+        try:
+            history = json.loads((self.path / "eval.json").read_text(encoding="utf-8"))["history"]
+            return [entry for entry in history if entry["step"] <= completed_steps]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
     def begin_metrics(self, completed_steps: int) -> str | None:
         """Open metrics.jsonl after step `completed_steps`; returns a warning if some of it was unreadable.
 

@@ -76,7 +76,7 @@ def search_report(
                 model=(names or {}).get(unit.name, unit.name),
                 layers=len(unit.layers),
                 parameters=sum(layer.parameters for layer in unit.layers),
-                trainable_parameters=sum(layer.parameters for layer in unit.layers if layer.trainable),
+                trainable_parameters=sum(layer.trained for layer in unit.layers),
             )
             for unit in model.units
         ),
@@ -179,10 +179,10 @@ def _parameter_bytes(
     weights = gradients = optimizer = 0.0
     for placed in held:
         layers = model.unit(placed.unit).layers[placed.stage.first : placed.stage.end]
-        numbers = [layer.held(placed.stage.tp, placed.stage.ep) for layer in layers]
-        weights += rules.weight * sum(numbers)
-        gradients += rules.gradient * sum(n for n, layer in zip(numbers, layers) if layer.trainable)
-        state = [rules.shared(n, layer.trainable) for n, layer in zip(numbers, layers)]
+        tp, ep = placed.stage.tp, placed.stage.ep
+        weights += rules.weight * sum(layer.held(tp, ep) for layer in layers)
+        gradients += rules.gradient * sum(layer.held_trained(tp, ep) for layer in layers)
+        state = [rules.shared(layer.held_trained(tp, ep), True) for layer in layers]
         optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
 

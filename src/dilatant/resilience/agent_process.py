@@ -10,17 +10,27 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dilatant.report.durable import write_durably
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
 from dilatant.resilience.protocol.values import Order
-from dilatant.resilience.wire import Hello, Link, LinkClosed, Warm, accept, connect, listen
+from dilatant.resilience.wire import (
+    Hello,
+    Link,
+    LinkClosed,
+    Received,
+    Warm,
+    accept_into,
+    connect,
+    listen,
+    receive_into,
+)
 
+NO_COORDINATOR = "no coordinator answers any more"
 LEAVE_SECONDS = 2.0
 """What workers have to end by themselves when the run is over for them."""
 
@@ -29,78 +39,108 @@ SILENT_LEASES = 2
 """Leases that a worker may be silent: its interpreter may be held by something honest for a while."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    worker: int | None
-    """None: the coordinator."""
-    message: Any
-    """None: the link is closed."""
-
-
 class Service:
-    """One node's agent, until it is told that the run is over, or goes on without it."""
+    """One node's agent, until it is told that the run is over, or goes on without it.
 
-    def __init__(self, start: Start) -> None:
+    ended_worker: a worker whose process has ended, perhaps before it said anything. ended: why it has; is_out: whether
+    the run goes on. leaves: whether it was asked to.
+    """
+
+    def __init__(self, start: Start, ended_worker: Callable[[], int | None] = lambda: None) -> None:
         self._start = start
+        self._ended_worker = ended_worker
         self._token = bytes.fromhex(start.token)
         self._listener = listen("127.0.0.1")
         self.port: int = self._listener.getsockname()[1]
         self._agent = Agent(start.node, start.settings, start.workers)
-        self._heard: queue.Queue[_Heard] = queue.Queue()
+        self._received: queue.Queue[Received] = queue.Queue()
         self._workers: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
         self._warm: set[int] = set()
         self._last_heard: dict[int, float] = {}
         self._coordinator: Link | None = None
         self._reported = 0.0
-        self._leaves = threading.Event()
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        self._alone_since: float | None = None
+        self._is_asked_to_leave = threading.Event()
+        self.leaves = False
+        self.ended = ""
+        self.is_out = False
+        accept_into(self._received, self._listener, self._token)
 
     def serve(self) -> None:
         """Raises nothing: whatever happens here, the workers end with it."""
         beat = self._start.settings.lease_seconds / 4
         while len(self._warm) < self._start.workers and not self._agent.status().failed:
-            self._hear(self._heard.get())
+            with suppress(queue.Empty):
+                self._hear(self._received.get(timeout=beat))
+            self._miss_ended()
         self._introduce()
         threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
-        signal.signal(signal.SIGTERM, lambda *_: self._leaves.set())
-        while not self._agent.ended:
+        while not self._agent.ended and not self._misses_coordinator():
             with suppress(queue.Empty):
-                self._hear(self._heard.get(timeout=beat / 2))
-            if self._leaves.is_set():
-                self._leaves.clear()
+                self._hear(self._received.get(timeout=beat / 2))
+            if self._is_asked_to_leave.is_set():
+                self._is_asked_to_leave.clear()
                 self._agent.leave()
             self._agent.tick(time.monotonic())
             self._miss_silent()
+            self._miss_ended()
             if self._agent.changed or time.monotonic() - self._reported > beat:
                 self._report()
+        self.ended, self.is_out = self._agent.ended or NO_COORDINATOR, self._agent.is_out
         self._end_workers()
+
+    def leave(self) -> None:
+        """Let this node go at the end of the step; from any thread or a signal."""
+        self.leaves = True
+        self._is_asked_to_leave.set()
+
+    def _misses_coordinator(self) -> bool:
+        if self._coordinator is not None or not self._start.patience_seconds:
+            self._alone_since = None
+            return False
+        now = time.monotonic()
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        return now - self._alone_since > self._start.patience_seconds
 
     def _introduce(self) -> None:
         """Say on disk which processes this node has, for whoever looks at the run."""
         if self._start.folder:
-            document = {"node": self._start.node, "pid": os.getpid(), "workers": self._pids}
+            document = {
+                "node": self._start.node,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "workers": self._pids,
+            }
             write_durably(Path(self._start.folder) / f"{self._start.node}.json", json.dumps(document) + "\n")
 
-    def _hear(self, heard: _Heard) -> None:
-        if heard.worker is None:
-            if isinstance(heard.message, Order):
-                self._give(self._agent.obey(heard.message, time.monotonic()))
-            elif heard.message is None:
+    def _hear(self, received: Received) -> None:
+        link, message = received.link, received.message
+        if link is self._coordinator:
+            if isinstance(message, Order):
+                self._give(self._agent.obey(message, time.monotonic()))
+            elif message is None:
                 self._coordinator = None
-            else:
-                self._coordinator = heard.message
             return
-        if isinstance(heard.message, Warm):
-            self._warm.add(heard.worker)
-        if heard.worker in self._warm:
-            self._last_heard[heard.worker] = time.monotonic()
-        if isinstance(heard.message, Link):
-            self._workers[heard.worker] = heard.message
-        elif heard.message is None:
-            self._give(self._agent.on_event(heard.worker, Died(f"its worker {heard.worker} is gone")))
-        elif isinstance(heard.message, Event):
-            self._give(self._agent.on_event(heard.worker, heard.message))
+        if isinstance(message, Hello):
+            if message.index in self._workers or not 0 <= message.index < self._start.workers:
+                link.close()
+                return
+            self._workers[message.index] = link
+            self._pids[message.index] = message.pid
+            return
+        worker = next((index for index, own in self._workers.items() if own is link), None)
+        if worker is None:
+            link.close()
+            return
+        if isinstance(message, Warm):
+            self._warm.add(worker)
+        if worker in self._warm:
+            self._last_heard[worker] = time.monotonic()
+        if message is None:
+            self._give(self._agent.on_event(worker, Died(f"its worker {worker} is gone")))
+        elif isinstance(message, Event):
+            self._give(self._agent.on_event(worker, message))
 
     def _miss_silent(self) -> None:
         """A worker that is stopped, or holds its interpreter for long, is as good as dead."""
@@ -109,6 +149,11 @@ class Service:
             if heard < limit and not self._agent.ended:
                 self._last_heard[worker] = math.inf
                 self._give(self._agent.on_event(worker, Died(f"its worker {worker} is silent")))
+
+    def _miss_ended(self) -> None:
+        worker = self._ended_worker()
+        if worker is not None:
+            self._give(self._agent.on_event(worker, Died(f"its worker {worker} has ended")))
 
     def _give(self, commands: list[Command]) -> None:
         for command in commands:
@@ -142,37 +187,9 @@ class Service:
             except (OSError, ValueError):
                 time.sleep(0.05)
                 continue
-            self._heard.put(_Heard(None, link))
+            self._coordinator = link
             self._agent.changed = True
-            with suppress(LinkClosed):
-                while True:
-                    self._heard.put(_Heard(None, link.receive()))
-            self._heard.put(_Heard(None, None))
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                time.sleep(0.01)
-                continue
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            link = accept(connection, self._token)
-            hello = link.receive()
-            if not isinstance(hello, Hello) or hello.index in self._pids:
-                link.close()
-                return
-        except (OSError, ValueError):
-            return
-        self._pids[hello.index] = hello.pid
-        self._heard.put(_Heard(hello.index, link))
-        with suppress(LinkClosed):
-            while True:
-                self._heard.put(_Heard(hello.index, link.receive()))
-        self._heard.put(_Heard(hello.index, None))
+            receive_into(self._received, link)
 
 
 def _is_alive(pid: int) -> bool:
@@ -188,6 +205,7 @@ def main() -> None:
     start = read_start()
     end_with_parent()
     service = Service(start)
+    signal.signal(signal.SIGTERM, lambda *_: service.leave())
     say(port=service.port, pid=os.getpid())
     service.serve()
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
+import signal
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from dilatant.report.durable import write_durably
+from dilatant.resilience.job import Ask
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
+from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.coordinator import Coordinator
-from dilatant.resilience.protocol.values import Effect, Order, Persist, Record, Status, Task
-from dilatant.resilience.wire import Link, LinkClosed, accept, close_all, listen
+from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
+from dilatant.resilience.wire import Link, LinkClosed, Received, accept_into, close_all, listen
 
 TICK_SECONDS = 0.05
 LAST_SECONDS = 5.0
@@ -27,13 +27,6 @@ LAST_SECONDS = 5.0
 STATE = "coordinator.json"
 EVENTS = "events.jsonl"
 PID = "coordinator.pid"
-
-
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    link: Link
-    message: Any
-    """None: the link is closed."""
 
 
 def read_record(folder: Path) -> Record | None:
@@ -54,11 +47,13 @@ class Service:
         self._token = bytes.fromhex(start.token)
         self._listener = listen(start.host, start.port)
         self.port: int = self._listener.getsockname()[1]
-        self._heard: queue.Queue[_Heard] = queue.Queue()
+        self._received: queue.Queue[Received] = queue.Queue()
+        self._job = start.job
+        self._is_asked_to_end = threading.Event()
         self._links: dict[str, Link] = {}
         self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
         self._shown = (0, Task.WAIT)
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        accept_into(self._received, self._listener, self._token)
 
     def serve(self) -> None:
         coordinator = self._coordinator
@@ -66,17 +61,29 @@ class Service:
         ended: float | None = None
         while ended is None or (self._links and time.monotonic() - ended < LAST_SECONDS):
             try:
-                heard = self._heard.get(timeout=TICK_SECONDS)
+                heard = self._received.get(timeout=TICK_SECONDS)
             except queue.Empty:
                 self._carry_out(coordinator.tick(time.monotonic()))
             else:
                 self._hear(heard)
+            if self._is_asked_to_end.is_set():
+                self._is_asked_to_end.clear()
+                self._carry_out(coordinator.end(ASKED, time.monotonic()))
             if coordinator.stopped and ended is None:
                 ended = time.monotonic()
         close_all(self._links.values())
 
-    def _hear(self, heard: _Heard) -> None:
+    def end(self) -> None:
+        """Let all save and end; from any thread or a signal."""
+        self._is_asked_to_end.set()
+
+    def _hear(self, heard: Received) -> None:
         now = time.monotonic()
+        if isinstance(heard.message, Ask):
+            refusal = End(self._coordinator.stopped or "it is on one machine, and starts its own agents")
+            with suppress(LinkClosed):
+                heard.link.send(refusal if self._coordinator.stopped else self._job or refusal)
+            return
         if isinstance(heard.message, Status):
             self._links.setdefault(heard.message.node, heard.link)
             if self._links[heard.message.node] is not heard.link:  # it connected again
@@ -124,26 +131,6 @@ class Service:
         with suppress(OSError), (self._folder / EVENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")  # a full disk costs the history, not the run
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                time.sleep(0.01)
-                continue
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
-
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            link = accept(connection, self._token)
-        except (OSError, ValueError):
-            return
-        try:
-            while True:
-                self._heard.put(_Heard(link, link.receive()))
-        except LinkClosed:
-            self._heard.put(_Heard(link, None))
-
 
 def main() -> None:
     """Read how to start from standard input, whose end is that of whoever started this."""
@@ -151,6 +138,7 @@ def main() -> None:
     end_with_parent()
     try:
         service = Service(start)
+        signal.signal(signal.SIGTERM, lambda *_: service.end())
         write_durably(Path(start.folder) / PID, f"{os.getpid()}\n")
         say(port=service.port, pid=os.getpid())
         service.serve()

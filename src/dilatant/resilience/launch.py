@@ -16,11 +16,13 @@ from typing import Any
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
 from dilatant.config import Config, UserError
+from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.plan import Plan
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
+from dilatant.report.wording import counted
 from dilatant.resilience.coordinator_process import read_record
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
 from dilatant.resilience.wire import connect
@@ -35,8 +37,6 @@ ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
 """How often the coordinator is asked whether it is there, and what it has to answer at least."""
 BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
 """Of coordinators that end at once: their port may be taken for a while, the disk may be full."""
-TOO_FEW_EXIT_CODE = 75
-"""EX_TEMPFAIL: try again later, with more nodes."""
 
 
 def launch_resiliently(
@@ -51,13 +51,8 @@ def launch_resiliently(
 
     Raises UserError or WorkerFailed, as `launch_local`.
     """
-    _warn_of_few_copies(config, plan_json, show)
-    folder = RunFolder(config.output_dir).path / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)  # of a run before
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
+    warn_of_few_copies(config, plan_json, show)
+    folder = fresh_folder(config)
     per_node = config.resilience.ranks_per_node
     counts = [min(per_node, ranks - first) for first in range(0, ranks, per_node)]
     with _agents(config, counts, folder) as (seats, supervisor):
@@ -78,36 +73,63 @@ def launch_resiliently(
         except WorkerFailed as failure:
             if supervisor.failure:
                 raise WorkerFailed(f"the run stopped: {supervisor.failure}") from failure
-            record = _record(folder)
+            record = known_record(folder)
             if record is None or not record.stopped:
                 raise
-            code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
-            raise WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code) from failure
+            raise stopped_error(record) from failure
+    record = known_record(folder)
+    if record is not None and TOO_FEW in record.stopped:
+        raise stopped_error(record)
     finished = [result for result in results if result is not None]
     return next((result for result in finished if result.is_first), finished[0])
 
 
-def _warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
+def stopped_error(record: Record) -> WorkerFailed:
+    """Why a run has stopped before its end, with what a scheduler should do about it."""
+    code = TOO_FEW_EXIT_CODE if TOO_FEW in record.stopped else 1
+    return WorkerFailed(f"the run stopped: {record.stopped}", exit_code=code)
+
+
+def fresh_folder(config: Config) -> Path:
+    """For the coordinator's record, without that of a run before. Raises UserError."""
+    folder = RunFolder(config.output_dir).path / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
+    return folder
+
+
+def settings_of(config: Config, nodes: int) -> Settings:
+    """What coordinator and agents go by, in a run that begins with so many nodes."""
+    given = config.resilience
+    return Settings(
+        lease_seconds=given.lease_seconds,
+        fence_seconds=given.fence_seconds,
+        drain_seconds=given.drain_seconds,
+        initial=nodes,
+        fewest=given.fewest_nodes,
+    )
+
+
+def warn_of_few_copies(config: Config, plan_json: str, show: Show) -> None:
     copies = config.resilience.fault_tolerance + 1
-    few = [unit.name for unit in Plan.from_json(plan_json).units if len(unit.replicas) < copies]
+    found = copies_on_nodes(Plan.from_json(plan_json), config.resilience.ranks_per_node)
+    few = [f"{unit} on {counted(count, 'node')}" for unit, count in found.items() if count < copies]
     if few:
         warn(
             console_for(show),
-            f"{', '.join(few)}: fewer than {copies} replicas, so the loss of one node may send the run back to its "
-            f"newest checkpoint; resilience.fault_tolerance {copies - 1} asks for {copies}",
+            f"some layers have too few copies: {', '.join(few)}, and resilience.fault_tolerance {copies - 1} asks for "
+            f"{copies}; losing as many nodes may send the run back to its newest checkpoint. More replicas help, and "
+            f"`dilatant plan --fault-tolerance {copies - 1}` finds a plan",
         )
 
 
 @contextlib.contextmanager
 def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[list[Seat], _Supervisor]]:
     """The agents of nodes with so many workers each; the seat of every worker, and what supervises them."""
-    given = config.resilience
-    settings = Settings(
-        lease_seconds=given.lease_seconds,
-        fence_seconds=given.fence_seconds,
-        initial=len(counts),
-        fewest=given.fewest_nodes,
-    )
+    settings = settings_of(config, len(counts))
     token = fresh_token()
     coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, token.hex(), settings, str(folder)))
     agents: list[Child] = []
@@ -123,7 +145,7 @@ def _agents(config: Config, counts: list[int], folder: Path) -> Iterator[tuple[l
             for index in range(count)
         ]
         restart = Start("127.0.0.1", port, token.hex(), settings, str(folder))
-        supervisor = _Supervisor(coordinator, restart, agents, seats, given.restarts)
+        supervisor = _Supervisor(coordinator, restart, agents, seats, config.resilience.restarts)
         yield seats, supervisor
     finally:
         if supervisor is not None:
@@ -218,7 +240,7 @@ class _Supervisor:
                     ]
                     if agent.process.returncode:
                         _kill(ranks)
-                    record = _record(Path(self._restart.folder))
+                    record = known_record(Path(self._restart.folder))
                     if self._restarts and record is not None and not record.stopped:
                         self._restarts -= 1
                         agent.close()
@@ -245,7 +267,7 @@ def _answers(coordinator: Start, seconds: float) -> bool:
     return True
 
 
-def _record(folder: Path) -> Record | None:
+def known_record(folder: Path) -> Record | None:
     """What the last coordinator wrote down, if that can be read."""
     try:
         return read_record(folder)

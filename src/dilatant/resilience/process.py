@@ -13,7 +13,11 @@ from typing import Any
 
 import msgspec
 
+from dilatant.resilience.job import Job
 from dilatant.resilience.protocol.values import Settings
+
+TOO_FEW_EXIT_CODE = 75
+"""EX_TEMPFAIL: try again later, with more nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +25,9 @@ class Start:
     """What such a process is told on its standard input, for the command line shows to everybody.
 
     folder: of the coordinator's record, and where agents write who they are. port: to listen on (0: any); of an agent,
-    that of the coordinator at `host`.
-    token: hexadecimal. node: an agent's name. workers: how many it has.
+    that of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: how many it has.
+    patience_seconds: how long an agent does without a coordinator; 0: for ever, since it ends with whoever started it.
+    job: for agents that ask the coordinator.
     """
 
     host: str
@@ -32,6 +37,8 @@ class Start:
     folder: str = ""
     node: str = ""
     workers: int = 1
+    patience_seconds: float = 0.0
+    job: Job | None = None
 
 
 class Child:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommTimeout
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
@@ -20,6 +21,7 @@ from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
@@ -30,12 +32,15 @@ from dilatant.training.checkpoint import list_checkpoints, newest_valid
 from dilatant.training.checkpoint_boxes import pieces_of
 from dilatant.training.commit import Membership
 from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
+from dilatant.training.master_weights import MOMENTS
 from dilatant.training.prepare import Prepared, prepare, with_costs
 from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
 from dilatant.training.starting_point import Start, agreed_checkpoint
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
+LOOK = timedelta(seconds=0.2)
+"""How long a rank waits for the plan before it looks whether it still should."""
 FOLDER, REBUILDS = "resilience", "rebuilds.jsonl"
 """In the run folder: how long its first rank took for each generation."""
 _BEGUN = "resilience/begun"
@@ -66,11 +71,18 @@ class Held:
 def train_rank_resiliently(
     worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seats: Sequence[Seat]
 ) -> RunResult | None:
+    """As `train_seat`, in the seat of this rank."""
+    return train_seat(worker, config, plan_json, start, show, seats[worker.rank])
+
+
+def train_seat(
+    worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
+) -> RunResult | None:
     """One worker's part of a run, whichever rank it is at the time. None where the run goes on without it.
 
     Raises what stops the run for everybody, and RunEnded where there are too few nodes.
     """
-    return _Rank(worker, config, plan_json, start, show, seats[worker.rank]).run()
+    return _Rank(worker, config, plan_json, start, show, seat).run()
 
 
 class Stopwatch:
@@ -98,11 +110,21 @@ class _Rank:
         self._seat = seat
         self._store = worker.store
         self._rank = worker.rank
+        self._stop = StopSignal()
         self._link = WorkerLink(
-            seat.port, seat.token, seat.index, self._unblock, config.resilience.lease_seconds / 4
+            seat.port,
+            seat.token,
+            seat.index,
+            self._unblock,
+            config.resilience.lease_seconds / 4,
+            self._stop.request,
         )
         self._initial = TrainingPlan.from_json(plan_json)
-        self._prepared: Prepared = prepare(config, self._initial)
+        try:
+            self._prepared: Prepared = prepare(config, self._initial)
+        except UserError as error:
+            self._link.lost(str(error))
+            raise
         self._folder = RunFolder(config.output_dir)
         self._held: Held | None = None
         self._pending: Held | None = None
@@ -110,12 +132,14 @@ class _Rank:
         self._opened: list[Comm] = []
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
+        self._node_of: list[str] = []
+        self._layer_seconds = layer_seconds(config, self._prepared, self._initial.plan)
         self._warm_up()
         self._link.warm()
 
     def run(self) -> RunResult | None:
         result: RunResult | None = None
-        with StopSignal() as stop:
+        with self._stop as stop:
             while True:
                 try:
                     order = self._await_rebuild()
@@ -140,11 +164,11 @@ class _Rank:
                     self._still()
 
     def _warm_up(self) -> None:
-        """Bring what plans into memory: the first loss should not wait for it."""
+        """Search the templates of the next loss, which should not wait for it."""
         plan = self._initial.plan
         survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
         if survivors:
-            replan(plan, self._prepared.model.graph.anchor, survivors, (), 0, len(plan.ranks))
+            self._replanned(plan, survivors, ())
 
     def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
         """Become part of a generation, and train in it to the end."""
@@ -174,6 +198,7 @@ class _Rank:
     def _made(self, order: Rebuild) -> Held:
         """This rank's trainer in the generation, with the state of those who hold it."""
         self._rank = order.first_rank + self._seat.index
+        self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch = Stopwatch()
         planned = self._planned(order)
@@ -192,6 +217,9 @@ class _Rank:
                 trainer = self._trainer(order, planned, weights_follow=False)
                 self._begin(trainer, planned)
         watch.lap("copy")
+        if order.base != NO_STATE:
+            costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
+            trainer.recovery = {"ranks": trainer.comm.size, "bytes_to_first_rank": copied, **costs}
         if trainer.rank == 0:
             self._folder.write_text("plan.json", planned.to_json())
             record = {
@@ -202,12 +230,25 @@ class _Rank:
             }
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-            document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
-            self._store.set(_plan_key(order.generation), json.dumps(document))
         return Held(order.generation, trainer, planned, order.members, order.workers)
 
     def _planned(self, order: Rebuild) -> TrainingPlan:
-        """The plan of the generation: the same on all ranks, those included that have just come."""
+        """The plan of the generation, with its costs: made by the first rank, which all others wait for. Raises
+        Fenced."""
+        key = _plan_key(order.generation)
+        if self._rank == 0:
+            planned = self._replan(order)
+            document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
+            self._store.set(key, json.dumps(document))
+            return planned
+        while True:
+            if self._link.is_fenced:
+                raise Fenced
+            with contextlib.suppress(TimeoutError):
+                self._store.wait([key], LOOK)
+                return TrainingPlan.from_json(json.loads(self._store.get(key))["plan"])
+
+    def _replan(self, order: Rebuild) -> TrainingPlan:
         initial, size = self._initial, sum(order.workers)
         if order.base == NO_STATE:
             known = min(size, len(initial.plan.ranks))
@@ -225,10 +266,7 @@ class _Rank:
                 )
             )
             old = {rank: now[seat] for seat, rank in was.items() if seat in now}
-        anchor = self._prepared.model.graph.anchor
-        joined = sorted({*range(size)} - {*old.values()})
-        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
-        plan = replan(before, anchor, old, joined, self._config.resilience.fault_tolerance, total)
+        plan = self._replanned(before, old, sorted({*range(size)} - {*old.values()}))
         schedule, count = initial.schedule, initial.num_microbatches
         if size == 1:
             schedule, count = "serial", 1
@@ -238,13 +276,19 @@ class _Rank:
         planned = replace(planned, predicted_seconds=None)
         return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
 
+    def _replanned(self, before: Plan, survivors: Mapping[int, int], joined: Sequence[int]) -> Plan:
+        anchor, initial = self._prepared.model.graph.anchor, self._initial
+        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
+        tolerance = self._config.resilience.fault_tolerance
+        return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
+
     def _trainer(self, order: Rebuild, planned: TrainingPlan, weights_follow: bool) -> Trainer:
         """Built in a model of its own: the one before keeps its memory until all are ready."""
         if self._link.is_fenced:
             raise Fenced
-        nodes = itertools.chain.from_iterable([node] * count for node, count in enumerate(order.workers))
+        places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
         membership = Membership(
-            order.generation, tuple(nodes), weights_follow, self._link, self._opened.append
+            order.generation, places, weights_follow, self._link, self._opened.append, order.reason
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
@@ -273,7 +317,8 @@ class _Rank:
         """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
         Raises Lost on all ranks."""
         state = {} if old is None else old.state()
-        moments = {parse_key(key)[0] for key in state.get("optimizer", {})}
+        of_weights = state.get("optimizer", {})
+        moments = {parse_key(key)[0] for key, kinds in of_weights.items() if MOMENTS[0] in kinds}
         told = all_gather_object(trainer.comm, None if old is None else [old.values(), sorted(moments)])
         values, _ = next(each for each in told if each is not None)
         everybody = {name for each in told if each is not None for name in each[1]}
@@ -316,7 +361,10 @@ class _Rank:
             return
         if isinstance(error, UserError):
             self._mistake = error
-        self._link.broken(f"{type(error).__name__}: {error}", fatal=isinstance(error, UserError))
+        culprits = error.culprits if isinstance(error, CommTimeout) else ()
+        nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
+        accuses = nodes.pop() if len(nodes) == 1 else None
+        self._link.broken(f"{type(error).__name__}: {error}", isinstance(error, UserError), accuses)
 
 
 def _plan_key(generation: int) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from dilatant.plan.errors import PlanError
-from dilatant.plan.manual import even_cuts, plan_from_specs
+from dilatant.plan.manual import plan_from_specs
 from dilatant.plan.plan import ParallelSpec, Plan, Replica, Stage, UnitPlan
 from dilatant.plan.reinstantiate import reinstantiate
 from dilatant.plan.templates import Template, plan_templates
@@ -22,19 +23,24 @@ def replan(
     joined: Sequence[int],
     fault_tolerance: int,
     num_microbatches: int,
+    layer_seconds: Mapping[str, Sequence[float]] | None = None,
 ) -> Plan:
-    """The plan for those who are there now, a pure function of its arguments: all ranks derive the same.
+    """The plan for those who are there now.
 
     anchor: the unit that others are put on when they have lost too many of their ranks. survivors: old rank → new rank;
     joined: new ranks that held nothing. Every new rank is used, and as many replicas are made as `fault_tolerance` asks
     for and ranks allow. num_microbatches: of a step, over all replicas.
+    layer_seconds: unit → forward and backward of each layer, for a microbatch; without them layers count alike.
 
     Each unit with ranks of its own is reinstantiated by itself (Oobleck, thesis 2.5.1); units on others' ranks follow
     these, and so does a unit whose own ranks no longer make the copies that are asked for. A replica that lost nobody
     stays as it is. Where units share ranks in other ways, or nothing fits, all units go to all ranks.
     """
+    seconds = layer_seconds or {unit.name: [1.0] * unit.replicas[0].stages[-1].end for unit in plan.units}
     try:
-        return _reinstantiated(plan, anchor, survivors, list(joined), fault_tolerance, num_microbatches)
+        return _reinstantiated(
+            plan, anchor, survivors, list(joined), fault_tolerance, num_microbatches, seconds
+        )
     except PlanError:
         return _together(plan, anchor, len(survivors) + len(joined), fault_tolerance)
 
@@ -46,6 +52,7 @@ def _reinstantiated(
     joined: list[int],
     fault_tolerance: int,
     num_microbatches: int,
+    layer_seconds: Mapping[str, Sequence[float]],
 ) -> Plan:
     hosts = _hosts(plan, anchor)
     owners = [name for name in hosts if hosts[name] is None]
@@ -66,11 +73,17 @@ def _reinstantiated(
     made: dict[str, UnitPlan] = {}
     for name in owners:
         made[name] = _unit(
-            plan.unit(name), alive[name], given[name], survivors, fault_tolerance, num_microbatches
+            plan.unit(name),
+            alive[name],
+            given[name],
+            survivors,
+            fault_tolerance,
+            num_microbatches,
+            layer_seconds[name],
         )
     for name, host in hosts.items():
         if host is not None:
-            made[name] = _guest(plan, name, made[host], host, survivors)
+            made[name] = _guest(plan, name, made[host], host, survivors, layer_seconds[name])
     new = Plan(tuple(made[unit.name] for unit in plan.units))
     if new.ranks != tuple(range(len(survivors) + len(joined))):
         raise PlanError(f"ranks {new.ranks} are used of {len(survivors) + len(joined)}")
@@ -146,6 +159,7 @@ def _unit(
     survivors: Mapping[int, int],
     fault_tolerance: int,
     num_microbatches: int,
+    layer_seconds: Sequence[float],
 ) -> UnitPlan:
     old = [_groups(replica) for replica in unit.replicas]
     if not given and all(len(groups) == len(kept) for groups, kept in zip(old, alive)):
@@ -153,7 +167,6 @@ def _unit(
     sample = unit.replicas[0].stages[0]
     if any((s.tp, s.cp, s.ep) != (sample.tp, sample.cp, sample.ep) for r in unit.replicas for s in r.stages):
         raise PlanError(f"{unit.name} has stages of unlike widths")
-    num_layers = unit.replicas[0].stages[-1].end
     number = {group: index for index, group in enumerate(group for groups in old for group in groups)}
     running = [[number[group] for group in groups] for groups in old]
     new_ranks = {
@@ -164,7 +177,7 @@ def _unit(
     joined = range(len(number), len(number) + len(given))
     new_ranks |= dict(zip(joined, given))
     count = len(new_ranks)
-    templates = _templates(num_layers, max(count, *map(len, old)), num_microbatches)
+    templates = _templates(tuple(layer_seconds), max(count, *map(len, old)), num_microbatches)
     replicas = min(fault_tolerance + 1, count, num_microbatches)
     answer = reinstantiate(
         templates,
@@ -192,13 +205,23 @@ def _unit(
     return replace(unit, replicas=tuple(made))
 
 
-def _templates(num_layers: int, most: int, num_microbatches: int) -> dict[int, Template]:
-    """Layers count alike: a group of ranks is a node of the template."""
-    seconds = {1: [1.0] * num_layers}
-    return plan_templates(seconds, range(1, min(most, num_layers) + 1), 1, max(num_microbatches, num_layers))
+@lru_cache(maxsize=64)
+def _templates(layer_seconds: tuple[float, ...], most: int, num_microbatches: int) -> dict[int, Template]:
+    """A group of ranks is a node of the template. Kept: a loss should not wait for what was searched before."""
+    layers = len(layer_seconds)
+    return plan_templates(
+        {1: layer_seconds}, range(1, min(most, layers) + 1), 1, max(num_microbatches, layers)
+    )
 
 
-def _guest(plan: Plan, name: str, host: UnitPlan, host_name: str, survivors: Mapping[int, int]) -> UnitPlan:
+def _guest(
+    plan: Plan,
+    name: str,
+    host: UnitPlan,
+    host_name: str,
+    survivors: Mapping[int, int],
+    layer_seconds: Sequence[float],
+) -> UnitPlan:
     """A unit on the ranks of another, replica by replica, stage by stage."""
     unit = plan.unit(name)
     count = min(len(host.replicas), max(len(unit.replicas), 1))
@@ -219,7 +242,8 @@ def _guest(plan: Plan, name: str, host: UnitPlan, host_name: str, survivors: Map
             replicas.append(_renamed(intact.pop(kept), survivors))
             continue
         stages = list({stage.ranks: stage for stage in replica.stages}.values())[: min(most, num_layers)]
-        cuts = [*even_cuts(num_layers, len(stages)), num_layers]
+        template = _templates(tuple(layer_seconds), len(stages), num_layers)[len(stages)]
+        cuts = [*(first for first, _, _ in template.stages), num_layers]
         replicas.append(
             Replica(
                 tuple(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dilatant.config import Config
+from functools import partial
+from pathlib import Path
+
+from dilatant.config import Config, UserError
+from dilatant.config.environment import Place, place_from
+from dilatant.resilience.job import is_loopback
 from dilatant.training.rank import RunResult, Show
+from dilatant.training.run import Resilient
 from dilatant.training.run import train as train_once
 
 
@@ -11,12 +17,45 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     """Train the model of a config, evaluate it on held-out data and export it into the run folder.
 
     overwrite: start anew in an output_dir that holds a run. show: where progress goes. Starts the ranks of the layout,
-    or is one of them under torchrun, Slurm or Kubernetes. Raises UserError for what is wrong with config, data or
+    or is one of them under torchrun, Slurm or Kubernetes. With `resilience.enabled` a launcher starts one process a
+    machine instead: the first leads, the others are its agents. Raises UserError for what is wrong with config, data or
     folder, WorkerFailed when a rank fails (with `resilience.enabled`: when nobody can go on), Stopped when a signal
     ends a run before it trains; a run that was asked to stop later is saved and returns.
     """
     if not config.resilience.enabled:
         return train_once(config, overwrite=overwrite, show=show)
-    from dilatant.resilience.launch import launch_resiliently
+    place, address = place_from(), config.resilience.address
+    if place is None and address is None:
+        from dilatant.resilience.launch import launch_resiliently
 
-    return train_once(config, overwrite=overwrite, show=show, resilient=launch_resiliently)
+        return train_once(config, overwrite=overwrite, show=show, resilient=Resilient(launch_resiliently))
+    if place is not None:
+        if place.local_size > 1:
+            raise UserError(
+                f"{place.launcher} started {place.local_size} processes on this machine; with resilience.enabled start "
+                "one, which starts resilience.ranks_per_node itself (Slurm: --ntasks-per-node=1)"
+            )
+        if place.rank:
+            return _as_agent(config, place)
+        address = (place.host if is_loopback(place.host) else ""), _port(place)
+    from dilatant.resilience.machines import Leading, lead
+
+    assert address is not None
+    name = address[0] if place is None else place.host
+    leading = Leading(*address, name, trains_here=place is not None)
+    nodes = config.cluster.nodes if place is None else place.size
+    launcher = "resilience.listen" if place is None else place.launcher
+    resilient = Resilient(partial(lead, leading), nodes, launcher)
+    return train_once(config, overwrite=overwrite, show=show, resilient=resilient)
+
+
+def _port(place: Place) -> int:
+    """Torchrun's own store is at the port that it names."""
+    return place.port if place.hosts_store else place.port + 1
+
+
+def _as_agent(config: Config, place: Place) -> RunResult:
+    from dilatant.resilience.agent_run import AgentOptions, run_agent
+
+    code = run_agent(AgentOptions(place.host, _port(place)))
+    return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)

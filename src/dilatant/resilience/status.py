@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,11 @@ from dilatant.resilience.coordinator_process import EVENTS, read_record
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of this machine. is_member: of the generation; is_alive: whether its agent runs."""
+    """is_member: of the generation; is_alive: whether its agent runs, where that is on this host, else whether the run
+    goes on with it."""
 
     name: str
+    host: str
     agent: int
     workers: tuple[int, ...]
     is_member: bool
@@ -50,12 +53,16 @@ def read_status(run: Path) -> RunStatus:
     nodes = []
     for file in sorted(folder.glob("node*.json")):
         for document in filter(_is_introduction, _lines(file)):
+            host = str(document.get("host", socket.gethostname()))
+            is_here = host == socket.gethostname() and os.path.isdir("/proc")
             alive = (
-                Path(f"/proc/{document['pid']}").exists() if os.path.isdir("/proc") else not record.stopped
+                Path(f"/proc/{document['pid']}").exists()
+                if is_here
+                else document["node"] in record.members and not record.stopped
             )
             workers = tuple(document["workers"].values())
             name = document["node"]
-            nodes.append(Node(name, document["pid"], workers, name in record.members, alive))
+            nodes.append(Node(name, host, document["pid"], workers, name in record.members, alive))
     task = events[-1]["task"] if events else "wait"
     return RunStatus(
         record.generation, task, read_last_step(run) or None, record.stopped, tuple(nodes), events

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import queue
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -22,12 +24,15 @@ import msgspec
 
 from dilatant.comm import store_protocol as store
 from dilatant.comm.store_server import keep_alive
+from dilatant.resilience.job import Ask, Job
 from dilatant.resilience.protocol import agent, values
 
 VERSION = 1
 MAX_FRAME_BYTES = 1 << 24
 _HEAD = struct.Struct(">IB")
 _MAC_BYTES = 32
+MAX_HANDSHAKES = 64
+"""Connections that have not shown the token yet; more are closed at once."""
 
 
 class LinkClosed(ConnectionError):
@@ -61,13 +66,17 @@ _KINDS: Mapping[str, type] = {
         agent.Rebuild,
         agent.Activate,
         agent.Apply,
+        agent.SaveAndEnd,
         agent.End,
         agent.Stopped,
         agent.Made,
+        agent.Computing,
         agent.Prepared,
         agent.Broken,
         agent.Done,
         agent.Died,
+        Ask,
+        Job,
         Hello,
         Beat,
         Warm,
@@ -167,6 +176,51 @@ def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.
 def listen(host: str, port: int = 0) -> socket.socket:
     """A listening socket. Raises OSError."""
     return socket.create_server((host, port), backlog=256, reuse_port=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """What one of several connections brought. message: None when it is closed, which is said once and last."""
+
+    link: Link
+    message: Any
+
+
+def receive_into(received: queue.Queue[Received], link: Link) -> None:
+    """Put all messages of a connection into a queue, until it is closed."""
+    with contextlib.suppress(LinkClosed):
+        while True:
+            received.put(Received(link, link.receive()))
+    link.close()
+    received.put(Received(link, None))
+
+
+def accept_into(received: queue.Queue[Received], listener: socket.socket, token: bytes) -> None:
+    """Put all messages of all who connect with the token into a queue; from threads of their own, for ever."""
+    handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+
+    def read(connection: socket.socket) -> None:
+        try:
+            link = accept(connection, token)
+        except (OSError, ValueError):
+            return
+        finally:
+            handshakes.release()
+        receive_into(received, link)
+
+    def listening() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                time.sleep(0.01)
+                continue
+            if not handshakes.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=read, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=listening, name="accept", daemon=True).start()
 
 
 def close_all(links: Iterable[Link]) -> None:

@@ -13,12 +13,15 @@ from dilatant.resilience.protocol.agent import (
     Apply,
     Broken,
     Command,
+    Computing,
+    Died,
     Done,
     End,
     Fence,
     Made,
     Prepared,
     Rebuild,
+    SaveAndEnd,
     Stopped,
 )
 from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, Warm, connect
@@ -33,16 +36,24 @@ class RunEnded(Exception):
 
 
 class WorkerLink:
-    """Used by one thread; another one reads, and calls `on_fence` with the generation that is over.
+    """Used by one thread; another one reads, and calls `on_fence` with the generation that is over, and `on_ending`
+    when all are to save and end.
 
     A worker whose agent is gone ends at once: it could be told nothing any more, and others go on without it.
     """
 
     def __init__(
-        self, port: int, token: bytes, index: int, on_fence: Callable[[int], None], beat_seconds: float = 1.0
+        self,
+        port: int,
+        token: bytes,
+        index: int,
+        on_fence: Callable[[int], None],
+        beat_seconds: float = 1.0,
+        on_ending: Callable[[], None] = lambda: None,
     ) -> None:
         self._link: Link = connect("127.0.0.1", port, token)
         self._on_fence = on_fence
+        self._on_ending = on_ending
         self._beat_seconds = beat_seconds
         self._commands: queue.Queue[Command] = queue.Queue()
         self._newest = 0
@@ -85,6 +96,10 @@ class WorkerLink:
         self._send(Made(self._generation, applied))
         self._await(Activate)
 
+    def begin(self, step: int, limit_seconds: float) -> None:
+        """Say that this worker begins to compute a step, and what that may take before the others should know."""
+        self._send(Computing(self._generation, step, limit_seconds))
+
     def vote(self, step: int, hashes: Mapping[str, int]) -> None:
         """Say that this worker has all gradients of a step, and return when it is committed. Raises Fenced when it is
         not known whether it is, or RunEnded."""
@@ -99,9 +114,14 @@ class WorkerLink:
         except RunEnded:
             return
 
-    def broken(self, reason: str, fatal: bool = False) -> None:
-        """Say that this worker cannot go on in its generation; fatal: nor could anybody."""
-        self._send(Broken(self._generation, reason[:2000], None, fatal))
+    def broken(self, reason: str, fatal: bool = False, accuses: str | None = None) -> None:
+        """Say that this worker cannot go on in its generation; fatal: nor could anybody. accuses: the node that it
+        waited for in vain."""
+        self._send(Broken(self._generation, reason[:2000], accuses, fatal))
+
+    def lost(self, reason: str) -> None:
+        """Say that this worker cannot take part at all."""
+        self._send(Died(reason[:2000]))
 
     def close(self) -> None:
         self._closed = True
@@ -115,7 +135,7 @@ class WorkerLink:
             if isinstance(command, Fence):
                 self._commands.put(command)  # `await_rebuild` answers it
                 raise Fenced
-            of_now = not isinstance(command, End) and command.generation == self._generation
+            of_now = not isinstance(command, End | SaveAndEnd) and command.generation == self._generation
             if of_now and isinstance(command, wanted):
                 return
 
@@ -126,7 +146,9 @@ class WorkerLink:
             raise RunEnded(command.reason)
         return command
 
-    def _send(self, message: Stopped | Made | Prepared | Broken | Done | Beat | Warm) -> None:
+    def _send(
+        self, message: Stopped | Made | Computing | Prepared | Broken | Done | Died | Beat | Warm
+    ) -> None:
         try:
             self._link.send(message)
         except LinkClosed:
@@ -145,6 +167,9 @@ class WorkerLink:
         try:
             while True:
                 command = self._link.receive()
+                if isinstance(command, SaveAndEnd):
+                    self._on_ending()
+                    continue
                 if isinstance(command, Fence):
                     self._newest = command.generation
                 if isinstance(command, End):

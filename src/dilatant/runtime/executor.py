@@ -17,7 +17,7 @@ from torch import Tensor
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.dropout import KeyedDropout
-from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
+from dilatant.models.stage import Boundary, Predictions, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
@@ -61,11 +61,13 @@ class LocalStage:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a forward made for the step's result: of the loss of this name these samples' share (a scalar on the
-    device), or the tokens that a unit of this name predicts for them."""
+    device), or what a unit of this name predicts for them. by_sample: what each adds to the loss before it is divided,
+    [samples], where that is known."""
 
     name: str
-    value: Tensor
+    value: Tensor | Predictions
     samples: tuple[int, ...]
+    by_sample: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -196,7 +198,10 @@ class Executor:
             return [Outcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
         if not stage.speaks:
             return []
-        return [Outcome(name, loss.detach(), samples) for name, loss in output.losses.items()]
+        return [
+            Outcome(name, loss.detach(), samples, output.sample_losses.get(name))
+            for name, loss in output.losses.items()
+        ]
 
     def _made(
         self,

@@ -20,7 +20,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.dropout import KeyedDropout, refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.random_draws import draws_of
-from dilatant.models.stage import Boundary, Stage, StepData, stage_tensors
+from dilatant.models.stage import Boundary, Predictions, Stage, StepData, stage_tensors
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
@@ -56,7 +56,8 @@ class StepResult:
     whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
     in the order of ranks. predicted_seconds: of the step, up to synced gradients, None where costs say nothing of
     seconds. drift: unit → measured over predicted seconds of its actions, by the costs before any correction. warning:
-    what to tell the user of it, once in a run.
+    what to tell the user of it, once in a run. source_losses: of the anchor's loss, the share of each data set (see
+    `EncodedSample.source`), before weights.
     """
 
     loss: float
@@ -70,6 +71,16 @@ class StepResult:
     predicted_seconds: float | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
     warning: str | None = None
+    source_losses: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the model says in the place of each target of a sample, given all before it: the likeliest token, and the
+    cross entropy of the target."""
+
+    tokens: list[int]
+    losses: list[float]
 
 
 class Runtime:
@@ -85,7 +96,7 @@ class Runtime:
     microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
     those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
-    communication, too.
+    communication, too. num_sources: data sets that samples are of, whose losses are told apart where there are several.
 
     holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
@@ -115,6 +126,7 @@ class Runtime:
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
+        num_sources: int = 1,
     ) -> None:
         require_trainable(plan, model.units)
         refuse_random_depth(model.units.values())
@@ -124,6 +136,7 @@ class Runtime:
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
+        self._num_sources = num_sources
         self._seed = seed or 0
         self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         attention = model.language.row_attention
@@ -248,9 +261,9 @@ class Runtime:
 
     def predict(
         self, samples: Sequence[EncodedSample], step: PreparedStep | None = None
-    ) -> dict[int, list[int]]:
-        """Sample number → the likeliest token in the place of each of its targets, given all that comes before it;
-        of the samples whose language model ends on this rank. Called by all ranks together.
+    ) -> dict[int, Predicted]:
+        """Sample number → what is predicted, of the samples whose language model ends on this rank. Called by all
+        ranks together.
 
         step: what `plan_step` gave for these samples with `forwards`; planned here by default. Raises as `execute`.
         """
@@ -261,9 +274,11 @@ class Runtime:
             data = self._step_data(samples, self._next_step, predicts=True)
             predicted = {}
             for made in self._run(data, step, self._next_step):
+                assert isinstance(made.value, Predictions)
                 counts = [int((samples[number].labels[1:] != -100).sum()) for number in made.samples]
-                for number, own in zip(made.samples, made.value.cpu().split(counts), strict=True):
-                    predicted[number] = own.tolist()
+                parts = zip(made.value.tokens.cpu().split(counts), made.value.losses.cpu().split(counts))
+                for number, (tokens, losses) in zip(made.samples, parts, strict=True):
+                    predicted[number] = Predicted(tokens.tolist(), losses.tolist())
             return predicted
 
     def grad_norm(self) -> float:
@@ -323,7 +338,7 @@ class Runtime:
         self._shared.require_equal()
         copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
         self._shared.require_equal_state(copies, "master weights")
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in ("exp_avg", "exp_avg_sq", "ema"):
             own = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
             self._shared.require_equal_state(own, f"moments ({kind})")
 
@@ -365,7 +380,10 @@ class Runtime:
         should_stop: Callable[[], bool],
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:
-        own_losses, nonfinite = _sum_losses(self._run(data, step, number), data)
+        outcomes = self._run(data, step, number)
+        own_losses, nonfinite = _sum_losses(outcomes, data)
+        anchor = self.model.graph.anchor
+        own_sources = _sum_sources(outcomes, data, anchor, self._num_sources)
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
         actions = self._recorder.rows()
@@ -376,6 +394,7 @@ class Runtime:
             self.owned.squared_norm(),
             float(should_stop()),
             float(len(own_found)),
+            *own_sources,
             *self.costs.own(step.work, [action.seconds for action in actions]),
             *shares,
         )
@@ -385,6 +404,7 @@ class Runtime:
         sums = gathered.sum(0).tolist()
         losses = dict(zip(weights, sums))
         squares, stops, num_found, *rest = sums[len(losses) :]
+        sources, rest = rest[: len(own_sources)], rest[len(own_sources) :]
         warning = self.costs.finish(number, rest[: self.costs.num_sums])
         loss = sum(weights[name] * value for name, value in losses.items())
         samples: tuple[str, ...] = ()
@@ -395,7 +415,7 @@ class Runtime:
         return StepResult(
             loss=loss,
             losses=losses,
-            target_tokens=int(data.counts[self.model.graph.anchor]),
+            target_tokens=int(data.counts[anchor]),
             grad_norm=math.sqrt(squares),
             should_stop=stops > 0,
             shares=self._shares.shares(rest[self.costs.num_sums :]),
@@ -404,6 +424,7 @@ class Runtime:
             predicted_seconds=step.predicted_seconds,
             drift=self.costs.drift if step.origin != TOKENS else {},
             warning=warning,
+            source_losses=tuple(value / data.counts[anchor] for value in sources),
         )
 
     def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
@@ -472,7 +493,8 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
 
 def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
     """Loss → the sum of what was computed of it here; and the samples of those that are not finite."""
-    values = torch.stack([outcome.value.float() for outcome in outcomes]).tolist() if outcomes else []
+    scalars = [outcome.value.float() for outcome in outcomes if isinstance(outcome.value, Tensor)]
+    values = torch.stack(scalars).tolist() if outcomes else []
     sums: dict[str, float] = {}
     nonfinite: list[str] = []
     for value, outcome in zip(values, outcomes, strict=True):
@@ -480,3 +502,15 @@ def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, 
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
         sums[outcome.name] = sums.get(outcome.name, 0.0) + value
     return sums, nonfinite
+
+
+def _sum_sources(outcomes: Sequence[Outcome], data: StepData, name: str, num_sources: int) -> list[float]:
+    """What samples of each data set add to the loss `name` here, before it is divided; nothing of a single one."""
+    if num_sources < 2:
+        return []
+    sums = [0.0] * num_sources
+    for outcome in outcomes:
+        if outcome.name == name and outcome.by_sample is not None:
+            for sample, loss in zip(outcome.samples, outcome.by_sample.tolist(), strict=True):
+                sums[data.samples[sample].source] += loss
+    return sums

@@ -122,7 +122,7 @@ class StepPlanner:
             schedule = gpipe(self._plan, assignment, Trainability(nothing, nothing))
         else:
             schedule = self._microbatching.family(self._plan, assignment, self._trainability)
-        return self.prepare(samples, assignment, schedule, step, forwards, idle)
+        return self.prepare(samples, assignment, schedule, step, forwards)
 
     def prepare(
         self,
@@ -131,10 +131,9 @@ class StepPlanner:
         schedule: Schedule,
         step: int,
         forwards: bool = False,
-        idle: Collection[str] = (),
     ) -> PreparedStep:
         """The step of an assignment and a schedule that are given. Raises ScheduleError for one that cannot run."""
-        tokens = self._tokens(samples, idle)
+        tokens = self._tokens(samples, self._graph.behind_anchor if forwards else ())
         costs = self._costs.origin if forwards else self._costs.costs_at(step)
         graph = build(self._plan, assignment, schedule)
         timed = time_step(graph, costs, costs.workload(_arrays(tokens)))

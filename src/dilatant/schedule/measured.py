@@ -54,13 +54,36 @@ class MeasuredAction:
 
 
 @dataclass(frozen=True, slots=True)
+class DataWait:
+    """How long a rank waited for samples before its actions. start: as of `MeasuredAction`. slowest: of its samples
+    those that took longest to decode, with their seconds, the slowest first."""
+
+    rank: int
+    start: float
+    seconds: float
+    slowest: tuple[tuple[str, float], ...] = ()
+
+    def to_row(self) -> list[Any]:
+        """Plain values, for JSON."""
+        return [self.rank, self.start, self.seconds, [list(one) for one in self.slowest]]
+
+    @classmethod
+    def from_row(cls, row: list[Any]) -> DataWait:
+        """Read what `to_row` wrote, also after a turn through JSON."""
+        rank, start, seconds, slowest = row
+        return cls(rank, start, seconds, tuple((str(name), float(took)) for name, took in slowest))
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step that ran: enough to predict the very same step. `tokens[unit][sample]` are those of the global batch."""
+    """A step that ran: enough to predict the very same step. `tokens[unit][sample]` are those of the global batch.
+    waits: of its ranks."""
 
     assignment: Assignment
     schedule: Schedule
     tokens: Mapping[str, tuple[int, ...]]
     actions: tuple[MeasuredAction, ...]
+    waits: tuple[DataWait, ...] = ()
 
     def to_json(self) -> str:
         """A JSON document that `from_json` reads back to an equal value."""
@@ -69,6 +92,7 @@ class MeasuredStep:
             "schedule": json.loads(self.schedule.to_json()),
             "tokens": self.tokens,
             "actions": [action.to_row() for action in self.actions],
+            "waits": [wait.to_row() for wait in self.waits],
         }
         return json.dumps(document)
 
@@ -82,6 +106,7 @@ class MeasuredStep:
                 Schedule.from_json(json.dumps(document["schedule"])),
                 {unit: tuple(map(whole, tokens)) for unit, tokens in document["tokens"].items()},
                 tuple(MeasuredAction.from_row(row) for row in document["actions"]),
+                tuple(DataWait.from_row(row) for row in document.get("waits", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a measured step: {type(error).__name__}: {error}") from error

@@ -15,6 +15,7 @@ from dilatant.plan.plan import Plan
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 
 WARM_UP, DRAIN, COMMUNICATION, IMBALANCE = "warm-up", "drain", "communication", "imbalance"
+WAITING_FOR_DATA = "waiting for data"
 
 
 def waiting_for(unit: str) -> str:

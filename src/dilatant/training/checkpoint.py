@@ -121,6 +121,15 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, warned
 
 
+def best_of(newest: Checkpoint) -> Checkpoint:
+    """The checkpoint that the run of `newest` found best (`evaluation.keep_best`); itself where there is none that is
+    whole."""
+    best = read_manifest(newest.path).values.get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    path = newest.path.with_name(f"step-{step:08d}") if isinstance(step, int) else newest.path
+    return newest if damage(path) is not None else Checkpoint(path, read_manifest(path).step)
+
+
 def identity(checkpoint: Path) -> str:
     """Step, session and size of what this process sees at `checkpoint`: equal on ranks that see the same.
 

@@ -221,7 +221,9 @@ class CheckpointWriter:
         sync_folder(self._folder)
         self._published.append(Checkpoint(final, step))
         (self._folder / CONTINUED).unlink(missing_ok=True)
-        prune(self._folder, self._keep, drop_abandoned=len(self._published) >= self._keep)
+        best = values.get("best")
+        step_of_best = best.get("step") if isinstance(best, dict) else None
+        prune(self._folder, self._keep, len(self._published) >= self._keep, step_of_best)
 
     def _await_parts(self, writing: Path, step: int, patience_seconds: float) -> dict[str, Stamp]:
         """Folder → its part.json, of all parts. Raises DamagedError that names those which do not appear."""

@@ -16,6 +16,10 @@ class Gate(Protocol):
     """Stands between gradients and update. By default a step counts as soon as `Runtime.execute` returns, for then all
     ranks have its gradients; whoever wants to outlive ranks lets one party decide."""
 
+    def begin(self, step: int, limit_seconds: float) -> None:
+        """This rank has what it needs to compute step number `step`, which should not take it longer than that."""
+        ...
+
     def vote(self, step: int, hashes: Mapping[str, int]) -> None:
         """Return when step number `step` is committed; whatever is raised, this rank does not apply it. hashes: layer →
         hash of the reduced gradients."""
@@ -26,13 +30,14 @@ class Gate(Protocol):
 class Membership:
     """A rank's place in a run that goes on when others are lost. node_of: rank → node, in this generation.
     weights_follow: whether the weights come from elsewhere, so that none need be read or drawn. opened: told of the
-    communication as soon as there is some, to end it."""
+    communication as soon as there is some, to end it. reason: why there is a new generation."""
 
     generation: int = 0
     node_of: tuple[int, ...] | None = None
     weights_follow: bool = False
     gate: Gate | None = None
     opened: Callable[[Comm], None] = lambda comm: None
+    reason: str = ""
 
 
 ALONE = Membership()

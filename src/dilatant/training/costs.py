@@ -60,6 +60,8 @@ def _target(config: Config, plan: Plan) -> Target:
     """The devices that this run has, whatever others the config plans for."""
     place = place_from()
     here = len(plan.ranks) if place is None else place.local_size
+    if config.resilience.enabled and (place is not None or config.resilience.listen is not None):
+        here = config.resilience.ranks_per_node
     shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here}
     try:
         target = plan_target(

@@ -1,4 +1,4 @@
-"""Where a rank's decoded samples come from: one pool of processes on every machine, or the rank itself."""
+"""Where a rank's decoded samples come from: a pool of processes on every machine, a Ray cluster, or the rank itself."""
 
 from __future__ import annotations
 
@@ -10,22 +10,77 @@ from functools import partial
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
+from dilatant.config import DataConfig, UserError
 from dilatant.data.blend import Blend
 from dilatant.data.encode import Encoding
 from dilatant.data.pool import InlineSource, Source, Waiting
 from dilatant.data.pool_owner import PoolOwner
 from dilatant.data.pool_source import join
+from dilatant.data.ray_cluster import Connection, cluster_address
+from dilatant.data.ray_source import RaySource
 from dilatant.data.workers import workers_of_machine
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
     """How samples are decoded. workers: processes on every machine (None: as many as its cores leave room for; 0: the
-    rank itself). seconds: longest that a sample may take. memory: bytes of decoded samples a rank holds ahead."""
+    rank itself). seconds: longest that a sample may take. memory: bytes of decoded samples a rank holds ahead. cluster:
+    the Ray cluster that does it, see `ray_cluster.Connection`; workers are then those of all ranks together."""
 
     workers: int | None = None
     seconds: float = 60.0
     memory: int = 512 << 20
+    cluster: str | None = None
+
+
+def decoding_of(config: DataConfig) -> Decoding:
+    """What a config says of it."""
+    cluster = cluster_address(config.ray_address) if config.preprocess == "ray" else None
+    return Decoding(config.workers, config.decode_seconds, config.memory << 20, cluster)
+
+
+class ClusterSource:
+    """A `Source` of producers on a Ray cluster, made by all ranks together; the first one starts a local cluster."""
+
+    def __init__(
+        self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
+    ) -> None:
+        assert how.cluster is not None
+        rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+        # Ranks of other machines find no cluster on this one's loopback; the first one's error is everybody's.
+        opened: list[str] = ["", "", ""]
+        if rank == 0:
+            try:
+                cpus = max(workers_of_machine(how.workers, ranks), ranks)
+                self._connection = Connection(how.cluster, cpus=cpus, store_bytes=2 * how.memory * ranks)
+                opened = [self._connection.cluster.address, self._connection.cluster.token, ""]
+            except UserError as error:
+                opened[2] = str(error)
+        address, token, problem = opened if comm is None else all_gather_object(comm, opened)[0]
+        if problem:
+            raise UserError(problem)
+        if rank:
+            self._connection = Connection(address, token)
+        most = max(1, min(how.workers or self._connection.cpus, self._connection.cpus) // ranks)
+        self._source = RaySource(
+            datasets, encoding, how.memory, most, decode_seconds=how.seconds, on_wait=partial(_report, rank)
+        )
+        self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started for the run ends with the first rank."""
+        self._source.close()
+        self._connection.close()
+
+
+def open_source(
+    comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
+) -> Source:
+    """Where this rank gets its samples from; called by all ranks together. comm: None for a process alone. Raises
+    UserError for a cluster that cannot be used."""
+    if how.cluster is not None and datasets:
+        return ClusterSource(comm, datasets, encoding, how)
+    return MachineSource(comm, datasets, encoding, how)
 
 
 class MachineSource:

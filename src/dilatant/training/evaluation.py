@@ -1,29 +1,38 @@
-"""Held-out accuracy: does the model write exactly the answer? Judged through the run's own stages, in any layout.
+"""How good the model is on held-out samples: the loss of their answers, and what it writes in their place. Judged
+through the run's own stages, in any layout.
 
 A greedy answer is exactly the expected one if and only if, given the expected answer up to any of its tokens, the
-likeliest next token is the expected one. So one forward pass of all answers tells what generation, token by token,
-would, and nobody needs the whole model; of a wrong answer what is written is known up to its first wrong token.
+likeliest next token is the expected one. So one forward pass of all answers tells their loss and which of them
+generation, token by token, would give; of a wrong answer what is written is known up to its first wrong token. Metrics
+that need all of it have answers written on (`answers.write_answers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dilatant.comm.gather import all_gather_object
+from dilatant.config.train import LOSS
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step_planner import PreparedStep
+from dilatant.training.answer_metrics import measure
+from dilatant.training.answers import Answer, judge_answers, write_answers
 from dilatant.training.feed import StepInput
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One held-out sample: what was expected, and what the model wrote ("..." where it goes on after a wrong token)."""
+    """What a sample's answer should be and what the model writes. loss: cross entropy of its `tokens` tokens, summed.
+    source: the number of its data set."""
 
     sample: str
     expected: str
     written: str
+    loss: float = 0.0
+    tokens: int = 0
+    source: int = 0
 
     @property
     def is_right(self) -> bool:
@@ -32,71 +41,107 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Exact match over held-out samples. `skipped`: samples that could not be read."""
+    """Of held-out samples. figures: `loss`, of a token of an answer, and metrics, by name; by_source: the same of each
+    data set by its name, where there are several. skipped: samples that could not be read."""
 
     verdicts: tuple[Verdict, ...]
     skipped: tuple[str, ...]
-
-    @property
-    def exact_match(self) -> float:
-        """Share of samples answered exactly, in [0, 1]."""
-        return sum(verdict.is_right for verdict in self.verdicts) / max(1, len(self.verdicts))
+    figures: Mapping[str, float]
+    by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def to_record(self, examples: int = 8) -> dict[str, Any]:
-        """What eval.json holds: the figure, and some wrong answers to look at."""
+        """What eval.json holds: the figures, and some wrong answers to look at."""
         wrong = [verdict for verdict in self.verdicts if not verdict.is_right]
         return {
-            "exact_match": self.exact_match,
+            **self.figures,
             "samples": len(self.verdicts),
+            **({"by_data_set": {name: {**figures} for name, figures in self.by_source.items()}}
+               if self.by_source else {}),
             "skipped": list(self.skipped),
             "wrong_examples": [
                 {"sample": verdict.sample, "expected": verdict.expected, "written": verdict.written}
                 for verdict in wrong[:examples]
             ],
-        }
+        }  # fmt: skip
 
 
-def evaluate(
-    runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], tokenizer: Any, max_new_tokens: int
-) -> Evaluation:
-    """Exact match of the answers of `questions`, batches whose only targets are the tokens of an answer. Called by all
-    ranks together, which all get the same; the model is in evaluation mode meanwhile."""
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """metrics: their names. sources: what data sets go by. max_new_tokens: of an answer that is written."""
+
+    tokenizer: Any
+    metrics: tuple[str, ...]
+    sources: tuple[str, ...]
+    max_new_tokens: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether answers are needed to their ends."""
+        return any(name != "exact_match" for name in self.metrics)
+
+
+def evaluate(runtime: Runtime, questions: Iterable[StepInput[PreparedStep]], how: Judging) -> Evaluation:
+    """Judge the answers of `questions`, batches whose only targets are the tokens of an answer. Called by all ranks
+    together, which all get the same; the model is in evaluation mode meanwhile. Raises UserError, on the first rank,
+    for a metric of the user's that fails."""
     verdicts: list[Verdict] = []
     skipped: list[str] = []
     runtime.train(False)
     try:
         for question in questions:
-            verdicts += _judge(runtime, question, tokenizer, max_new_tokens)
+            verdicts += _judge(runtime, question, how)
             skipped += question.batch.problems
     finally:
         runtime.train()
-    return Evaluation(tuple(verdicts), tuple(skipped))
+    # What a user brings runs once; all ranks decide by what it said there.
+    own = _figures(verdicts, how) if runtime.comm.rank == 0 else None
+    figures, by_source = all_gather_object(runtime.comm, own)[0]
+    return Evaluation(tuple(verdicts), tuple(skipped), figures, by_source)
 
 
-def _judge(
-    runtime: Runtime, question: StepInput[PreparedStep], tokenizer: Any, max_new_tokens: int
-) -> Iterator[Verdict]:
+def _figures(
+    verdicts: Sequence[Verdict], how: Judging
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    by_source = {}
+    if len(how.sources) > 1:
+        for number, name in enumerate(how.sources):
+            own = [verdict for verdict in verdicts if verdict.source == number]
+            if own:
+                by_source[name] = _of(own, how.metrics)
+    return _of(verdicts, how.metrics), by_source
+
+
+def _of(verdicts: Sequence[Verdict], metrics: Sequence[str]) -> dict[str, float]:
+    expected = [verdict.expected for verdict in verdicts]
+    written = [verdict.written for verdict in verdicts]
+    tokens = sum(verdict.tokens for verdict in verdicts)
+    loss = sum(verdict.loss for verdict in verdicts) / max(1, tokens)
+    return {LOSS: loss, **{name: measure(name, expected, written) for name in metrics}}
+
+
+def _judge(runtime: Runtime, question: StepInput[PreparedStep], how: Judging) -> Iterator[Verdict]:
     samples = question.batch.samples
-    own = {}
-    for number, predicted in runtime.predict(samples, question.step).items():
-        labels = samples[number].labels
-        own[number] = _texts(labels[labels != -100].tolist(), predicted, tokenizer, max_new_tokens)
-    texts = {
-        int(number): pair
-        for of_rank in all_gather_object(runtime.comm, own)
-        for number, pair in of_rank.items()
-    }
+    answers = judge_answers(runtime, samples, question.step)
+    whole = {number: answer.written for number, answer in answers.items()}
+    if how.writes:
+        end = how.tokenizer.eos_token_id
+        write_answers(runtime, samples, question.step, answers, how.max_new_tokens, end)
     for number, sample in enumerate(samples):
-        yield Verdict(sample.id, *texts[number])
+        answer = answers[number]
+        expected = how.tokenizer.decode(answer.expected, skip_special_tokens=True)
+        written = (
+            how.tokenizer.decode(answer.written, skip_special_tokens=True)
+            if how.writes
+            else _as_far_as_known(answer, whole[number], how)
+        )
+        yield Verdict(sample.id, expected, written, answer.loss, len(answer.expected), sample.source)
 
 
-def _texts(answer: list[int], predicted: list[int], tokenizer: Any, max_new_tokens: int) -> tuple[str, str]:
-    """What is expected and what the model writes: all of a right answer, or up to the first wrong token ("..." if it
-    goes on there)."""
-    expected = tokenizer.decode(answer, skip_special_tokens=True)
-    for place, (token, wanted) in enumerate(zip(predicted, answer, strict=True)):
-        if token != wanted or place == max_new_tokens:
-            written = [*answer[:place], token][:max_new_tokens]
-            ends = token == tokenizer.eos_token_id or place == max_new_tokens
-            return expected, tokenizer.decode(written, skip_special_tokens=True) + ("" if ends else "...")
-    return expected, expected
+def _as_far_as_known(answer: Answer, proven: Sequence[int], how: Judging) -> str:
+    """All of a right answer, or up to the first wrong token ("..." if it goes on there)."""
+    longest, end = how.max_new_tokens, how.tokenizer.eos_token_id
+    if list(proven) == answer.expected and len(proven) <= longest:
+        return how.tokenizer.decode(answer.expected, skip_special_tokens=True)
+    written = list(proven[:longest])
+    ends = len(proven) >= longest or written[-1:] == [end]
+    return how.tokenizer.decode(written, skip_special_tokens=True) + ("" if ends else "...")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from safetensors import SafetensorError
 
-from dilatant.config import Config, UserError
+from dilatant.config import Config, ModelConfig, UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
@@ -35,7 +35,9 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
 from dilatant.profiling.media_units import media_unit, units_of_whole
-from dilatant.training.checkpoint import load
+from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
+from dilatant.training.averages import AVERAGE
+from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
 from dilatant.training.whole_answers import WholeAnswers
 from dilatant.training.whole_export import write_whole
@@ -60,8 +62,13 @@ def export_checkpoint(
     dtypes = source_dtypes(config.model)
     for name, unit in model.units.items():
         hold_in(unit, dtypes[name])
-    load(checkpoint, {"model": allocate(model.units)})
-    export_model(model, encoding, folder, run, config.model.id)
+    weights = allocate(model.units)
+    load(checkpoint, {"model": weights})
+    stored = stored_shapes(checkpoint, "optimizer") if config.train.optimizer.ema is not None else {}
+    averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
+    if averages:
+        load(checkpoint, {"model": {}, "optimizer": averages}, known=set(weights))
+    export_model(model, encoding, folder, run, config.model.id, config.model)
 
 
 def export_model(
@@ -70,12 +77,14 @@ def export_model(
     folder: Path,
     run: Path | None = None,
     source: str | None = None,
+    config: ModelConfig | None = None,
 ) -> None:
     """Write the model into `folder`; an earlier export there is replaced once the new one is complete.
 
-    run: the run folder, which is never replaced. source: the id or folder that a whole model came from, None where it
-    began from scratch. Raises UserError when `folder` holds anything else (see `check_target`, which can be asked
-    before the work begins) and when the disk does not take it.
+    run: the run folder, which is never replaced. source: the id or folder that a whole model came from, None where
+    it began from scratch. config: of the model, where it has adapters. Raises UserError when `folder` holds
+    anything else (see `check_target`, which can be asked before the work begins) and when the disk does not take
+    it.
     """
     check_target(folder, run)
     try:
@@ -85,6 +94,11 @@ def export_model(
                     model.save_pretrained(writing)
                 else:
                     write_whole(model, writing, source)
+                for adapted in adapted_models(model, config) if config is not None else ():
+                    assert config is not None
+                    assert config.lora is not None
+                    place = writing / ADAPTERS / adapted.folder if config.lora.merge else writing
+                    write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
                 if isinstance(unit, NativeClipUnit):
@@ -130,10 +144,8 @@ def load_exported(folder: Path) -> Exported:
         _read_conversation(folder)
         return _load_whole(folder)
     if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{str(folder)!r} holds an adapter alone (model.lora.merge: false); load it with peft on its base model, "
-            "or export the merged model"
-        )
+        _read_conversation(folder)
+        return _load_adapter(folder)
     markers, drawn = _read_conversation(folder)
     with without_bars(folder):
         model = MultimodalModel.from_pretrained(folder)
@@ -169,12 +181,23 @@ def load_exported(folder: Path) -> Exported:
     return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units), targets=targets))
 
 
-def _load_whole(folder: Path) -> Exported:
+def _load_adapter(folder: Path) -> Exported:
+    """An adapter alone, on the whole model that it names."""
+    base = adapter_settings(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{str(folder)!r} is an adapter that names no model to lie on; export the merged model (model.lora.merge)"
+        )
+    return _load_whole(folder, base)
+
+
+def _load_whole(folder: Path, base: str | None = None) -> Exported:
+    """base: the model that the folder is an adapter of."""
     where = str(folder)
-    whole = Whole.of(load_pretrained_config(where, where), where)
+    whole = Whole.of(load_pretrained_config(base or where, where), where)
     tokenizer = load_tokenizer(where)
     with without_bars(folder):
-        model = WholeAnswers.open(folder, whole)
+        model = WholeAnswers.open(base or where, whole, folder if base else None)
     encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units_of_whole(whole, where, tokenizer))
     return Exported(model, tokenizer, encoding)
 

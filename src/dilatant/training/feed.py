@@ -36,6 +36,8 @@ from dilatant.data.sizes import SizesIndex
 LOOK_AHEAD = 2
 """Steps whose samples are asked for before the one that is being put together is complete."""
 
+NAMED = 3
+"""Samples of a step that are named as the slowest to decode."""
 MEDIA_BYTES = 768
 """Of one encoder token: a patch of 16 x 16 pixels in three bytes. Where it is more, the source learns that."""
 
@@ -67,6 +69,7 @@ class IndexedData:
             draw,
             int(self.index.target_tokens[index]),
             int(self.index.content[index]),
+            self.samples.source_of(index),
         )
 
 
@@ -174,7 +177,15 @@ class Feed(Generic[Step]):
         draft, waited = collected.draft, self.waited_seconds - self._counted_seconds
         self._counted_seconds = self.waited_seconds
         samples = tuple(collected.loaded.get(number, head) for number, head in enumerate(draft.heads))
-        batch = GlobalBatch(samples, draft.draw.position, draft.draw.epoch, draft.problems, waited)
+        slowest = sorted(collected.loaded.values(), key=lambda sample: -sample.made_seconds)[:NAMED]
+        batch = GlobalBatch(
+            samples,
+            draft.draw.position,
+            draft.draw.epoch,
+            draft.problems,
+            waited,
+            tuple((sample.id, sample.made_seconds) for sample in slowest),
+        )
         return StepInput(batch, draft.step)
 
     def found(self) -> list[tuple[int, str]]:
@@ -280,6 +291,7 @@ class Feed(Generic[Step]):
                 input_ids=sample.input_ids if has_tokens else held.input_ids,
                 labels=sample.labels if has_tokens else held.labels,
                 media={**held.media, **sample.media},
+                made_seconds=held.made_seconds + sample.made_seconds,
             )
 
     def _again(self, collected: _Collected[Step]) -> _Collected[Step]:

@@ -21,7 +21,7 @@ from dilatant.data.workers import workers_of_machine
 from dilatant.profiling.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step_planner import PreparedStep
-from dilatant.training.decoding import Decoding, MachineSource
+from dilatant.training.decoding import decoding_of, open_source
 from dilatant.training.feed import Draw, Feed, IndexedData, StepInput, agree_on_bad, draws
 from dilatant.training.needs import Needs
 from dilatant.training.shared_batches import SharedBatches
@@ -65,8 +65,7 @@ class Inputs:
         self._shared = None if TRAIN in self._data else SharedBatches(comm, bool(self._needs.media))
         data = config.data
         datasets = {name: known.samples for name, known in self._data.items()}
-        how = Decoding(data.workers, data.decode_seconds, data.memory << 20)
-        self._source = MachineSource(comm, datasets, samples.encoding, how)
+        self._source = open_source(comm, datasets, samples.encoding, decoding_of(data))
 
     @contextmanager
     def training(
@@ -95,10 +94,10 @@ class Inputs:
             yield feed
 
     def held_out(self, limit: int | None, batch_size: int) -> Iterator[StepInput[PreparedStep]]:
-        """Batches of held-out samples as questions (see `encode_sample`), those that are refused left out."""
+        """Batches of held-out samples as questions (see `encode_sample`), those that are refused left out. limit: of
+        each data set."""
         data = self._data[HELD_OUT]
-        total = min(len(data.samples), limit or len(data.samples))
-        indices = np.array([index for index in range(total) if index not in data.refused], np.int64)
+        indices = np.array([index for index in self._first(limit) if index not in data.refused], np.int64)
         batches = (
             Draw(0, indices[start : start + batch_size], start, SamplerState())
             for start in range(0, len(indices), batch_size)
@@ -115,7 +114,16 @@ class Inputs:
     def refused(self, limit: int | None) -> tuple[str, ...]:
         """Why held-out samples are left out, those that sizes tell of."""
         refused = self._data[HELD_OUT].refused
-        return tuple(why for index, why in refused.items() if limit is None or index < limit)
+        return tuple(refused[index] for index in self._first(limit) if index in refused)
+
+    def _first(self, limit: int | None) -> list[int]:
+        """The first held-out samples of each data set."""
+        begin = 0
+        found: list[int] = []
+        for length in self._data[HELD_OUT].samples.lengths:
+            found += range(begin, begin + min(length, limit or length))
+            begin += length
+        return found
 
     def close(self) -> None:
         """End the processes that decode."""

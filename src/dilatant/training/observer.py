@@ -27,11 +27,15 @@ class Observer:
         self._console = console or Console(quiet=True)
         self._trackers: list[Tracker] = []
         self._line: ProgressLine
+        self._history: list[dict[str, float]] = []
 
     def __enter__(self) -> Observer:
         trainer = self._trainer
         if trainer.step:
-            self._console.print(f"going on after step {trainer.step}", highlight=False)
+            reason = trainer.membership.reason
+            why = f" with {trainer.comm.size} ranks: {reason}" if reason else ""
+            self._console.print(f"going on after step {trainer.step}{why}", highlight=False, markup=False)
+            self._history = self._folder.evaluations_before(trainer.step)
         if (warning := self._folder.begin_metrics(trainer.step)) is not None:
             warn(self._console, warning)
         self._trackers = open_trackers(
@@ -62,14 +66,22 @@ class Observer:
         if metrics.warning is not None:
             warn(self._console, metrics.warning)
 
-    def evaluated(self, step: int, evaluation: Evaluation | None) -> None:
-        """Held-out samples were judged; None where there are none."""
-        if evaluation is None:
-            return
-        self._folder.write_json("eval.json", {"step": step, **evaluation.to_record()})
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Held-out samples were judged after `step`."""
+        self._history = [*self._history, {"step": step, **evaluation.figures}]
+        record = {"step": step, **evaluation.to_record(), "history": self._history}
+        self._folder.write_json("eval.json", record)
+        scalars = {f"eval/{name}": value for name, value in evaluation.figures.items()}
+        for source, figures in evaluation.by_source.items():
+            scalars |= {f"eval/{source}/{name}": value for name, value in figures.items()}
         for tracker in self._trackers:
-            tracker.log(step, {"eval/exact_match": evaluation.exact_match})
+            tracker.log(step, scalars)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.figures.items())
+        kept = self._config.evaluation.keep_best
+        best = self._trainer.best
+        about = (
+            "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
+        )
         self._console.print(
-            f"step {step}: {evaluation.exact_match:.1%} of {len(evaluation.verdicts):,} held-out answers are exact",
-            highlight=False,
+            f"step {step}: {len(evaluation.verdicts):,} held-out samples: {shown}{about}", highlight=False
         )

@@ -20,7 +20,7 @@ from dilatant.report.plan_page import write_plan_page
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.search_report import search_report
-from dilatant.report.wording import bytes_text, counted, listed, origin_text, seconds_text
+from dilatant.report.wording import bytes_text, count_text, counted, listed, origin_text, seconds_text
 from dilatant.training.layout import TrainingPlan
 
 NOTABLE = 0.01
@@ -69,6 +69,7 @@ def plan_report(planned: PlannedRun, title: str) -> PlanReport:
     return replace(
         report,
         units=units,
+        reasons=(*report.reasons, *_decoding(planned)),
         warnings=(*report.warnings, *_warnings(planned)),
         advice=(*report.advice, *_advice(planned)),
     )
@@ -121,6 +122,26 @@ def _searched(problem: PlanningProblem) -> str:
 def _either(values: Iterable[object]) -> str:
     texts = [str(value) for value in values]
     return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def _decoding(planned: PlannedRun) -> list[str]:
+    """How many processors must decode, and where that is more than there are workers, what helps."""
+    cost, config = planned.problem.decoding, planned.problem.config
+    if cost is None:
+        return []
+    rate = planned.problem.global_batch / planned.result.winner.score.seconds
+    needed = cost.processors(rate)
+    said = [
+        f"Decoding takes {seconds_text(cost.seconds)} of a processor a sample (mean of {cost.samples}, measured here): "
+        f"{counted(needed, 'processor')} keep up with {count_text(rate)} samples per second."
+    ]
+    machines = planned.problem.target.cluster.nodes if config.data.preprocess == "local" else 1
+    if config.data.workers is not None and config.data.workers * machines < needed:
+        said.append(
+            f"data.workers allows only {config.data.workers * machines}: training would wait for data; raise it, or "
+            "let other machines decode (data.preprocess: ray)."
+        )
+    return said
 
 
 def _advice(planned: PlannedRun) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dilatant.config import Config, UserError
 from dilatant.config.model import LANGUAGE
+from dilatant.data.ray_cluster import check_cluster, cluster_address
 from dilatant.data.sizes import Progress
 from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
@@ -45,7 +46,13 @@ def prepare(
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
+        if config.data.preprocess == "ray":
+            check_cluster(cluster_address(config.data.ray_address))
         samples = with_sizes(config, assemble_samples(config), progress)
+        if config.data.preprocess == "ray" and samples.train_sizes is None:
+            raise UserError(
+                "data.preprocess: 'ray' asks for samples by index, which streamed data do not have; use 'local'"
+            )
         model = assemble_model(config, samples, hollow=True)
         refuse_random_depth(model.units.values())
         if not any(weight.requires_grad for weight in model.parameters()):

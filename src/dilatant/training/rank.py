@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +43,8 @@ class RunResult:
     step here. summary: who was busy and who waited in the last step. evaluation: of a run that reached its last step.
     checkpoint: the last one that was written here. began_at: steps that were done before. is_first: this process speaks
     for the run; under an outer launcher that is rank 0's. training_began: when its first step could, by
-    `time.monotonic`."""
+    `time.monotonic`. best_step: of the evaluation that `evaluation.keep_best` found best. ended_early: the step after
+    which no evaluation was better for long enough."""
 
     folder: Path
     step: int
@@ -57,6 +58,8 @@ class RunResult:
     began_at: int = 0
     is_first: bool = True
     training_began: float | None = None
+    best_step: int | None = None
+    ended_early: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -119,11 +122,13 @@ def train_to_end(
         if observer is not None and late is not None:
             observer.stepped(late)
         training_began = time.monotonic()
-        result = _train(config, trainer, observer, stop)
+        result = _train(trainer, observer, stop)
         summary = _show_last_step(trainer, folder) if result.step else ""
-        evaluation = trainer.evaluate() if result.finished else None
-        if observer is not None:
-            observer.evaluated(trainer.step, evaluation)
+        evaluation = result.evaluation
+        if result.finished and evaluation is None:
+            evaluation = trainer.evaluate()
+            if observer is not None and evaluation is not None:
+                observer.evaluated(trainer.step, evaluation)
     return RunResult(
         folder.path,
         result.step,
@@ -138,20 +143,15 @@ def train_to_end(
         began_at,
         first,
         training_began,
+        trainer.best.step,
+        result.step if trainer.ends_early and result.step < result.total_steps else None,
     )
 
 
-def _train(config: Config, trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
-    def after_step(step: int) -> None:
-        every = config.evaluation.steps
-        if every and step % every == 0 and step < trainer.total_steps:
-            evaluation = trainer.evaluate()
-            if observer is not None:
-                observer.evaluated(step, evaluation)
-
+def _train(trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
     if observer is None:
-        return trainer.run(lambda metrics: None, lambda: stop.received, after_step)
-    return trainer.run(observer.stepped, lambda: stop.received, after_step)
+        return trainer.run(lambda metrics: None, lambda: stop.received)
+    return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
 
 
 def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:
@@ -171,11 +171,11 @@ def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Con
 def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
     """Write the last step: as a page, for Perfetto, and for `dilatant simulate`; returns its summary. Called by all
     ranks, of which the first writes."""
-    step = trainer.runtime.measured_step()
+    step, waits = trainer.runtime.measured_step(), trainer.data_waits()
     if trainer.rank != 0 or step is None or not step.actions:
         return ""
-    plan = trainer.runtime.plan
-    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows())
+    plan, step = trainer.runtime.plan, replace(step, waits=waits)
+    write_timeline(folder.path / "timeline.json", step.actions, plan, trainer.runtime.arrows(), waits)
     planned = trainer.runtime.last_step
     predicted = None if planned is None else planned.predicted_timeline()
     write_step_page(
@@ -184,10 +184,11 @@ def _show_last_step(trainer: Trainer, folder: RunFolder) -> str:
         plan,
         f"{folder.path.name}: the last step",
         None if planned is None or predicted is None else Prediction(predicted, planned.origin),
+        waits,
     )
     folder.write_text("step.json", step.to_json() + "\n")
     link_pages(folder.path)
-    return by_lane(measured_chart(step.actions, plan), plan)
+    return by_lane(measured_chart(step.actions, plan, waits), plan)
 
 
 def console_for(show: Show) -> Console:

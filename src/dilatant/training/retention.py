@@ -51,8 +51,9 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def prune(folder: Path, keep: int, drop_abandoned: bool) -> None:
-    """Delete all but the newest `keep` checkpoints that are whole, and frozen weights that only the deleted named.
+def prune(folder: Path, keep: int, drop_abandoned: bool, best: int | None = None) -> None:
+    """Delete all but the newest `keep` checkpoints that are whole and the one of step `best`, and frozen weights that
+    only the deleted named.
 
     A damaged checkpoint is not counted, and goes with those that are older than all kept. drop_abandoned: other
     branches as well. Never raises: what cannot be deleted stays.
@@ -61,7 +62,11 @@ def prune(folder: Path, keep: int, drop_abandoned: bool) -> None:
         whole = [c for c in list_checkpoints(folder) if damage(c.path, contents=False) is None]
         kept = {c.path for c in whole[:keep]}
         oldest = min((c.step for c in whole[:keep]), default=0)
-        doomed = [c.path for c in list_checkpoints(folder) if c.path not in kept and c.step < oldest]
+        doomed = [
+            c.path
+            for c in list_checkpoints(folder)
+            if c.path not in kept and c.step < oldest and c.step != best
+        ]
         if drop_abandoned:
             doomed += [path for path in folder.glob(f"{ABANDONED}step-*") if step_of(path) is not None]
         named = set().union(*(_frozen_of(path) or set() for path in doomed))

@@ -22,6 +22,7 @@ from dilatant.models.freeze import audit
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted
+from dilatant.training.answer_metrics import find_metric
 from dilatant.training.auto_plan import Devices, choose_plan, devices_at_hand, is_planned_here, share_plan
 from dilatant.training.checkpoint import newest_valid
 from dilatant.training.export import export_checkpoint
@@ -42,8 +43,15 @@ class Stopped(Exception):
         self.exit_code = exit_code
 
 
-Resilient = Callable[..., RunResult]
-"""See `resilience.launch.launch_resiliently`, which stands above this room."""
+@dataclass(frozen=True, slots=True)
+class Resilient:
+    """What starts the ranks of a run that goes on when some are lost: `resilience.launch` and `resilience.machines`,
+    which stand above this room. nodes: machines that it begins with, each with `resilience.ranks_per_node`; None: this
+    one. launcher: who started, or asked for, so many."""
+
+    launch: Callable[..., RunResult]
+    nodes: int | None = None
+    launcher: str = ""
 
 
 def train(
@@ -63,19 +71,22 @@ def train(
     if config.train.device == "cpu":
         hide_gpus()
     check_optimizer(config.train.optimizer)
+    for metric in config.evaluation.metrics if config.data.holds_out else ():
+        find_metric(metric)
     place = place_from()
     plans = is_planned_here(config, place)
+    devices = devices_at_hand(config, place)
+    if resilient is not None:
+        place = None  # its ranks are started here, or by agents
+        if resilient.nodes is not None:
+            devices = Devices(resilient.nodes, config.resilience.ranks_per_node, resilient.launcher)
     if not plans and place is not None and not config.parallel.is_laid_out:
         raise UserError(
             f"{place.launcher} started {place.size} processes, but parallel: single asks for one; start one, or let "
             "the run plan for them (parallel: auto)"
         )
-    if resilient is not None and place is not None:
-        raise UserError(
-            f"resilience.enabled: {place.launcher} started this run, and so far only one that is started with "
-            "`dilatant train` on one machine goes on when ranks are lost; leave it out"
-        )
-    if place is None and (plans or config.parallel.is_laid_out):
+    is_local = resilient is None or resilient.nodes is None
+    if is_local and place is None and (plans or config.parallel.is_laid_out):
         fork_server.warm_up()  # before our own imports, which take as long as the server's
     speaks = place is None or place.rank == 0
     console = console_for(show if speaks else "nothing")
@@ -86,7 +97,7 @@ def train(
             folder.lock()
             check_target(folder.export, folder.path)
             start = find_start(config, folder, overwrite, console)
-        planning = _Planning(config, devices_at_hand(config, place), folder, start) if plans else None
+        planning = _Planning(config, devices, folder, start) if plans else None
         if planning is not None and place is not None:
             # The ranks meet first, for only one of them plans.
             result, prepared = _launch(_train_as_planned, place.size, planning, show)
@@ -99,6 +110,7 @@ def train(
             planned = prepared.planned
             ranks = len(planned.plan.ranks)
             if resilient is not None:
+                _check_nodes(config, resilient, ranks)
                 result = _launch_resilient(resilient, config, ranks, planned, start, show)
                 if result.finished:
                     _export(config, prepared, result, folder)
@@ -180,12 +192,26 @@ def _launch(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
     return result
 
 
+def _check_nodes(config: Config, resilient: Resilient, ranks: int) -> None:
+    """Raises UserError where a layout does not fill machines."""
+    each = config.resilience.ranks_per_node
+    if resilient.nodes is None:
+        return
+    by_launcher = resilient.launcher != "resilience.listen" and resilient.nodes * each != ranks
+    if ranks % each or by_launcher:
+        have = f"{resilient.launcher} started {resilient.nodes} machines" if by_launcher else "machines come"
+        raise UserError(
+            f"the layout has {ranks} ranks, but {have} with resilience.ranks_per_node {each}; lay out as many, or let "
+            "the run plan for them (parallel: auto)"
+        )
+
+
 def _launch_resilient(
     resilient: Resilient, config: Config, ranks: int, planned: TrainingPlan, start: Start, show: Show
 ) -> RunResult:
     with _stopping(starts_workers=True) as stop:
         try:
-            result = resilient(config, ranks, planned.to_json(), start, show, stop.workers_run)
+            result = resilient.launch(config, ranks, planned.to_json(), start, show, stop.workers_run)
         except WorkerFailed:
             if stop.signal.received:  # before they trained, or after
                 raise Stopped(stop.signal.exit_code) from None
@@ -202,8 +228,8 @@ class _Stop:
         self.signal = StopSignal()
         self.signal.on_signal = _interrupt
 
-    def workers_run(self) -> None:
-        self.signal.on_signal = _terminate_workers
+    def workers_run(self, ask: Callable[[], None] | None = None) -> None:
+        self.signal.on_signal = ask or _terminate_workers
 
 
 @contextmanager
@@ -225,6 +251,9 @@ def _interrupt() -> None:
 
 def _export(config: Config, prepared: Prepared, result: RunResult, folder: RunFolder) -> None:
     checkpoint = result.checkpoint or _newest(folder)
+    if config.evaluation.keep_best is not None and result.best_step is not None:
+        best = folder.checkpoints / f"step-{result.best_step:08d}"
+        checkpoint = best if best.is_dir() else checkpoint
     export_checkpoint(
         checkpoint, prepared.model, config, prepared.samples.encoding, folder.export, folder.path
     )

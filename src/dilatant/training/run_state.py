@@ -8,13 +8,16 @@ from torch import Tensor
 
 from dilatant.plan.boxes import Box
 from dilatant.runtime.runtime import Runtime
+from dilatant.training.averages import AVERAGE, Averages
 from dilatant.training.checkpoint_boxes import Tensors
 from dilatant.training.master_weights import MOMENTS, WithMasters
 from dilatant.training.optimizer import optimizer_tensors
 
 
-def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: WithMasters) -> Tensors:
-    """By key: `masters` with their moments, frozen weights and buffers; not copies.
+def held_state(
+    runtime: Runtime, masters: Mapping[str, Tensor], optimizer: WithMasters, averages: Averages | None = None
+) -> Tensors:
+    """By key: `masters` with their moments and averages, frozen weights and buffers; not copies.
 
     masters: what this rank updates of every weight that it owns, with the keys of `runtime.owned.parameters`. What
     others own comes from them, with `OwnedWeights.gather`.
@@ -26,7 +29,16 @@ def held_state(runtime: Runtime, masters: Mapping[str, Tensor], optimizer: WithM
         if name not in owned.weights
     }
     own = {key: master.detach() for key, master in masters.items()}
-    return {"model": {**fixed, **own}, "optimizer": optimizer_tensors(optimizer)}
+    return {"model": {**fixed, **own}, "optimizer": state_tensors(optimizer, averages)}
+
+
+def state_tensors(optimizer: WithMasters, averages: Averages | None) -> dict[str, dict[str, Tensor]]:
+    """Key → kind → what is kept beside a master: moments, where it was updated, and its average, where there is one."""
+    state = optimizer_tensors(optimizer)
+    if averages is not None:
+        for key, average in averages.tensors.items():
+            state[key] = {**state.get(key, {}), AVERAGE: average}
+    return state
 
 
 def written_state(
@@ -34,6 +46,7 @@ def written_state(
     masters: Mapping[str, Tensor],
     optimizer: WithMasters,
     written: Mapping[str, tuple[Box, ...]],
+    averages: Averages | None = None,
 ) -> Tensors:
     """The part of it that this rank writes; over all ranks every number is written once.
 
@@ -48,14 +61,14 @@ def written_state(
     }
     weights = {key: master.detach() for key, master in masters.items()}
     model |= {box.key: part for box, part in owned.spoken_parts(weights)}
-    state = optimizer_tensors(optimizer)
+    state = state_tensors(optimizer, averages)
     moments: Tensors = {}
-    for kind in MOMENTS:
-        of_kind = {key: tensors[kind] for key, tensors in state.items()}
+    for kind in (*MOMENTS, AVERAGE):
+        of_kind = {key: tensors[kind] for key, tensors in state.items() if kind in tensors}
         for box, part in owned.spoken_parts(of_kind):
             moments.setdefault(box.key, {})[kind] = part
     for key, cells in owned.spoken.items():
         for cell in cells:
-            if key in state and cell.has_origin:  # one number for all of a weight
+            if "step" in state.get(key, {}) and cell.has_origin:  # one number for all of a weight
                 moments[cell.key]["step"] = state[key]["step"]
     return {"model": model, "optimizer": moments}

@@ -42,6 +42,12 @@ class StopSignal:
         """What a shell or a scheduler expects of a process that a signal ended; 0 without a signal."""
         return 0 if self.signal is None else 128 + self.signal
 
+    def request(self) -> None:
+        """As if SIGTERM had come; from any thread."""
+        if self.signal is None:
+            self.signal = signal.Signals.SIGTERM
+            self._noted_at = time.monotonic()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number)

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config import ModelConfig
-from dilatant.config.errors import UserError, list_problems
+from dilatant.config.errors import UserError
 from dilatant.config.model import GeneratorConfig
-from dilatant.models.lora import PREFIX, is_adapter
+from dilatant.models.lora import is_adapter, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.picture_nets import pretrained_weights, read_source
@@ -30,10 +30,10 @@ from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
 from dilatant.plan.boxes import Box
 from dilatant.runtime.holders import part
+from dilatant.training.adapter_files import ADAPTER_FILE, adapted_models, adapter_keys
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def read_pretrained(
@@ -46,9 +46,7 @@ def read_pretrained(
     """
     if config.is_whole:
         whole = {} if config.id is None else _read_whole(model, config.id, held)
-        if config.lora is not None and config.lora.adapter is not None:
-            whole |= read_adapter(model, Path(config.lora.adapter), held)
-        return whole
+        return whole | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
@@ -58,7 +56,7 @@ def read_pretrained(
         wanted = {
             weight.name: held[weight.name]
             for weight in unit.weights
-            if weight.part == "model" and weight.name in held
+            if weight.part == "model" and weight.name in held and not is_adapter(weight.name)
         }
         if source is None or own_code or not wanted:
             continue
@@ -69,14 +67,14 @@ def read_pretrained(
             with seeded(seed, name):
                 whole = load(source, f"model {name!r}", dtype=torch.float32).state_dict()
             found = {
-                w.name: part(whole[w.key], wanted[w.name])
+                w.name: part(whole[plain_key(w.key)], wanted[w.name])
                 for w in unit.weights
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
     for name, entry in config.generators.items():
         weights |= _of_generator(model, name, entry, held)
-    return weights
+    return weights | read_adapters(model, config, held)
 
 
 def _of_generator(
@@ -119,45 +117,18 @@ def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) ->
     return weights
 
 
-def read_adapter(model: MultimodalModel, folder: Path, held: Mapping[str, Box]) -> dict[str, Tensor]:
-    """What is `held` of the weights in a folder of peft's. Raises UserError for another adapter than the model's."""
-    whole = model.whole
-    assert whole is not None
-    assert whole.lora is not None
-    name, settings = whole.lora.adapter, adapter_settings(folder)
-    wrong = [
-        f"{key} is {settings.get(key)!r} there and {own!r} here"
-        for key, own in (
-            ("r", whole.lora.r),
-            ("lora_alpha", whole.lora.lora_alpha),
-            ("use_rslora", whole.lora.use_rslora),
-            ("peft_type", "LORA"),
-        )
-        if settings.get(key) != own
-    ]
-    file = folder / ADAPTER_FILE
-    files = _keys(file)
-    keys = {
-        PREFIX + whole.key_of(unit, weight): weight.name
-        for unit in model.units.values()
-        for weight in unit.weights
-    }
-    wrong += [f"it has {key!r}, which this model has not" for key in files if key not in keys]
-    wrong += [f"it lacks {key!r}" for key, weight in keys.items() if is_adapter(weight) and key not in files]
-    if wrong:
-        more = [f"and {len(wrong) - 8} more"] if len(wrong) > 8 else []
-        raise list_problems(f"model.lora.adapter: {name!r} does not fit:", [*wrong[:8], *more])
-    with open_tensors(file) as tensors:
-        return {keys[key]: _read(tensors, key, held[keys[key]]) for key in files if keys[key] in held}
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """What `adapter_config.json` says. Raises UserError."""
-    try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.lora.adapter: {str(folder)!r} is no adapter of peft: {error}") from None
-    return settings if isinstance(settings, dict) else {}
+def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of the weights in `model.lora.adapter`. Raises UserError for another adapter than the model's."""
+    weights: dict[str, Tensor] = {}
+    lora = config.lora
+    if lora is None or lora.adapter is None:
+        return weights
+    for adapted in adapted_models(model, config):
+        folder = Path(lora.adapter) / adapted.folder
+        keys = adapter_keys(adapted, _keys(folder / ADAPTER_FILE), lora, folder)
+        with open_tensors(folder / ADAPTER_FILE) as tensors:
+            weights |= {name: _read(tensors, key, held[name]) for key, name in keys.items() if name in held}
+    return weights
 
 
 def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
@@ -216,11 +187,11 @@ def read_unit(
 
     Stored keys may have a prefix that the unit's own keys lack, or the reverse, as in the files of a larger model.
     """
-    stored_as = _by_own_key([w.key for w in unit.weights if w.part == module], files)
+    stored_as = _by_own_key([plain_key(w.key) for w in unit.weights if w.part == module], files)
     found: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for weight in unit.weights:
-        if weight.part == module and weight.name in held and weight.key in stored_as:
-            stored = stored_as[weight.key]
+        if weight.part == module and weight.name in held and plain_key(weight.key) in stored_as:
+            stored = stored_as[plain_key(weight.key)]
             found[files[stored]].append((weight.name, stored))
     weights = {}
     for file, entries in found.items():

@@ -7,7 +7,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,46 +21,58 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.cost.memory import DEFAULT_ZERO
+from dilatant.data.blend import Blend
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples
+from dilatant.profiling.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
 from dilatant.runtime.holders import boxes_held_on, holdings_of, written_cells
 from dilatant.runtime.precision import pick_precision
 from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.schedule.measured import DataWait
+from dilatant.training.averages import AVERAGE, Averages
+from dilatant.training.best import Best
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_boxes import Tensors
 from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
 from dilatant.training.commit import ALONE, Membership, gradient_hashes
-from dilatant.training.evaluation import Evaluation, evaluate
+from dilatant.training.evaluation import Evaluation, Judging, evaluate
 from dilatant.training.feed import agree_on_bad, merge_found
 from dilatant.training.inputs import Inputs, Steps
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
+from dilatant.training.master_weights import MOMENTS
+from dilatant.training.model_flops import model_flops, peak_flops
 from dilatant.training.optimizer import (
     allocate_moments,
     build_optimizer,
-    optimizer_tensors,
     peak_rates,
     set_rate_factor,
 )
-from dilatant.training.run_state import held_state, written_state
+from dilatant.training.run_state import held_state, state_tensors, written_state
 from dilatant.training.stored_weights import read_pretrained
 
+NOTED_WAIT = 0.02
+"""The share of a step from which on a wait for data is worth naming samples."""
+SLOWER = 5
+"""A step that takes so many times as long as the longest one before is taken to hang."""
 LAST_PATIENCE_SECONDS = 20.0
 """How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """`step` steps are done; `finished` is False when the run was asked to stop before its last one."""
+    """`step` steps are done; `finished` is False when the run was asked to stop before its last one. evaluation: after
+    that step, where it was judged."""
 
     step: int
     total_steps: int
     seconds: float
     finished: bool
+    evaluation: Evaluation | None = None
 
 
 class Trainer:
@@ -88,6 +100,9 @@ class Trainer:
         self._config = config
         self._samples = samples
         self._device = worker.device
+        self._sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
+        self._flops = model_flops(describe_model(model))
+        self._peak_flops = peak_flops(config)
         self.comm = Comm(
             worker.store,
             worker.rank,
@@ -99,6 +114,8 @@ class Trainer:
         membership.opened(self.comm)
         held = boxes_held_on(holdings_of(plan, model.units), worker.rank)
         self._gate = membership.gate
+        self.membership = membership
+        self.recovery: Mapping[str, float] = {}
         if membership.weights_follow:
             weights = {name: torch.zeros(box.shape) for name, box in held.items()}
         else:
@@ -118,6 +135,7 @@ class Trainer:
             keeps_masters=not config.train.optimizer.offload,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
+            num_sources=len(self._sources),
         )
 
         def matching(pattern: str) -> frozenset[str]:
@@ -137,6 +155,9 @@ class Trainer:
             if box.name in weights
         }
         self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
+        ema = config.train.optimizer.ema
+        self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
+        self.best = Best()
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
@@ -153,7 +174,8 @@ class Trainer:
         self._unpublished = False
         self._half_updated = False
         self._voted: tuple[StepResult, GlobalBatch] | None = None
-        self._began = self._rate = 0.0
+        self._data_wait: DataWait | None = None
+        self._began = self._rate = self._longest_step = 0.0
         self.last_metrics: StepMetrics | None = None
         self._layer_of = {
             weight.name: weight.layer for unit in model.units.values() for weight in unit.weights
@@ -161,8 +183,13 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from `checkpoint`, of any layout: weights, moments and data position. Raises UserError."""
-        moments = {name.rpartition(".")[0] for name in stored_shapes(checkpoint, "optimizer")}
-        state = self.empty_state(moments)
+        kinds = [name.rpartition(".") for name in stored_shapes(checkpoint, "optimizer")]
+        state = self.empty_state({name for name, _, kind in kinds if kind == MOMENTS[0]})
+        averaged = {name for name, _, kind in kinds if kind == AVERAGE}
+        boxes = self.runtime.owned.boxes
+        begins = {key for key in state["optimizer"] if boxes[key].name not in averaged}
+        for key in begins:
+            state["optimizer"][key].pop(AVERAGE, None)
         values = load(checkpoint, state, known=self._known, shapes=self._shapes)
         if not isinstance(values.get("step"), int) or "position" not in values:
             raise UserError(
@@ -172,6 +199,8 @@ class Trainer:
             self.go_on_from(values)
         except ValueError as error:
             raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
+        if self._averages is not None:
+            self._averages.begin(self._optimizer.masters, begins)
         self._saved_step = self.step
         self._any_rank(False, "all to have read the checkpoint")
         if self.rank == 0:  # its name may change now
@@ -179,7 +208,7 @@ class Trainer:
 
     def state(self) -> Tensors:
         """Weights and moments held here, by key; not copies."""
-        return held_state(self.runtime, self._optimizer.masters, self._optimizer)
+        return held_state(self.runtime, self._optimizer.masters, self._optimizer, self._averages)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -193,6 +222,7 @@ class Trainer:
             "position": self._position.to_json(),
             "left_out": dict(self._left_out),
             "costs": self.runtime.costs.to_json(),
+            "best": self.best.to_json(),
         }
 
     def empty_state(self, moments: Set[str]) -> Tensors:
@@ -206,10 +236,11 @@ class Trainer:
         costs that are none, UserError where replicas differ."""
         self._optimizer.loaded()
         self.runtime.owned.gather()
-        self.runtime.require_equal(self._optimizer.masters, optimizer_tensors(self._optimizer))
+        self.runtime.require_equal(self._optimizer.masters, state_tensors(self._optimizer, self._averages))
         self.step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
+        self.best = Best.from_json(values.get("best"))
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
 
@@ -238,9 +269,10 @@ class Trainer:
         self,
         observe: Callable[[StepMetrics], None],
         should_stop: Callable[[], bool] = lambda: False,
-        after_step: Callable[[int], None] = lambda step: None,
+        judged: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
     ) -> TrainResult:
-        """Train to the last step, or until `should_stop` says so after a step.
+        """Train to the last step, or until `should_stop` says so after a step, or no evaluation is better any more.
+        judged: is told of evaluations on the way, the last step's among them.
 
         A last checkpoint is written either way, also when the data or the model raise: no finished step is lost, unless
         a rank died with its part of it.
@@ -249,19 +281,21 @@ class Trainer:
         began = time.perf_counter()
         self.runtime.train()
         stop = self._any_rank(should_stop(), "the agreement to begin")
+        evaluation = None
         try:
             ahead = self.step, self.total_steps
             with self._inputs.training(self._sampler, self._position, *ahead, self._left_out) as steps:
                 steps.leave_out(agree_on_bad(self.comm, steps.found()))
-                while self.step < self.total_steps and not stop:
+                while self.step < self.total_steps and not stop and not self.ends_early:
                     metrics, stop = self._train_step(steps, should_stop)
                     if self.step % config.logging_steps == 0 or self.step == self.total_steps:
                         observe(metrics)
-                    if config.save_steps and self.step % config.save_steps == 0:
+                    evaluation = self._judge(judged)
+                    is_best = self._config.evaluation.keep_best is not None and self.best.step == self.step
+                    if is_best or (config.save_steps and self.step % config.save_steps == 0):
                         self._save()
                     elif self._unpublished and not self._any_rank(not self._writer.ready(), "written parts"):
                         self._publish()
-                    after_step(self.step)
         except BaseException as error:
             if self._gate is not None:
                 raise
@@ -274,20 +308,61 @@ class Trainer:
         self._complete()
         self._any_rank(False, "the checkpoint's publication")
         seconds = time.perf_counter() - began
-        return TrainResult(self.step, self.total_steps, seconds, self.step >= self.total_steps)
+        finished = self.step >= self.total_steps or self.ends_early
+        return TrainResult(self.step, self.total_steps, seconds, finished, evaluation)
 
     @property
     def published(self) -> Path | None:
         """The last checkpoint that this run wrote; known on rank 0."""
         return None if self._writer.published is None else self._writer.published.path
 
+    def data_waits(self) -> tuple[DataWait, ...]:
+        """How long each rank waited for samples before the last step; called by all of them."""
+        own = None if self._data_wait is None else self._data_wait.to_row()
+        rows = all_gather_object(self.comm, own)
+        return tuple(DataWait.from_row(row) for row in rows if row is not None)
+
     def evaluate(self) -> Evaluation | None:
         """See `evaluation.evaluate`; None without held-out data. Called by all ranks together."""
         if self._samples.held_out is None:
             return None
         how = self._config.evaluation
+        held_out = self._samples.held_out
+        sources = held_out.source_names if isinstance(held_out, Blend) else ()
         questions = self._inputs.held_out(how.limit, how.batch_size)
-        return evaluate(self.runtime, questions, self._samples.tokenizer, how.max_new_tokens)
+        judging = Judging(self._samples.tokenizer, how.metrics, sources, how.max_new_tokens)
+        with self._averaged():
+            return evaluate(self.runtime, questions, judging)
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether evaluations have not become better for as long as the config waits."""
+        return self.best.ends(self._config.evaluation)
+
+    def _judge(self, judged: Callable[[int, Evaluation], None]) -> Evaluation | None:
+        """The evaluation of this step, where one is due on the way. Called by all ranks together."""
+        how = self._config.evaluation
+        is_due = how.steps is not None and (self.step % how.steps == 0 or self.step == self.total_steps)
+        evaluation = self.evaluate() if is_due else None
+        if evaluation is not None:
+            if how.keep_best is not None:
+                self.best = self.best.after(self.step, evaluation.figures[how.keep_best], how)
+            judged(self.step, evaluation)
+        return evaluation
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The model computes with the averages meanwhile, where there are any."""
+        if self._averages is None:
+            yield
+            return
+        with self._averages.in_place_of(self._optimizer.masters):
+            self._optimizer.write_weights()
+            self.runtime.owned.gather()
+            yield
+        # Not after an error: others may be elsewhere, and what is saved are masters.
+        self._optimizer.write_weights()
+        self.runtime.owned.gather()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on: who waits for it raises. Never raises."""
@@ -304,16 +379,19 @@ class Trainer:
     def _train_step(self, steps: Steps, should_stop: Callable[[], bool]) -> tuple[StepMetrics, bool]:
         """One optimizer step; whether any rank was asked to stop."""
         began, waited = time.perf_counter(), steps.waited_seconds
-        self._began = began
+        self._began, turned = began, time.time()
         inputs = next(steps, None)
         if inputs is None:
             raise UserError(
                 f"the data ended after step {self.step} of {self.total_steps}; a stream must repeat, or set train.steps"
             )
         batch = inputs.batch
+        self._data_wait = DataWait(self.rank, turned, time.time() - turned, batch.slowest)
         rate = self._rate = rate_factor(self._config.train.schedule, self.step, self.total_steps)
         set_rate_factor(self._optimizer, rate)
         seed_step(self._config.seed, self.step)
+        if self._gate is not None:
+            self._gate.begin(self.step, self._step_limit_seconds())
         result = self.runtime.execute(
             batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
         )
@@ -322,9 +400,18 @@ class Trainer:
         self._left_out = steps.left_out
         # Samples that turn out bad are skipped before their step: it is the step before that waits for them.
         waited = steps.waited_seconds - waited
-        metrics = self._metrics(batch, result, rate, time.perf_counter() - began, waited)
+        seconds = time.perf_counter() - began
+        self._longest_step = max(self._longest_step, seconds)
+        metrics = self._metrics(batch, result, rate, seconds, waited)
         self.last_metrics = metrics
+        self.recovery = {}
         return metrics, result.should_stop
+
+    def _step_limit_seconds(self) -> float:
+        """What a step may take before this rank is taken to hang. Of the first one, which warms up, nobody knows."""
+        if not self._longest_step:
+            return 600.0 if self._config.parallel is None else self._config.parallel.timeout_seconds
+        return max(self._config.resilience.progress_seconds, SLOWER * self._longest_step)
 
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
@@ -348,6 +435,8 @@ class Trainer:
             if limit is not None:
                 self.runtime.clip_grad_norm_(limit, result.grad_norm)
             self._optimizer.step()
+            if self._averages is not None:
+                self._averages.update(self._optimizer.masters, self.step + 1)
         else:
             self._skipped_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
@@ -358,11 +447,14 @@ class Trainer:
         self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
     ) -> StepMetrics:
         tokens = batch.tokens
+        per_device = self._flops.of(batch.samples) / seconds / len(self.runtime.plan.ranks)
+        noted = waited > NOTED_WAIT * seconds
         return StepMetrics(
             step=self.step,
             total_steps=self.total_steps,
             loss=result.loss,
             losses=result.losses if len(result.losses) > 1 else {},
+            source_losses=self._source_losses(batch, result),
             grad_norm=result.grad_norm,
             learning_rates={label: rate * peak for label, peak in self._peak_rates.items()},
             step_seconds=seconds,
@@ -373,13 +465,31 @@ class Trainer:
             target_tokens=result.target_tokens,
             tokens=tokens,
             tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
+            teraflops=per_device / 1e12,
+            mfu=None if self._peak_flops is None else per_device / self._peak_flops,
             epoch=batch.epoch,
             busy=result.shares.busy,
             waited=result.shares.waited,
             predicted_seconds=result.predicted_seconds,
             drift=result.drift,
             warning=result.warning,
+            slowest_samples=dict(batch.slowest) if noted else {},
+            generation=self.membership.generation,
+            recovery=self.recovery,
         )
+
+    def _source_losses(self, batch: GlobalBatch, result: StepResult) -> dict[str, float]:
+        """The loss of a target token of each data set that has any in this step; {} of a single one."""
+        if len(result.source_losses) < 2:
+            return {}
+        targets = [0] * len(result.source_losses)
+        for sample in batch.samples:
+            targets[sample.source] += sample.target_tokens
+        return {
+            name: share * result.target_tokens / count
+            for name, share, count in zip(self._sources, result.source_losses, targets, strict=True)
+            if count
+        }
 
     def _any_rank(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank; the same on all of them."""
@@ -395,7 +505,7 @@ class Trainer:
     def _write(self) -> None:
         """Raises UserError for weights that are not finite: nobody could go on from them."""
         own = self._optimizer.masters
-        tensors = written_state(self.runtime, own, self._optimizer, self._written)
+        tensors = written_state(self.runtime, own, self._optimizer, self._written, self._averages)
         finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
         if finite and not bool(torch.stack(finite).all()):
             name = next(name for name, ok in zip(own, finite) if not bool(ok))
@@ -474,4 +584,8 @@ def seed_step(seed: int, step: int) -> None:
     key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
     random.seed(key)
     np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
-    torch.manual_seed(key)
+    torch.default_generator.manual_seed(
+        key
+    )  # `torch.manual_seed` takes milliseconds for devices that are not used
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)

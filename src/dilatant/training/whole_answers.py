@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dilatant.config.errors import UserError
-from dilatant.models.whole import Whole, auto_class
+from dilatant.models.lora import merged_by_peft
+from dilatant.models.whole import Whole
 from dilatant.models.whole_inputs import composite_inputs
 
 
@@ -22,10 +23,16 @@ class WholeAnswers:
         self._whole = whole
 
     @classmethod
-    def open(cls, folder: Path, whole: Whole) -> Self:
-        """Raises UserError."""
+    def open(cls, source: str, whole: Whole, adapter: Path | None = None) -> Self:
+        """The model of a folder or id, with the adapter that lies in another folder merged in. Raises UserError."""
+        folder = source if adapter is None else adapter
         try:
-            return cls(auto_class(whole.config).from_pretrained(folder), whole)
+            model = type(whole.composite()).from_pretrained(source)
+            if adapter is not None:
+                model = merged_by_peft(model, adapter)
+            return cls(model, whole)
+        except UserError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{str(folder)!r} cannot be loaded: {reason}") from None

@@ -6,27 +6,23 @@ was written is read again and compared.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.lora import PREFIX, adapter_config, beside, is_adapter, merged_state, plain_key
+from dilatant.models.lora import beside, is_adapter, merged_state, plain_key, tied_keys
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import stage_tensors
-from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
+from dilatant.training.adapter_files import trained_names
 from dilatant.training.stored_weights import (
-    ADAPTER_FILE,
     load_whole,
     open_tensors,
     pretrained_files,
@@ -45,8 +41,6 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
     UserError, also where what was read again is not what was written."""
     whole = model.whole
     assert whole is not None
-    if whole.lora is not None:
-        write_adapter(model, folder / "adapter" if whole.lora.merge else folder, source)
     if whole.lora is None or whole.lora.merge:
         _write_model(model, whole, folder, source)
     for name in _BESIDE if source is not None else ():
@@ -61,7 +55,7 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     trained, frozen = weights_of(model)
     composite = whole.composite()
     expected = composite.state_dict()
-    tied = _tied(composite)
+    tied = tied_keys(composite)
     lacking = [key for key in expected if key not in trained and key not in tied]
     state = {key: tensor for key, tensor in trained.items() if key not in tied or tied[key] not in trained}
     unread = _of_source(whole, source, lacking) if source is not None else _drawn(whole, lacking)
@@ -74,30 +68,6 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     _check(whole, folder, state, source, {*frozen, *lacking})
 
 
-def write_adapter(model: MultimodalModel, folder: Path, source: str | None) -> None:
-    """What peft loads on the plain model: `adapter_config.json` and `adapter_model.safetensors`, with what trained
-    whole besides."""
-    whole = model.whole
-    assert whole is not None
-    assert whole.lora is not None
-    state: dict[str, Tensor] = {}
-    adapted, saved = set(), set()
-    for unit in model.units.values():
-        tensors, trains = stage_tensors(unit), _training(unit)
-        for weight in unit.weights:
-            key = whole.key_of(unit, weight)
-            if is_adapter(weight.name):
-                adapted.add(re.sub(r"\.lora_[AB]\.weight$", "", key))
-            elif weight.name in trains:
-                saved.add(key.rpartition(".")[0])
-            else:
-                continue
-            state[PREFIX + key] = tensors[weight.canonical].detach().contiguous()
-    folder.mkdir(parents=True, exist_ok=True)
-    adapter_config(whole.lora, adapted, saved, source).save_pretrained(str(folder))
-    save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
-
-
 def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str]]:
     """Every weight of the units by the composite's key, what adapters add to it included, and the keys of those that
     are what they were."""
@@ -107,7 +77,7 @@ def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str
     for unit in model.units.values():
         merged = {part: merged_state(getattr(unit, part)) for part in unit.parts}
         adapted = {beside(weight.key) for weight in unit.weights if is_adapter(weight.key)}
-        trains = _training(unit)
+        trains = trained_names(unit)
         for weight in unit.weights:
             if is_adapter(weight.key):
                 continue
@@ -116,20 +86,6 @@ def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str
             if weight.canonical not in trains and plain_key(weight.key) not in adapted:
                 frozen.add(key)
     return state, frozenset(frozen)
-
-
-def _training(unit: Unit) -> set[str]:
-    """Logical names of the parameters that train; buffers do not."""
-    return {name for name, _ in unit.named_logical_parameters()} - unit.frozen
-
-
-def _tied(composite: Any) -> dict[str, str]:
-    """Key of a weight that is held a second time → the key that it is stored under."""
-    first: dict[int, str] = {}
-    held = dict(composite.named_parameters(remove_duplicate=False))
-    return {
-        key: first[id(weight)] for key, weight in held.items() if first.setdefault(id(weight), key) != key
-    }
 
 
 def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:

@@ -45,13 +45,20 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run is over, or goes on without this node. kill: at once."""
+    """The run is over, or (is_out) goes on without this node."""
 
     reason: str
     is_out: bool = False
 
 
-Command = Fence | Rebuild | Activate | Apply | End
+@dataclass(frozen=True, slots=True)
+class SaveAndEnd:
+    """Save after the step in hand, and end with `Done`."""
+
+    reason: str
+
+
+Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,15 @@ class Made:
 
     generation: int
     applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """A worker has what it needs to compute a step, which should not take it longer than `limit_seconds`."""
+
+    generation: int
+    step: int
+    limit_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,15 @@ class Died:
     reason: str
 
 
-Event = Stopped | Made | Prepared | Broken | Done | Died
+Event = Stopped | Made | Computing | Prepared | Broken | Done | Died
+
+
+@dataclass(slots=True)
+class _Deadline:
+    """Of a worker that computes. since: the first tick that saw it."""
+
+    limit_seconds: float
+    since: float | None = None
 
 
 class Agent:
@@ -120,12 +144,16 @@ class Agent:
         self.settings = settings
         self.changed = True
         self.ended = ""
+        self.is_out = False
         self._status = Status(node, 0, workers=workers)
         self._latest = (0, 0)
         self._answers: dict[int, Event] = {}
         self._prepared: dict[int, Prepared] = {}
         self._done: set[int] = set()
+        self._deadlines: dict[int, _Deadline] = {}
         self._fencing_since = 0.0
+        self._leaving_since: float | None = None
+        self._was_told_to_end = False
 
     @property
     def node(self) -> str:
@@ -150,17 +178,26 @@ class Agent:
 
     def obey(self, order: Order, now: float) -> list[Command]:
         """What the workers are to do for an order."""
+        commands = self._obey(order, now)
+        if order.ending and not self.ended and not self._was_told_to_end and order.node == self.node:
+            self._was_told_to_end = True
+            return [SaveAndEnd(order.ending), *commands]
+        return commands
+
+    def _obey(self, order: Order, now: float) -> list[Command]:
         if order.node != self.node or (order.term, order.serial) <= self._latest or self.ended:
             return []
         self._latest = order.term, order.serial
         if order.task in (Task.OUT, Task.STOP):
             self.ended = order.reason or order.task.value
-            return [End(self.ended, is_out=order.task is Task.OUT)]
+            self.is_out = order.task is Task.OUT
+            return [End(self.ended, self.is_out)]
         own = self._status
         if order.generation > own.generation:
             self._answers.clear()
             self._prepared.clear()
             self._done.clear()
+            self._deadlines.clear()
             self._fencing_since = now
             self._set(
                 generation=order.generation,
@@ -196,7 +233,7 @@ class Agent:
         """What a worker says, and what all of them are to do for it."""
         own = self._status
         if isinstance(event, Died):
-            if not own.done and not self.ended:
+            if not own.done and not self.ended and not own.failed:
                 self._set(failed=event.reason)
         elif event.generation != own.generation:
             pass  # it has not seen the fence yet
@@ -208,7 +245,11 @@ class Agent:
         elif isinstance(event, Stopped | Made):
             if own.phase is (Phase.FENCING if isinstance(event, Stopped) else Phase.REBUILDING):
                 self._answer(worker, event)
+        elif isinstance(event, Computing):
+            if own.phase is Phase.RUNNING and event.step == own.applied:
+                self._deadlines[worker] = _Deadline(event.limit_seconds)
         elif isinstance(event, Prepared) and own.phase is Phase.RUNNING and event.step == own.applied:
+            self._deadlines.pop(worker, None)
             self._prepared[worker] = event
             if len(self._prepared) == own.workers:
                 hashes = {
@@ -222,9 +263,24 @@ class Agent:
         return []
 
     def tick(self, now: float) -> None:
-        """Workers that do not stand still in time are lost, and the node with them."""
-        if self.phase is Phase.FENCING and now - self._fencing_since > self.settings.fence_seconds:
+        """Workers that do not stand still in time are lost, and the node with them; those that do not come to the end
+        of a step are to stand still."""
+        own = self._status
+        if own.failed or self.ended:
+            return
+        if own.phase is Phase.FENCING and now - self._fencing_since > self.settings.fence_seconds:
             self._set(failed="its workers do not stop")
+        if own.leaving:
+            self._leaving_since = now if self._leaving_since is None else self._leaving_since
+            if now - self._leaving_since > self.settings.drain_seconds:
+                self._set(failed=f"it had to leave within {self.settings.drain_seconds:g} s")
+        for worker, deadline in self._deadlines.items():
+            deadline.since = now if deadline.since is None else deadline.since
+            if now - deadline.since > deadline.limit_seconds and not own.broken:
+                self._set(
+                    broken=f"its worker {worker} has computed a step for over {deadline.limit_seconds:.3g} s"
+                )
+                return
 
     def _run(self, order: Order) -> list[Command]:
         own = self._status

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from dilatant.resilience.protocol.values import (
+    FINISHED,
     NO_STATE,
     TOO_FEW,
     Effect,
@@ -18,9 +19,9 @@ from dilatant.resilience.protocol.values import (
     Task,
 )
 
+DEAF_LEASES = 2
+"""What agents have to take notice of an order, which is repeated meanwhile."""
 STANDING = (Phase.FENCED, Phase.REBUILDING, Phase.READY)
-FINISHED = "finished"
-"""Why a run stops whose nodes are all done."""
 
 
 class Coordinator:
@@ -40,6 +41,7 @@ class Coordinator:
         self.base = NO_STATE
         self.committed = 0
         self.stopped = before.stopped
+        self.ending = before.ending
         self.reason = ""
         self.statuses: dict[str, Status] = {}
         self._returned = bool(before.members)
@@ -51,6 +53,8 @@ class Coordinator:
         self._sent = now
         self._fruitless = 0
         self._voted: set[str] = set()
+        self._accused_since: float | None = None
+        self._ordered_at = now
         if self.stopped:
             self.task = Task.STOP
 
@@ -72,11 +76,10 @@ class Coordinator:
         if known is not None and known.serial == status.serial:
             return []
         self.statuses[status.node] = status
-        if self._is_quiet(status):  # the step's cost must not grow with the square of its voters
-            if status.prepared == self.committed == status.applied:
-                self._voted.add(status.node)
-            if len(self._voted) < len(self.members):
-                return []
+        if status.prepared == self.committed == status.applied and status.node in self.members:
+            self._voted.add(status.node)
+        if self._is_quiet(status) and len(self._voted) < len(self.members):
+            return []  # the step's cost must not grow with the square of its voters
         return self._decide(now)
 
     def lost(self, node: str, now: float, reason: str = "its agent is gone") -> list[Effect]:
@@ -91,6 +94,11 @@ class Coordinator:
             return self._repeat(now)
         silent = {node for node, heard in self._heard.items() if now - heard > self.settings.lease_seconds}
         effects = self._without(silent, f"{', '.join(sorted(silent))}: silent", now) if silent else []
+        if not silent and now - self._ordered_at > DEAF_LEASES * self.settings.lease_seconds:
+            deaf = self._not_heeding()
+            effects += (
+                self._without(deaf, f"{', '.join(deaf)}: heard, but does not hear", now) if deaf else []
+            )
         return effects + self._decide(now) + self._repeat(now)
 
     def stop(self, reason: str, now: float) -> list[Effect]:
@@ -98,6 +106,15 @@ class Coordinator:
         if self.stopped:
             return []
         self.stopped, self.task = reason, Task.STOP
+        return [Persist(self._record()), *self._orders()]
+
+    def end(self, reason: str, now: float) -> list[Effect]:
+        """Let all save after the step in hand, and then end the run."""
+        if self.stopped or self.ending:
+            return []
+        if self.task is Task.WAIT and not self._returned:
+            return self.stop(reason, now)
+        self.ending = reason
         return [Persist(self._record()), *self._orders()]
 
     @property
@@ -127,12 +144,12 @@ class Coordinator:
         if len(own) < len(self.members):
             return []
         broken = [s for s in own if s.generation == self.generation and (s.broken or s.accuses)]
-        if broken and (blamed := self._blame(broken)) is not None:
+        if broken and (blamed := self._blame(broken, now)) is not None:
             return self._without(blamed, self._why(broken), now)
         if self.task is Task.FENCE and all(
             s.generation == self.generation and s.phase in STANDING for s in own
         ):
-            return self._rebuild(own)
+            return self._rebuild(own, now)
         if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
             return self._run(own, now)
         if self.task is Task.RUN:
@@ -147,7 +164,7 @@ class Coordinator:
         own = self._of_members()
         complete = len(own) == len(self.members)
         if complete and all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
-            self.task, self._returned = Task.RUN, False
+            self.task, self._returned, self._ordered_at = Task.RUN, False, now
             self.base, self.committed = self.generation, max(s.applied for s in own)
             return [*self._orders(), *self._while_running(own, now)]
         missing = [node for node in self.members if node not in self.statuses and node not in self._gone]
@@ -161,19 +178,23 @@ class Coordinator:
         if not all(s.generation == self.generation and s.phase is Phase.RUNNING for s in own):
             return []
         if all(s.done for s in own):
-            return self.stop(FINISHED, now)
+            return self.stop(self.ending or FINISHED, now)
+        leaving = {s.node for s in own if s.leaving}
+        if leaving and not self.ending and len(own) - len(leaving) < self.settings.fewest:
+            return self.end(
+                self._too_few(len(own) - len(leaving), f"{', '.join(sorted(leaving))} leave"), now
+            )
         if not all(s.prepared == self.committed == s.applied for s in own):
             return []
         if odd := self._disagreeing(own):
             self._fruitless += 1
             blamed = odd if self._fruitless > self.settings.attempts else ()
             return self._without(blamed, f"gradients differ on {', '.join(sorted(odd))}", now)
-        self.committed += 1
+        self.committed, self._ordered_at = self.committed + 1, now
         self._fruitless = 0
         self._voted.clear()
-        leaving = {s.node for s in own if s.leaving}
         joining = self._admitted(now)
-        if not leaving and not joining:
+        if self.ending or not (leaving or joining):
             return self._orders()
         why = [*(f"{node} leaves" for node in sorted(leaving)), *(f"{node} joins" for node in joining)]
         return self._without(leaving, "; ".join(why), now)
@@ -209,17 +230,22 @@ class Coordinator:
     def _new_generation(self, survivors: list[str], reason: str, now: float) -> list[Effect]:
         """Of the survivors, and of all newcomers, since everybody has to stop anyway."""
         members = [*survivors, *self.newcomers]
-        if len(members) < self.settings.fewest:
-            return self.stop(
-                f"{len(members)} {TOO_FEW} {self.settings.fewest} that are needed ({reason})", now
-            )
+        if not members:
+            return self.stop(self.ending or self._too_few(0, reason), now)
+        if len(members) < self.settings.fewest and not self.ending:
+            self.ending = self._too_few(len(members), reason)
         self.generation += 1
         self._voted.clear()
+        self._accused_since = None
+        self._ordered_at = now
         self.members = tuple(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
 
-    def _rebuild(self, own: list[Status]) -> list[Effect]:
+    def _too_few(self, left: int, reason: str) -> str:
+        return f"{left} {TOO_FEW} {self.settings.fewest} that are needed ({reason})"
+
+    def _rebuild(self, own: list[Status], now: float) -> list[Effect]:
         """Everybody stands still and has said what it holds: what to go on from is decided by that alone.
 
         The newest generation that anybody ran counts: its members all were ready for it, so they hold its state,
@@ -232,8 +258,21 @@ class Coordinator:
         ready = [s for s in holders if s.prepared == committed == s.applied]
         if len(ready) == len(holders) > 0 and not self._disagreeing(ready):
             committed += 1
-        self.base, self.committed, self.task = base, committed, Task.REBUILD
+        self.base, self.committed, self.task, self._ordered_at = base, committed, Task.REBUILD, now
         return self._orders()
+
+    def _not_heeding(self) -> list[str]:
+        """Members whose agents have not taken notice of the last order, which they do at once."""
+
+        def heeds(s: Status) -> bool:
+            if self.task is Task.RUN:
+                return s.phase is Phase.RUNNING and s.applied >= self.committed
+            return self.task is not Task.REBUILD or s.phase is not Phase.FENCED
+
+        if self.task not in (Task.FENCE, Task.REBUILD, Task.RUN):
+            return []
+        own = {s.node for s in self._of_members() if s.generation == self.generation and heeds(s)}
+        return [node for node in self.members if node not in own]
 
     def _is_quiet(self, status: Status) -> bool:
         """Whether a status can decide nothing but the step, and that only with all others."""
@@ -241,6 +280,7 @@ class Coordinator:
             self.task is Task.RUN
             and (status.generation, status.phase) == (self.generation, Phase.RUNNING)
             and not (status.failed or status.fatal or status.broken or status.accuses or status.done)
+            and not status.leaving
         )
 
     def _is_ready(self, status: Status) -> bool:
@@ -252,10 +292,10 @@ class Coordinator:
         if len(steps) > 1 or step is None:
             self._fruitless += 1
             return self._without((), f"nodes became ready at unlike steps: {sorted(map(str, steps))}", now)
-        self.task, self.base, self.committed = Task.RUN, self.generation, step
+        self.task, self.base, self.committed, self._ordered_at = Task.RUN, self.generation, step, now
         return self._orders()
 
-    def _blame(self, broken: list[Status]) -> set[str] | None:
+    def _blame(self, broken: list[Status], now: float) -> set[str] | None:
         """Whom to go on without; nobody at first, for a network may have failed for a moment. None: wait.
 
         Who is accused by most of the others is cut off from them, or hangs.
@@ -267,6 +307,10 @@ class Coordinator:
                 return {node}
         if not any(s.broken for s in broken):
             return None
+        if votes and len(broken) < len(self.members):  # the others may say more
+            self._accused_since = now if self._accused_since is None else self._accused_since
+            if now - self._accused_since < self.settings.accuse_seconds:
+                return None
         self._fruitless += 1
         if self._fruitless > self.settings.attempts and votes:
             most = max(votes.values())
@@ -298,7 +342,7 @@ class Coordinator:
         return [self.statuses[node] for node in self.members if node in self.statuses]
 
     def _record(self) -> Record:
-        return Record(self.term, self.generation, self.members, self.stopped)
+        return Record(self.term, self.generation, self.members, self.stopped, self.ending)
 
     def _orders(self) -> list[Effect]:
         nodes = dict.fromkeys([*self.members, *self.statuses] if self.task is Task.STOP else self.members)
@@ -320,6 +364,7 @@ class Coordinator:
             self.base,
             self.committed,
             self.stopped or self.reason,
+            self.ending,
         )
 
     def _repeat(self, now: float) -> list[Effect]:

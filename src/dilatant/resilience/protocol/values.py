@@ -10,6 +10,10 @@ NO_STATE = -1
 """The base of a node that holds nothing of the run yet."""
 
 
+ASKED = "it was asked to stop"
+"""Why all save and end whose run was asked to."""
+FINISHED = "finished"
+"""Why a run stops whose nodes are all done."""
 TOO_FEW = "nodes are left of the"
 """In the reason of a run that stops since there are too few."""
 
@@ -74,7 +78,7 @@ class Order:
 
     members: of the generation, those that ran before first, in the order of ranks; workers: of each. base, committed:
     the state to go on from: the generation that ran it, and its steps. In a running generation `committed` grows as
-    steps are committed, and whoever has prepared the last one applies it.
+    steps are committed, and whoever has prepared the last one applies it. ending: why all are to save and end.
     """
 
     node: str
@@ -87,16 +91,19 @@ class Order:
     base: int = NO_STATE
     committed: int = 0
     reason: str = ""
+    ending: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a coordinator has on disk before anybody hears of it. term: grows with every coordinator that takes over."""
+    """What a coordinator has on disk before anybody hears of it. term: grows with every coordinator that takes over.
+    ending: why all save and end; stopped: why they have."""
 
     term: int = 0
     generation: int = 0
     members: tuple[str, ...] = ()
     stopped: str = ""
+    ending: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,10 @@ Effect = Persist | Order
 class Settings:
     """lease_seconds: a node that is silent for longer is lost. fence_seconds: what workers have to stand still.
     join_seconds: newcomers are awaited after the first of them. return_seconds: what the members have to come back to
-    a coordinator that did. initial: nodes to begin with. fewest: with fewer the run stops. attempts: generations in a
-    row that end without a step before somebody is blamed, and twice that before the run stops.
+    a coordinator that did. initial: nodes to begin with. fewest: with fewer all save and the run ends. attempts:
+    generations in a row that end without a step before somebody is blamed, and twice that before the run stops.
+    drain_seconds: what a node that leaves waits for the end of the step; then the others go on without it.
+    accuse_seconds: after somebody waited in vain for another, what the others have to say for whom they do.
     """
 
     lease_seconds: float = 3.0
@@ -122,6 +131,8 @@ class Settings:
     join_seconds: float = 5.0
     return_seconds: float = 10.0
     resend_seconds: float = 1.0
+    drain_seconds: float = 600.0
+    accuse_seconds: float = 0.5
     initial: int = 1
     fewest: int = 1
     attempts: int = 3

@@ -1,0 +1,326 @@
+"""Fine-tuning a small whole vision-language model on one device, against transformers' Trainer.
+
+Both train all weights of the same LLaVA (random, saved once in the hub's layout) in fp32, on the same samples in the
+same order, with AdamW. (a) is `dilatant train` with its defaults; (b) is `Trainer` with the model's own class, of which
+each way gets its turn:
+
+    padded     samples as they come, `--padded-batch` at a time, padded to the longest
+    by length  the samples of a step sorted by length first, which is what its `group_by_length` is for
+    packed     all of them in one row, told apart by their positions, as its padding-free collators do
+
+Both decode their images in as many worker processes, and take their steps in turn in one process, so that noise of the
+machine falls on both. Losses of the first steps must agree.
+
+    python benchmarks/one_device_trainer.py --data chartqa_mini --json benchmarks/results/one_device_trainer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+from one_device import AGREEMENT, BARS, Step, cases
+from torch import nn
+
+IMAGE, WIDTH = 128, 256
+BAR = 1.3
+"""Wanted against `padded`; against the other ways nothing below 1."""
+WAYS = ("padded", "by length", "packed")
+
+
+def save_model(folder: Path) -> None:
+    """A LLaVA of 128 x 128 pixels, 64 tokens an image, with a tokenizer of bytes."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from dilatant.data.tokenizer import load_tokenizer
+
+    block = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    settings = {
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": IMAGE, "patch_size": 16,
+                          "hidden_size": WIDTH // 2, "intermediate_size": 2 * WIDTH, "vision_use_head": False, **block},
+        "text_config": {"model_type": "llama", "vocab_size": 300, "hidden_size": WIDTH, "num_key_value_heads": 2,
+                        "intermediate_size": WIDTH * 11 // 4, "max_position_embeddings": 4096, **block},
+        "image_token_id": 299,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(CONFIG_MAPPING["llava"](**settings)).save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(str(folder))
+    processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": IMAGE, "width": IMAGE},
+                 "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def tree(model: Path, data: Path, output: Path, settings: argparse.Namespace) -> dict[str, Any]:
+    """The config of (a): everything that is not here is a default."""
+    return {
+        "output_dir": str(output),
+        "model": {"id": str(model)},
+        "data": {"train": [{"path": str(data)}], "workers": settings.workers},
+        "train": {
+            "steps": settings.warm_up + settings.steps,
+            "global_batch_size": settings.batch,
+            "schedule": {"kind": "constant"},
+            "save_steps": None,
+            "report_to": [],
+            "precision": "fp32",
+        },
+    }
+
+
+class Turns:
+    """Two loops in one process, of which one takes a step at a time while the other waits."""
+
+    def __init__(self) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended = False
+
+    def give(self) -> None:
+        """Let the other loop take a step, and wait for it."""
+        if not self._ended:
+            self._go.release()
+            self._done.acquire()
+
+    def take(self) -> None:
+        """Called by the other loop before each step but the first, which `begin` lets it take."""
+        self._done.release()
+        self._go.acquire()
+
+    def begin(self) -> None:
+        self._go.acquire()
+
+    def end(self) -> None:
+        self._ended = True
+        self._done.release()
+
+
+class Rows(torch.utils.data.Dataset):
+    """Samples as the Trainer takes them: decoded where its workers are."""
+
+    def __init__(self, samples: Any, encoding: Any, order: Sequence[int]) -> None:
+        self._samples, self._encoding, self._order = samples, encoding, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        from dilatant.data.encode import encode_sample
+        from dilatant.data.pixels import as_array
+
+        sample = encode_sample(self._samples[self._order[index]], self._encoding)
+        return {
+            "input_ids": torch.from_numpy(sample.input_ids),
+            "labels": torch.from_numpy(sample.labels),
+            "pixel_values": torch.as_tensor(as_array(sample.media["vision"]["pixel_values"])),
+        }
+
+
+def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch, padded on the right."""
+    sequence = nn.utils.rnn.pad_sequence
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": sequence(ids, batch_first=True),
+        "labels": sequence([row["labels"] for row in rows], True, -100),
+        "attention_mask": sequence([torch.ones_like(one) for one in ids], batch_first=True),
+        "pixel_values": torch.cat([row["pixel_values"] for row in rows]),
+    }
+
+
+def pack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """One row; a sample begins where positions begin again."""
+    for row in rows:
+        row["labels"][0] = -100
+    return {
+        "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
+        "labels": torch.cat([row["labels"] for row in rows])[None],
+        "position_ids": torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None],
+        "pixel_values": torch.cat([row["pixel_values"] for row in rows]),
+    }
+
+
+def order_of(way: str, samples: Any, sizes: Any, settings: argparse.Namespace, seed: int) -> list[int]:
+    """The samples of all steps, as (a) takes them; within a step by length where that is wanted."""
+    sampler = samples.sampler(seed, settings.batch)
+    batches = sampler.batches(sampler.start())
+    steps = [next(batches)[0] for _ in range(settings.warm_up + settings.steps)]
+    lengths = sizes.of("language")
+    if way == "by length":
+        steps = [sorted(step, key=lambda index: int(lengths[index])) for step in steps]
+    return [index for step in steps for index in step]
+
+
+def train_with_trainer(
+    model: Path, rows: Rows, way: str, settings: argparse.Namespace, turns: Turns, steps: list[Step]
+) -> None:
+    """Train by the Trainer, a step whenever it is its turn."""
+    from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
+
+    class Timed(TrainerCallback):
+        began = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 0:
+                self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = time.perf_counter() - self.began
+            steps.append(Step(float("nan"), seconds, settings.batch, 0))
+            if len(steps) < settings.warm_up + settings.steps:
+                turns.take()
+            self.began = time.perf_counter()  # its wait for data counts, as ours does
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(rows)
+
+    losses: list[float] = []
+    size = settings.padded_batch
+    with tempfile.TemporaryDirectory() as output:
+        arguments = TrainingArguments(
+            output_dir=output, max_steps=settings.warm_up + settings.steps, per_device_train_batch_size=size,
+            gradient_accumulation_steps=settings.batch // size, learning_rate=1e-4, lr_scheduler_type="constant",
+            adam_beta2=0.95, weight_decay=0.01, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to=[],
+            dataloader_num_workers=settings.workers, disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+            remove_unused_columns=False,
+        )  # fmt: skip
+        turns.begin()
+        try:
+            theirs = AutoModelForImageTextToText.from_pretrained(model)
+            # With a cache transformers does not look for samples in a row.
+            theirs.config.use_cache = theirs.config.text_config.use_cache = False
+            InOrder(
+                model=theirs,
+                args=arguments,
+                train_dataset=rows,
+                data_collator=pack if way == "packed" else pad,
+                callbacks=[Timed()],
+            ).train()
+        finally:
+            turns.end()
+    steps[:] = [Step(loss, s.seconds, s.samples, s.tokens) for loss, s in zip(losses, steps)]
+
+
+def train_dilatant(
+    config: Any, run: Any, output: Path, settings: argparse.Namespace, between: Callable[[], None]
+) -> list[Step]:
+    """Train by Dilatant, with `between` after every step."""
+    from dilatant.comm.launch import local_worker
+    from dilatant.report.metrics import StepMetrics
+    from dilatant.training.trainer import Trainer
+
+    steps: list[Step] = []
+    began = time.perf_counter()
+
+    def observe(metrics: StepMetrics) -> None:
+        nonlocal began
+        seconds = time.perf_counter() - began
+        steps.append(Step(metrics.loss, seconds, metrics.samples, metrics.tokens["language"]))
+        between()
+        began = time.perf_counter()
+
+    trainer = Trainer(config, run.samples, run.model, run.planned, local_worker(), output / "checkpoints")
+    try:
+        trainer.run(observe)
+    finally:
+        trainer.close()
+    return steps
+
+
+def compare(
+    name: str, way: str, model: Path, data: Path, scratch: Path, settings: argparse.Namespace
+) -> dict[str, Any]:
+    """Both in turn on one case; their speeds and the ratio, printed and returned."""
+    from dilatant.config.config import parse_config
+    from dilatant.training.prepare import prepare
+
+    output = scratch / f"{name} {way}"
+    output.mkdir()
+    config = parse_config(tree(model, data, output, settings), output)
+    run = prepare(config)
+    samples = run.samples
+    order = order_of(way, samples.train, samples.train_sizes, settings, config.seed)
+    rows = Rows(samples.train, samples.encoding, order)
+    turns, theirs = Turns(), []
+    other = threading.Thread(target=train_with_trainer, args=(model, rows, way, settings, turns, theirs))
+    other.start()
+    ours = train_dilatant(config, run, output, settings, turns.give)
+    other.join()
+    if len(theirs) < len(ours):
+        raise SystemExit(f"{name}, {way}: the Trainer took {len(theirs)} of {len(ours)} steps")
+    differences = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours[:2], theirs[:2])]
+    timed = list(zip(ours, theirs))[settings.warm_up :]
+    ratios = [b.seconds / a.seconds for a, b in timed]
+    speeds = [statistics.median(s.samples / s.seconds for s in side) for side in zip(*timed)]
+    bar = BAR if way == "padded" else 1.0
+    print(
+        f"{name:15} {way:10} dilatant {speeds[0]:7.2f} samples/s, Trainer {speeds[1]:7.2f}: "
+        f"{statistics.median(ratios):.2f}x (median of {len(ratios)} pairs; {min(ratios):.2f} to {max(ratios):.2f}); "
+        f"bar {bar}x; losses differ by {max(differences):.1e}",
+        flush=True,
+    )
+    if max(differences) > AGREEMENT:
+        raise SystemExit(f"{name}, {way}: the losses differ, so the ratio means nothing: {differences}")
+    return {
+        "dilatant_samples_per_second": speeds[0],
+        "trainer_samples_per_second": speeds[1],
+        "ratio": {"median": statistics.median(ratios), "worst": min(ratios), "best": max(ratios), "bar": bar},
+        "loss_difference": max(differences),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="the folder of chartqa_mini")
+    parser.add_argument("--case", choices=BARS, action="append", help="default: both")
+    parser.add_argument("--way", choices=WAYS, action="append", help="default: all")
+    parser.add_argument("--steps", type=int, default=10, help="of each loop, that are timed after --warm-up")
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
+    parser.add_argument("--padded-batch", type=int, default=8, help="samples that the Trainer runs at once")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    settings = parser.parse_args()
+    settings.data = settings.data.resolve()
+    if not any(settings.data.glob("*.parquet")):
+        print(f"skipped: {settings.data} holds no Parquet files of chartqa_mini")
+        return
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        save_model(scratch / "model")
+        for name, data in cases(settings.data, scratch / "charts"):
+            for way in WAYS:
+                if name in (settings.case or BARS) and way in (settings.way or WAYS):
+                    found = compare(name, way, scratch / "model", data, scratch, settings)
+                    results.setdefault(name, {})[way] = found
+    if settings.json:
+        options = {key: value for key, value in vars(settings).items() if key not in ("data", "json")}
+        report = {
+            "machine": machine(),
+            "threads": torch.get_num_threads(),
+            "settings": options,
+            "cases": results,
+        }
+        settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""How long a training step waits for its data, by who decodes them: DistTrain's figures 17 and 18.
+
+    python benchmarks/preprocessing.py [--steps 8] [--workers 1] [--ray] [--out FILE.json]
+
+A sample has 1, 4 or 10 JPEG photos of 512 or 1,024 pixels (smoothed noise) and a question; a step takes two samples.
+The trainer asks two steps ahead and computes for as long as its producers need for a step, divided by `--load` (0.8 of
+what they can do): their cores suffice, and what is left of the wait is the way of the data. Computing is a GPU at work,
+which leaves the processor alone (a sleep). Contenders, in turns in the same run: the trainer itself decodes; torch's
+DataLoader; the machine's pool; with --ray, producers on a local Ray cluster (pip install "dilatant[ray]").
+
+Printed is the share of a step that is waited; the first steps, with which processes start, do not count. The last
+column is the number of processors that `dilatant plan` would ask for at this pace. Everything is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import machine
+from PIL import Image
+
+from dilatant.config import UserError
+from dilatant.data.chat import chat_tokenizer
+from dilatant.data.encode import TOKENS, Encoding, encode_sample
+from dilatant.data.image_unit import ImageUnit, PixelProcessor
+from dilatant.data.pool import InlineSource, Request, Source
+from dilatant.data.pool_owner import PoolOwner
+from dilatant.data.pool_source import join
+from dilatant.data.ray_cluster import LOCAL, Connection
+from dilatant.data.ray_source import RaySource
+from dilatant.data.sample import Media, Sample, Turn
+from dilatant.data.tokenizer import byte_tokenizer
+from dilatant.profiling.decode_costs import DecodeCost
+
+BATCH = 2
+AHEAD = 2
+FIRST = 3
+"""Steps that do not count."""
+BUDGET_BYTES = 256 << 20
+CASES = [(images, pixels) for pixels in (512, 1024) for images in (1, 4, 10)]
+
+
+@dataclass(frozen=True)
+class Photos:
+    """Samples of `images` photos each, out of a few that differ."""
+
+    files: tuple[bytes, ...]
+    images: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        if index >= self.length:
+            raise IndexError
+        shown = [
+            Media("image", self.files[(index + number) % len(self.files)], f"{index}.{number}")
+            for number in range(self.images)
+        ]
+        return Sample(f"photos:{index}", (Turn("user", (*shown, "What?")), Turn("assistant", ("Noise.",))))
+
+
+class Encoded:
+    """The same, encoded, for torch's DataLoader."""
+
+    def __init__(self, photos: Photos, encoding: Encoding) -> None:
+        self.photos, self.encoding = photos, encoding
+
+    def __len__(self) -> int:
+        return len(self.photos)
+
+    def __getitem__(self, index: int) -> Any:
+        return encode_sample(self.photos[index], self.encoding)
+
+
+def photos_of(pixels: int) -> tuple[bytes, ...]:
+    random = np.random.default_rng(0)
+    files = []
+    for _ in range(4):
+        coarse = Image.fromarray(random.integers(0, 256, (pixels // 8, pixels // 8, 3), np.uint8))
+        buffer = io.BytesIO()
+        coarse.resize((pixels, pixels), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+        files.append(buffer.getvalue())
+    return tuple(files)
+
+
+def seconds_a_sample(photos: Photos, encoding: Encoding) -> float:
+    """Of one processor, the mean of a few."""
+    encode_sample(photos[0], encoding)
+    before = time.thread_time()
+    for index in range(4):
+        encode_sample(photos[index], encoding)
+    return (time.thread_time() - before) / 4
+
+
+def waited(batches: Iterator[Any], compute_seconds: float, steps: int) -> float:
+    """The share of the steps that count that is waited."""
+    total = waits = 0.0
+    for step in range(steps):
+        began = time.perf_counter()
+        next(batches)
+        took = time.perf_counter() - began
+        time.sleep(compute_seconds)
+        if step >= FIRST:
+            waits += took
+            total += time.perf_counter() - began
+    return waits / total
+
+
+def batches_of(source: Source, steps: int) -> Iterator[list[Any]]:
+    parts = frozenset({TOKENS, "vision"})
+    requests = [Request(draw, draw, parts, nbytes=1 << 20) for draw in range(steps * BATCH)]
+    source.ask(requests[: AHEAD * BATCH])
+    for step in range(steps):
+        source.ask(requests[(step + AHEAD) * BATCH : (step + AHEAD + 1) * BATCH])
+        taken = [source.take("train", step * BATCH + place) for place in range(BATCH)]
+        if any(isinstance(one, UserError) for one in taken):
+            raise RuntimeError(taken)
+        yield taken
+
+
+@contextmanager
+def in_trainer(photos: Photos, encoding: Encoding, workers: int, steps: int) -> Iterator[Iterator[Any]]:
+    yield batches_of(InlineSource({"train": photos}, encoding), steps)
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@contextmanager
+def in_torch(photos: Photos, encoding: Encoding, workers: int, steps: int) -> Iterator[Iterator[Any]]:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        Encoded(photos, encoding), BATCH, num_workers=workers, collate_fn=as_they_are, prefetch_factor=AHEAD,
+        multiprocessing_context="forkserver",
+    )  # fmt: skip
+    yield iter(loader)
+
+
+@contextmanager
+def in_pool(photos: Photos, encoding: Encoding, workers: int, steps: int) -> Iterator[Iterator[Any]]:
+    owner = PoolOwner({"train": photos}, encoding, workers)
+    source = join(owner.address, BUDGET_BYTES)
+    yield batches_of(source, steps)
+    source.close()
+    owner.close()
+
+
+@contextmanager
+def in_ray(photos: Photos, encoding: Encoding, workers: int, steps: int) -> Iterator[Iterator[Any]]:
+    source = RaySource({"train": photos}, encoding, BUDGET_BYTES, workers)
+    yield batches_of(source, steps)
+    source.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    contenders: dict[str, Callable[..., Any]] = {"trainer": in_trainer, "torch": in_torch, "pool": in_pool}
+    connection = None
+    if given.ray:
+        connection = Connection(LOCAL, cpus=given.workers)
+        contenders["ray"] = in_ray
+    encoding = Encoding(
+        chat_tokenizer(byte_tokenizer()), (ImageUnit("vision", 259, 729, PixelProcessor(384, 384)),),
+        max_length=16384,
+    )  # fmt: skip
+    print(f"{'images':>6} {'pixels':>6} {'decode':>9} {'step':>9}  " + " ".join(f"{name:>8}" for name in contenders)
+          + f" {'cores':>6}")  # fmt: skip
+    rows = []
+    for images, pixels in CASES:
+        steps = given.steps + FIRST
+        photos = Photos(photos_of(pixels), images, steps * BATCH)
+        cost = DecodeCost(seconds_a_sample(photos, encoding), 4)
+        compute = cost.seconds * BATCH / (given.workers * given.load)
+        stalls = {}
+        for name, contender in contenders.items():
+            with contender(photos, encoding, given.workers, steps) as batches:
+                stalls[name] = waited(batches, compute, steps)
+        cores = cost.processors(BATCH / compute)
+        rows.append(
+            {"images": images, "pixels": pixels, "decode_seconds": cost.seconds, "compute_seconds": compute,
+             "stall": stalls, "processors": cores}
+        )  # fmt: skip
+        cells = " ".join(f"{stall:>8.1%}" for stall in stalls.values())
+        print(
+            f"{images:>6} {pixels:>6} {cost.seconds * 1e3:>6.1f} ms {compute * 1e3:>6.0f} ms  {cells} {cores:>6}",
+            flush=True,
+        )
+    if connection is not None:
+        connection.close()
+    if given.out is not None:
+        given.out.write_text(
+            json.dumps({"machine": machine(), "workers": given.workers, "rows": rows}, indent=2)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`dilatant agent`: this machine takes part in a run that others may join and leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilatant.config.errors import UserError
+
+
+def agent(
+    coordinator: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where `dilatant train` leads the run.", show_default=False),
+    ],
+    name: Annotated[
+        str, typer.Option(help="What people should call this machine; its host name by default.")
+    ] = "",
+    wait_seconds: Annotated[float, typer.Option(min=0.0, help="For a run that has not begun.")] = 600.0,
+    notice_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Leave the run when this file is there: the cloud takes the machine.", show_default=False
+        ),
+    ] = None,
+    notice_url: Annotated[
+        str | None,
+        typer.Option(help="Leave the run when this address answers with 200.", show_default=False),
+    ] = None,
+) -> None:
+    """Have this machine's ranks take part in a run with `resilience.enabled`, from its beginning or later.
+
+    Needs the run's secret (DILATANT_TOKEN or DILATANT_TOKEN_FILE, else that of a shared home directory), and the run
+    folder and the data at the same paths. SIGTERM and Ctrl-C leave the run at the end of the step.
+    """
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"--coordinator {coordinator!r} is no HOST:PORT")
+    if notice_url is not None and not notice_url.startswith(("http://", "https://")):
+        raise UserError(f"--notice-url {notice_url!r} is no http address")
+    from dilatant.resilience.agent_run import AgentOptions, run_agent
+
+    options = AgentOptions(host.strip("[]"), int(port), name, wait_seconds, notice_file, notice_url)
+    raise typer.Exit(run_agent(options))

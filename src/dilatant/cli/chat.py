@@ -1,0 +1,180 @@
+"""`dilatant chat`: talk with an exported model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dilatant.cli.sampling import (
+    ExportPath,
+    MaxNewTokens,
+    RepetitionPenalty,
+    Sampling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    is_text,
+    media_problems,
+    require_encoders,
+)
+from dilatant.config.errors import UserError, list_problems
+
+if TYPE_CHECKING:
+    import torch
+
+    from dilatant.data.sample import Media, Turn
+    from dilatant.training.export import Exported
+
+HELP = """/image PATH   show an image with the next question     /system TEXT  say what the model is told first
+/audio PATH   play a sound with the next question      /reset        forget the conversation
+/help         this                                     /exit         leave (also Ctrl-D)"""
+
+
+def chat(
+    folder: ExportPath,
+    image: Annotated[list[Path], typer.Option(help="An image for the first question; repeatable.")] = [],  # noqa: B006
+    audio: Annotated[list[Path], typer.Option(help="A sound for the first question; repeatable.")] = [],  # noqa: B006
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the conversation.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+) -> None:
+    """Talk with an exported model, with images and sounds by path. Questions are read line by line; /help lists what
+    else may be written. Ctrl-C stops an answer."""
+    sampling = Sampling(temperature, top_p, top_k, repetition_penalty)
+    given = [("image", path) for path in image] + [("audio", path) for path in audio]
+    problems = [*media_problems(given), *sampling.problems()]
+    if system is not None and not is_text(system):
+        problems.append("--system is not UTF-8 text")
+    if problems:
+        raise list_problems("the command has a mistake:", problems)
+
+    import torch
+
+    from dilatant.runtime.precision import pick_device
+    from dilatant.training.export import load_exported
+
+    exported = load_exported(folder)
+    require_encoders(exported, given)
+    if exported.encoding.targets:
+        raise UserError(f"{str(folder)!r} draws pictures; ask it with `dilatant generate --out`")
+    torch.manual_seed(seed)
+    talk = _Conversation(exported, pick_device(), sampling.keywords(), max_new_tokens, system)
+    for kind, path in given:
+        talk.show(kind, path)
+    talks = sys.stdin.isatty()
+    if talks:
+        print(HELP, file=sys.stderr)
+    while True:
+        if talks:
+            print("\n> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            break
+        except UnicodeDecodeError:
+            print("that is not UTF-8 text", file=sys.stderr)
+            continue
+        if not line or line.strip() == "/exit":
+            break
+        talk.hear(line.strip())
+
+
+class _Conversation:
+    """What was said so far, and the media that go with the next question."""
+
+    def __init__(
+        self,
+        exported: Exported,
+        device: torch.device,
+        sampling: dict[str, Any],
+        max_new_tokens: int,
+        system: str | None,
+    ) -> None:
+        self._exported = exported
+        self._model = exported.model.to(device)
+        self._device = device
+        self._sampling = sampling
+        self._max_new_tokens = max_new_tokens
+        self._system = system
+        self._turns: list[Turn] = []
+        self._media: list[Media] = []
+
+    def hear(self, line: str) -> None:
+        """A question, or a command. What is wrong with it is said, and the conversation goes on."""
+        command, _, rest = line.partition(" ")
+        if not line:
+            return
+        if command in ("/image", "/audio"):
+            kind, path = command[1:], Path(rest.strip()).expanduser()
+            problems = media_problems([(kind, path)])
+            try:
+                require_encoders(self._exported, [(kind, path)])
+            except UserError as error:
+                problems = [str(error)]
+            if problems:
+                print(problems[0].removeprefix("--"), file=sys.stderr)
+            else:
+                self.show(kind, path)
+        elif command == "/system":
+            self._system = rest.strip() or None
+        elif command == "/reset":
+            self._turns, self._media = [], []
+        elif command.startswith("/") and "/" not in command[1:]:
+            if command != "/help":
+                print(f"{command} is no command", file=sys.stderr)
+            print(HELP, file=sys.stderr)
+        elif not is_text(line):
+            print("that is not UTF-8 text", file=sys.stderr)
+        else:
+            self._answer(line)
+
+    def show(self, kind: str, path: Path) -> None:
+        """Media that go with the next question."""
+        from dilatant.data.sample import Media
+
+        self._media.append(Media(kind, path, str(path)))  # type: ignore[arg-type]
+
+    def _answer(self, question: str) -> None:
+        from transformers import TextStreamer
+
+        from dilatant.data.encode import encode_prompt
+        from dilatant.data.errors import SampleError
+        from dilatant.data.sample import Sample, Turn
+        from dilatant.training.generation import generate_answers
+
+        asked = Turn("user", (*self._media, question))
+        first = () if self._system is None else (Turn("system", (self._system,)),)
+        try:
+            prompt = encode_prompt(
+                Sample("the prompt", (*first, *self._turns, asked)), self._exported.encoding
+            )
+        except SampleError as error:
+            self._media = []
+            print(f"that cannot be asked: {error.problem}", file=sys.stderr)
+            return
+        tokenizer = self._exported.tokenizer
+        try:
+            (answer,) = generate_answers(
+                self._model,
+                tokenizer,
+                [prompt],
+                self._device,
+                self._max_new_tokens,
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                **self._sampling,
+            )
+        except KeyboardInterrupt:
+            print("\n(stopped; the question is forgotten)", file=sys.stderr)
+            return
+        self._media = []
+        self._turns += [asked, Turn("assistant", (answer,))]

@@ -1,0 +1,65 @@
+"""`dilatant evaluate`: let a judge of the user's score what an exported model answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dilatant.cli.options import AsJson
+from dilatant.config.errors import UserError
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`.")],
+    data: Annotated[
+        str, typer.Option(help="Held-out samples: a file, a folder or a pattern, as `data.eval`.")
+    ],
+    judge: Annotated[
+        str,
+        typer.Option(
+            help="FILE.py:FUNCTION of yours, called with question, expected and answered, texts and pictures in lists; "
+            "gives a number."
+        ),
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first samples.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where every sample's score goes, as JSON.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    guidance: Annotated[float, typer.Option(min=0.0, help="How much pictures follow the prompt.")] = 2.0,
+    drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of what is drawn.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer held-out samples with an exported model, and let a function of yours score the answers."""
+    from rich.console import Console
+
+    from dilatant.config import DataSource
+    from dilatant.data.blend import Blend, open_blend
+    from dilatant.models.sampling import Drawing
+    from dilatant.runtime.precision import pick_device
+    from dilatant.training.export import load_exported
+    from dilatant.training.judged import judge_answers, load_judge
+
+    scores = []
+    function = load_judge(judge)
+    blend = open_blend([DataSource(path=data)])
+    assert isinstance(blend, Blend)  # a path is never streamed
+    exported = load_exported(folder)
+    total = min(len(blend), limit or len(blend))
+    how = Drawing(drawing_steps, guidance)
+    with Console(stderr=True).status("judging") as status:
+        for one in judge_answers(exported, blend, function, pick_device(), max_new_tokens, how, limit, seed):
+            scores.append(one)
+            status.update(f"judging: {len(scores):,} of {total:,}")
+    if not scores:
+        raise UserError(f"--data {data!r} holds no samples")
+    mean = sum(one.score for one in scores) / len(scores)
+    record = {"mean": mean, "samples": len(scores), "scores": {one.sample: one.score for one in scores}}
+    if out is not None:
+        try:
+            out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from None
+    print(json.dumps(record) if as_json else f"{mean:.4f} is the mean score of {len(scores):,} answers")

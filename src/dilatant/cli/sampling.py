@@ -1,0 +1,87 @@
+"""How an exported model is asked: options that `generate` and `chat` share, and what they mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dilatant.config.errors import UserError
+
+if TYPE_CHECKING:
+    from dilatant.training.export import Exported
+
+_COLDEST = 0.001
+"""Below it, logits divided by the temperature leave the range of float16, and later that of float32."""
+
+ExportPath = Annotated[
+    Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`, or by `train`.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The longest answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that share this probability."),
+]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest tokens.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option(min=0.0, help="Above 1, tokens that were there already are less likely.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float = 1.0
+
+    def problems(self) -> list[str]:
+        """What is wrong with the options, a line each."""
+        found = []
+        if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
+            found.append(
+                f"--temperature must be 0, or a number from {_COLDEST} on (given: {self.temperature:g})"
+            )
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            found.append("--top-p and --top-k choose what is drawn from; give a --temperature, such as 0.7")
+        if not 0 < self.repetition_penalty < math.inf:
+            found.append(f"--repetition-penalty must be above 0 (given: {self.repetition_penalty:g})")
+        return found
+
+    def keywords(self) -> dict[str, Any]:
+        """For transformers' `generate`. Not given is all there is, whatever the model's own settings say."""
+        keywords: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
+        if self.temperature > 0:
+            drawn = {"temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": self.top_k or 0}
+            keywords |= {"do_sample": True, **drawn}
+        return keywords
+
+
+def media_problems(given: Iterable[tuple[str, Path]]) -> list[str]:
+    """Why files that options name, as (kind, path), cannot be read."""
+    return [
+        f"--{kind} {str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
+        for kind, path in given
+        if not path.is_file() and not (kind == "video" and path.is_dir())
+    ]
+
+
+def require_encoders(exported: Exported, given: Iterable[tuple[str, Path]]) -> None:
+    """Raises UserError for media that the model has no encoder for."""
+    kinds = {unit.kind for unit in exported.encoding.units}
+    for kind, path in given:
+        if kind not in kinds:
+            raise UserError(f"--{kind} {str(path)!r}: this model has no encoder for {kind}")
+
+
+def is_text(text: str) -> bool:
+    """What a terminal sends that is no UTF-8 arrives as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,123 @@
+"""A Ray cluster that samples are made on: an existing one, or one of this machine for the time of a run.
+
+Ray sends pickled code between its processes, so a cluster is used only where each of them must show a token.
+Ray is an extra and is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from dilatant.config.environment import has_ray_token, ray_address, show_ray_token
+from dilatant.config.errors import UserError
+
+INSTALL = 'pip install "dilatant[ray]"'
+LOCAL = "local"
+REACH_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where it is, HOST:PORT, and the token of one that a run started itself, "" otherwise; for its other ranks."""
+
+    address: str
+    token: str = field(default="", repr=False)
+
+
+def cluster_address(configured: str | None) -> str:
+    """Where the cluster of a run is: HOST:PORT, or `LOCAL`."""
+    return configured or ray_address() or LOCAL
+
+
+def check_cluster(address: str) -> None:
+    """Raise UserError where Ray is not installed, the cluster asks for no token, or nobody listens there. Starts
+    nothing."""
+    if find_spec("ray") is None:
+        raise UserError(f"data.preprocess: 'ray' needs Ray; {INSTALL}")
+    if address == LOCAL:
+        return
+    if not has_ray_token():
+        raise UserError(
+            f"data.ray_address: {address} is used only with token authentication: start Ray with RAY_AUTH_MODE=token "
+            "on every machine, and set that here with RAY_AUTH_TOKEN or ~/.ray/auth_token (`ray get-auth-token`)"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"data.ray_address: no Ray cluster answers at {address}: {reason}; give HOST:PORT of `ray start --head`, "
+            "or 'local'"
+        ) from None
+
+
+class Connection:
+    """This process as a driver of a cluster, until `close`. One at a time in a process.
+
+    address: HOST:PORT, or `LOCAL` for a new cluster of this machine on its loopback with `cpus` processors and
+    `store_bytes` of shared memory, which ends with this object or its process. Raises UserError where that fails.
+    """
+
+    def __init__(self, address: str, token: str = "", cpus: int = 1, store_bytes: int = 1 << 30) -> None:
+        self._folder: str | None = None
+        options: dict[str, Any] = {"address": address}
+        if address == LOCAL:
+            token = secrets.token_hex(32)
+            usual = tempfile.gettempdir()
+            self._folder = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) < 24 else "/tmp")
+            options |= {
+                "num_cpus": cpus,
+                "num_gpus": 0,
+                "object_store_memory": max(store_bytes, 80 << 20),
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+                "_node_ip_address": "127.0.0.1",
+            }
+        if token:
+            show_ray_token(token)
+        import ray
+
+        try:
+            with _own_signals():
+                ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        except Exception as error:
+            self.close()
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"data.preprocess: no Ray cluster at {address}: {reason}") from None
+        context = ray.get_runtime_context()
+        self.cluster = Cluster(context.gcs_address, token)
+        self.cpus = int(ray.cluster_resources().get("CPU", 1))
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends. Idempotent."""
+        import ray
+
+        with suppress(Exception):
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; a run saves and stops by it."""
+    kept = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        kept[number] = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            with suppress(ValueError):  # not in the main thread, where Ray changes nothing either
+                signal.signal(number, handler)

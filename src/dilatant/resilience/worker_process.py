@@ -1,0 +1,68 @@
+"""A rank of a machine of several, as a process that its agent started."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from dilatant.config.config import parse_config
+from dilatant.config.environment import hide_gpus
+from dilatant.config.errors import UserError
+from dilatant.config.yaml_text import read_yaml
+from dilatant.resilience.job import WorkerStart
+from dilatant.resilience.process import end_with_parent
+
+if TYPE_CHECKING:
+    from dilatant.training.rank import Show
+
+STORE_SECONDS = 60.0
+
+
+def main() -> None:
+    """Train until the run is over, or goes on without this node."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends them to all; the agent says what follows
+        signal.signal(number, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerStart)
+    end_with_parent()
+    try:
+        train(start)
+    except UserError as error:
+        sys.exit(f"error: {start.node}: {error}")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def train(start: WorkerStart) -> None:
+    """Raises UserError for what is wrong here, or with the run."""
+    job = start.job
+    config = parse_config(read_yaml(job.config), base=Path("/"))
+    if config.train.device == "cpu":
+        hide_gpus()
+    from dilatant.comm.launch import worker_here
+    from dilatant.comm.store import connect
+    from dilatant.resilience.rank import Seat, train_seat
+    from dilatant.resilience.run_result import write_result
+    from dilatant.resilience.worker_link import RunEnded
+    from dilatant.training.starting_point import Start
+
+    token = bytes.fromhex(start.token)
+    store = connect(start.host, job.store_port, token, job.on_one_machine, STORE_SECONDS)
+    worker = worker_here(start.index, job.workers, start.index, job.workers, store)
+    seat = Seat(start.node, start.index, start.agent_port, token)
+    begin = Start(Path(job.checkpoint) if job.checkpoint else None, job.discards)
+    try:
+        result = train_seat(worker, config, job.plan, begin, cast("Show", job.show), seat)
+    except RunEnded:
+        return  # the coordinator says why
+    if result is not None and result.is_first:
+        write_result(Path(job.folder), result)
+
+
+if __name__ == "__main__":
+    main()

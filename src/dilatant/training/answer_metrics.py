@@ -1,0 +1,101 @@
+"""How good written answers are: the field's metrics, and those that a user brings."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from dilatant.config import UserError
+
+Metric = Callable[[Sequence[str], Sequence[str]], float]
+"""(expected answers, written answers) → a number."""
+
+ANLS_THRESHOLD = 0.5
+"""A text that is less similar counts as wrong (Biten et al. 2019, "Scene Text Visual Question Answering")."""
+
+
+def exact_match(expected: Sequence[str], written: Sequence[str]) -> float:
+    """Share of answers that are exactly the expected ones but for blanks around them, in [0, 1]."""
+    right = sum(wanted.strip() == said.strip() for wanted, said in zip(expected, written, strict=True))
+    return right / max(1, len(expected))
+
+
+def anls(expected: Sequence[str], written: Sequence[str]) -> float:
+    """Average normalised Levenshtein similarity, in [0, 1]: without regard to case, 0 below `ANLS_THRESHOLD`."""
+    total = 0.0
+    for wanted, said in zip(expected, written, strict=True):
+        wanted, said = wanted.strip().lower(), said.strip().lower()
+        similar = 1 - edits(wanted, said) / max(len(wanted), len(said), 1)
+        total += similar if similar >= ANLS_THRESHOLD else 0.0
+    return total / max(1, len(expected))
+
+
+def wer(expected: Sequence[str], written: Sequence[str]) -> float:
+    """Word error rate: edits of words over expected words, of all answers together. It may exceed 1."""
+    pairs = [(wanted.split(), said.split()) for wanted, said in zip(expected, written, strict=True)]
+    return sum(edits(*pair) for pair in pairs) / max(1, sum(len(wanted) for wanted, _ in pairs))
+
+
+METRICS: dict[str, Metric] = {"exact_match": exact_match, "anls": anls, "wer": wer}
+
+
+def edits(one: Sequence[str], other: Sequence[str]) -> int:
+    """Insertions, deletions and replacements between two sequences (Levenshtein 1966)."""
+    before = list(range(len(other) + 1))
+    for number, item in enumerate(one, 1):
+        row = [number]
+        for place, there in enumerate(other, 1):
+            row.append(min(before[place] + 1, row[-1] + 1, before[place - 1] + (item != there)))
+        before = row
+    return before[-1]
+
+
+def find_metric(name: str) -> Metric:
+    """One of `METRICS`, or the function that `module:function` names, of a module that Python finds or that lies in the
+    working directory. Raises UserError in one line, whatever the module does."""
+    if name in METRICS:
+        return METRICS[name]
+    module, _, function = name.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except BaseException as error:  # also what ends Python
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"evaluation.metrics: {name!r} cannot be imported: {_in_a_line(error)}") from None
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
+    if not callable(found):
+        raise UserError(f"evaluation.metrics: {name!r} is no function")
+    return found
+
+
+def measure(name: str, expected: Sequence[str], written: Sequence[str]) -> float:
+    """The value of a metric. Raises UserError where one that a user brings fails, or gives no number."""
+    metric = find_metric(name)
+    if name in METRICS:
+        return metric(expected, written)
+    try:
+        value = float(metric(list(expected), list(written)))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(
+            f"evaluation.metrics: {name!r} failed: {_in_a_line(error)}; it is given two lists of texts, expected and "
+            "written, and returns a number"
+        ) from None
+    if math.isnan(value):
+        raise UserError(f"evaluation.metrics: {name!r} returned nan for {len(expected)} answers")
+    return value
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,52 @@
+"""The best evaluation so far, and whether another one is worth waiting for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dilatant.config import UserError
+from dilatant.config.train import EvaluationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """step: of the best evaluation, None before any; value: its figure. since: evaluations after it. The same on all
+    ranks, and stored with the position of a run."""
+
+    step: int | None = None
+    value: float = math.nan
+    since: int = 0
+
+    def after(self, step: int, value: float, how: EvaluationConfig) -> Best:
+        """With the evaluation at `step`. A figure that is not a number is never better."""
+        gain = (self.value - value) if how.smaller_is_better else (value - self.value)
+        if math.isfinite(value) and (self.step is None or gain > how.min_delta):
+            return Best(step, value)
+        return replace(self, since=self.since + 1)
+
+    def ends(self, how: EvaluationConfig) -> bool:
+        """Whether training stops early."""
+        return how.patience is not None and self.since >= how.patience
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "value": self.value if self.step is not None else None,
+            "since": self.since,
+        }
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any] | None) -> Best:
+        """Raises UserError for something else."""
+        if tree is None:
+            return cls()
+        try:
+            step, since = tree["step"], int(tree["since"])
+            return cls(since=since) if step is None else cls(int(step), float(tree["value"]), since)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                "the checkpoint's value 'best' is no evaluation; resume from another one"
+            ) from None

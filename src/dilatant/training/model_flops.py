@@ -1,0 +1,82 @@
+"""How many floating-point operations a step of this model asks for, whatever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dilatant.config import Config
+from dilatant.cost.layer import trainable_before
+from dilatant.data.sample import EncodedSample
+from dilatant.profiling.describe_model import HEAD, ModelDescription
+from dilatant.profiling.layer_shapes import layer_shapes
+from dilatant.profiling.planned_hardware import plan_target
+
+FORWARD, BACKWARD = 2.0, 4.0
+"""Of a product or of attention, a multiply-add counting twice; the backward of attention is two such products each."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFlops:
+    """Of one unit, forward and backward: for each of its tokens, for each pair of tokens that could attend, and for
+    each target token. item_tokens: tokens of one item, whose tokens see no other's; None where a sample's all do."""
+
+    token: float
+    pair: float
+    target: float
+    item_tokens: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What samples ask of all units: their real tokens, those of images by their real grids, no padding, and nothing
+    twice where activations are recomputed. Frozen layers have no weight gradient, and no backward at all with nothing
+    trained before them."""
+
+    units: Mapping[str, UnitFlops]
+
+    def of(self, samples: Sequence[EncodedSample]) -> float:
+        """Of a step with these samples, of which sizes are known."""
+        total = 0.0
+        for sample in samples:
+            for name, unit in self.units.items():
+                tokens = sample.sizes.get(name, 0)
+                seen = tokens if unit.item_tokens is None else min(tokens, unit.item_tokens)
+                total += unit.token * tokens + unit.pair * tokens * seen
+                total += unit.target * sample.target_tokens if unit.target else 0.0
+        return total
+
+
+def model_flops(model: ModelDescription) -> ModelFlops:
+    """Counted from the layers' shapes; a layer of which its config says too little counts its matrices alone."""
+    shapes = layer_shapes(model, guess=True)
+    heads = set(model.kinds(HEAD))
+    units = {}
+    for unit in model.spec.units:
+        ahead = trainable_before(unit.trainable, model.spec.upstream_trainable(unit.name))
+        token = pair = target = 0.0
+        for layer, before in zip(unit.layers, ahead, strict=True):
+            shape = shapes[layer.kind]
+            goes_back = before or layer.trainable
+            trained = shape.trained_share if layer.trainable else 0.0
+            # What the layer's input goes into directly need not be differentiated for nothing.
+            inputs = (shape.matmul - (0 if before else shape.leading)) * goes_back
+            product = FORWARD * (shape.matmul * (1 + trained) + inputs)
+            if layer.kind in heads:
+                target += product
+            else:
+                token += product
+            attention = 2.0 * shape.attention_width * shape.attended_share
+            pair += attention * (FORWARD + BACKWARD * goes_back)
+        units[unit.name] = UnitFlops(token, pair, target, model.item_tokens.get(unit.name))
+    return ModelFlops(units)
+
+
+def peak_flops(config: Config) -> float | None:
+    """Of this machine's GPU, as its data sheet has it; None on a CPU, or where it is not known."""
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        return None
+    target = plan_target(config.cluster.model_copy(update={"hardware": None}), config.train.precision)
+    return target.hardware.peak_flops.get(target.dtype)

@@ -1,0 +1,186 @@
+"""LoRA as a user runs it: it goes on where it was, ranks share it, and models of parts have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_project import Dilatant, tiny_config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from dilatant.config import load_config
+from dilatant.data.encode import encode_prompt
+from dilatant.profiling.assemble import assemble_samples
+from dilatant.training.export import load_exported
+from dilatant.training.generation import generate_answers
+from shared_data import need
+from tiny_wholes import save_as_the_hub_does, transformers_inputs
+
+SHARED = {"units": {"vision": {}, "language": {"tp": 2, "pp": 2}}, "microbatches": 2}
+
+
+def write(project: Path, tree: dict[str, Any]) -> Path:
+    (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return project / "config.yaml"
+
+
+def whole_with_lora() -> dict[str, Any]:
+    return {
+        "output_dir": "run",
+        "model": {
+            "id": "whole",
+            "lora": {
+                "r": 4,
+                "units": ["vision.encoder", "language"],
+                "use_rslora": True,
+                "train": ["vision.projector"],
+            },
+        },
+        "data": {"train": [{"path": "train.jsonl"}], "max_length": 96, "workers": 0},
+        "train": {
+            "steps": 4,
+            "global_batch_size": 6,
+            "save_steps": 2,
+            "keep_checkpoints": 4,
+            "optimizer": {"learning_rate": 0.01},
+            "report_to": [],
+            "device": "cpu",
+        },
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> None:
+    save_as_the_hub_does("llava", project / "whole")
+    config = write(project, whole_with_lora())
+    code, _, err = dilatant("train", config)
+    assert code == 0, err
+    middle = project / "run" / "checkpoints" / "step-00000002"
+    code, _, err = dilatant("train", config, "--set", f"train.resume={middle}", "--set", "output_dir=again")
+    assert code == 0, err
+    one, other = (
+        load_file(project / name / "export" / "adapter" / "adapter_model.safetensors")
+        for name in ("run", "again")
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert losses(project / "again") == losses(project / "run")[2:]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_layers_share_their_adapters(project: Path, dilatant: Dilatant) -> None:
+    save_as_the_hub_does("llava", project / "whole")
+    tree = whole_with_lora()
+    assert dilatant("train", write(project, tree))[0] == 0
+    code, _, err = dilatant("train", write(project, {**tree, "output_dir": "shared", "parallel": SHARED}))
+    assert code == 0, err
+    # fp32: sums in another order, through four updates
+    assert losses(project / "shared") == pytest.approx(losses(project / "run"), rel=1e-4)
+    one, other = (
+        load_file(project / name / "export" / "adapter" / "adapter_model.safetensors")
+        for name in ("run", "shared")
+    )
+    for key, tensor in one.items():
+        torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
+
+
+def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, dilatant: Dilatant) -> None:
+    tree = tiny_config(steps=3, device="cpu", optimizer={"learning_rate": 0.02})
+    tree["model"]["lora"] = {"r": 2, "units": ["language", "vision"]}
+    tree["model"]["language_model"]["config"]["attention_dropout"] = 0.0
+    config = write(project, tree)
+    code, _, err = dilatant("train", config)
+    assert code == 0, err
+    export = project / "run" / "export"
+    merged = AutoModelForCausalLM.from_pretrained(export / "language").eval()
+    plain = AutoModelForCausalLM.from_config(merged.config).eval()
+    # The adapter lies on the weights that the run began with, whatever these are.
+    start = {**tree, "output_dir": "start", "train": {**tree["train"], "steps": 1}}
+    start["train"]["optimizer"] = {"learning_rate": 1e-30}
+    assert dilatant("train", write(project, start))[0] == 0
+    plain.load_state_dict(
+        load_file(project / "start" / "export" / "language" / "model.safetensors"), strict=False
+    )
+    plain.tie_weights()
+    adapted = peft.PeftModel.from_pretrained(plain, export / "adapter" / "language").eval()
+    ids = torch.arange(40)[None] % 30
+    said = merged(input_ids=ids).logits
+    torch.testing.assert_close(adapted(input_ids=ids).logits, said, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(adapted.unload()(input_ids=ids).logits, said, rtol=1e-4, atol=1e-5)
+    assert (export / "adapter" / "vision" / "adapter_model.safetensors").is_file()
+    code, _, err = dilatant("generate", export, "--prompt", "Side?", "--image", project / "images" / "0.png")
+    assert code == 0, err
+    # Another run begins with the adapters of this one.
+    again = {**tree, "output_dir": "again"}
+    again["model"] = {**tree["model"], "lora": {**tree["model"]["lora"], "adapter": str(export / "adapter")}}
+    code, _, err = dilatant("train", write(project, again), "--set", "train.steps=1")
+    assert code == 0, err
+    assert losses(project / "again")[0] < losses(project / "run")[0]
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"merge": False}, "'lora.merge: false' is for whole models"),
+        ({"units": ["visoin"]}, "there are language, vision, vision.encoder"),
+        ({"target_modules": ["q_porj"]}, "names no linear layer"),
+        ({"use_dora": True}, "use_dora"),
+        ({"train": ["language.layers.0"]}, "would train whole ('train') and has an adapter ('units')"),
+    ],
+)
+def test_what_parts_cannot_have_is_said(
+    lora: dict[str, Any], said: str, project: Path, dilatant: Dilatant
+) -> None:
+    tree = tiny_config(device="cpu")
+    tree["model"]["lora"] = lora
+    code, _, err = dilatant("train", write(project, tree))
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_charts_are_learned_in_two_stages_and_transformers_and_peft_alone_answer_as_we_do(
+    project: Path, dilatant: Dilatant
+) -> None:
+    charts = need("data/chartqa_mini", "LoRA on real charts, exported and loaded by transformers and peft")
+    save_as_the_hub_does("qwen2_5_vl", project / "whole")
+    tree = whole_with_lora() | {
+        "data": {"train": [{"path": str(charts)}], "val_size": 8, "max_length": 1024, "workers": 0},
+        "parallel": {"units": {"vision": {}, "language": {"pp": 2}}, "microbatches": 2},
+        "evaluation": {"limit": 8, "max_new_tokens": 8, "metrics": ["exact_match", "anls"]},
+    }
+    tree["train"] |= {"steps": 6, "optimizer": {"learning_rate": 0.01}}
+    config = write(project, tree)
+    code, _, err = dilatant("train", config)
+    assert code == 0, err
+    assert losses(project / "run")[-1] < losses(project / "run")[0]
+    export = project / "run" / "export"
+    exported = load_exported(export)
+    held_out = assemble_samples(load_config(config)).held_out
+    assert held_out is not None
+    merged = AutoModelForImageTextToText.from_pretrained(export).eval()
+    plain = AutoModelForImageTextToText.from_pretrained(project / "whole")
+    adapted = peft.PeftModel.from_pretrained(plain, export / "adapter").eval()
+    longest = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 258, "pad_token_id": 258}
+    for index in range(3):
+        prompt = encode_prompt(held_out[index], exported.encoding)
+        (ours,) = generate_answers(
+            exported.model, exported.tokenizer, [prompt], torch.device("cpu"), longest["max_new_tokens"]
+        )
+        given = transformers_inputs("qwen2_5_vl", prompt.sample, 299)
+        for theirs in (merged, adapted):
+            written = theirs.generate(**given, **longest)[:, given["input_ids"].shape[1] :]
+            assert exported.tokenizer.batch_decode(written, skip_special_tokens=True) == [ours]
+        logits = [theirs(**given).logits for theirs in (merged, adapted)]
+        # Merged weights are rounded once more.
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,46 @@
+"""Copies of a layer count by the nodes that they lie on, and a search that is asked for some finds them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from dilatant.plan.copies import copies_on_nodes
+from dilatant.plan.manual import plan_from_specs
+from dilatant.plan.plan import ParallelSpec, Plan
+
+LAYERS = {"vision": 3, "language": 6}
+
+
+def survives(plan: Plan, lost: tuple[int, ...], ranks_per_node: int) -> bool:
+    """Whether each layer has a replica whose stage is whole."""
+    for unit in plan.units:
+        for layer in range(LAYERS[unit.name]):
+            stages = [s for r in unit.replicas for s in r.stages if s.first <= layer < s.end]
+            if not any(all(rank // ranks_per_node not in lost for rank in s.ranks) for s in stages):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_losing_one_node_fewer_than_copies_loses_no_layer_and_as_many_may(seed: int) -> None:
+    draw = random.Random(seed)
+    specs = {
+        "vision": ParallelSpec(replicas=draw.choice((1, 2, 4)), pp=draw.choice((1, 2))),
+        "language": ParallelSpec(
+            replicas=draw.choice((2, 4)), pp=draw.choice((1, 2)), tp=draw.choice((1, 2))
+        ),
+    }
+    plan = plan_from_specs(LAYERS, specs, {"vision": ("language",), "language": ()})
+    per_node = draw.choice((1, 2, 3, 4))
+    nodes = range(-(-len(plan.ranks) // per_node))
+    copies = min(copies_on_nodes(plan, per_node).values())
+    for lost in itertools.combinations(nodes, copies - 1):
+        assert survives(plan, lost, per_node)
+    one_node_stages = all(
+        len({rank // per_node for rank in placed.stage.ranks}) == 1 for placed in plan.stages()
+    )
+    if one_node_stages:
+        assert not all(survives(plan, lost, per_node) for lost in itertools.combinations(nodes, copies))

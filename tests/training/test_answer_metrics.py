@@ -1,0 +1,57 @@
+"""Metrics of answers against their definitions, written down slowly."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from dilatant.config.train import EvaluationConfig
+from dilatant.training.answer_metrics import anls, edits, exact_match, wer
+from dilatant.training.best import Best
+
+
+def slow_edits(one: str, other: str) -> int:
+    @cache
+    def between(i: int, j: int) -> int:
+        if not i or not j:
+            return i + j
+        replaced = between(i - 1, j - 1) + (one[i - 1] != other[j - 1])
+        return min(replaced, between(i - 1, j) + 1, between(i, j - 1) + 1)
+
+    return between(len(one), len(other))
+
+
+def test_edits_are_those_of_the_recursive_definition() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        one, other = ("".join(draw.choices("abc", k=draw.randrange(7))) for _ in range(2))
+        assert edits(one, other) == slow_edits(one, other), (one, other)
+
+
+def test_metrics_of_answers_worked_out_by_hand() -> None:
+    expected, written = ["Paris", "42 %", "a b c d"], [" Paris ", "43 %", "x y"]
+    assert exact_match(expected, written) == pytest.approx(1 / 3)
+    assert anls(expected, written) == pytest.approx(
+        (1 + 3 / 4 + 0) / 3
+    )  # the last is 1/7, below the threshold
+    assert anls(["YES"], ["yes"]) == 1
+    assert wer(expected, written) == pytest.approx((0 + 1 + 4) / (1 + 2 + 4))
+    assert wer(["a"], ["a b c"]) == 2
+    assert (exact_match([], []), anls([], []), wer([], [])) == (0, 0, 0)
+    assert anls([""], [""]) == 1
+
+
+def test_the_best_is_better_by_more_than_the_least_and_never_what_is_no_number() -> None:
+    how = EvaluationConfig(steps=1, keep_best="loss", patience=2, min_delta=0.1)
+    best = Best()
+    for step, (value, of) in enumerate(
+        [(float("nan"), None), (3.0, 2), (2.95, 2), (2.8, 4), (float("nan"), 4), (2.75, 4)], 1
+    ):
+        best = best.after(step, value, how)
+        assert best.step == of
+    assert best.ends(how)
+    assert Best.from_json(best.to_json()) == best
+    up = EvaluationConfig(steps=1, keep_best="exact_match", metrics=("exact_match",))
+    assert Best().after(1, 0.2, up).after(2, 0.3, up).after(3, 0.1, up) == Best(2, 0.3, 1)
