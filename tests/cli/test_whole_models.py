@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
+import soundfile
 import torch
 import yaml
 from PIL import Image
@@ -16,8 +19,11 @@ from transformers import AutoModelForImageTextToText
 
 from dilatant.config import load_config
 from dilatant.data.encode import encode_sample
+from dilatant.data.sample import EncodedSample
+from dilatant.models.whole import Whole
 from dilatant.profiling.assemble import assemble_samples
-from tiny_wholes import WHOLES, save_as_the_hub_does, transformers_loss
+from tiny_wholes import IMAGE, WHOLES, save_as_the_hub_does, whole_config
+from whole_samples import transformers_loss
 
 STAGES = {"units": {"vision": {"pp": 2}, "language": {"pp": 2}}, "microbatches": 2}
 families = pytest.mark.parametrize(
@@ -54,9 +60,19 @@ def loss_in_transformers(config: Path, model: Any, family: str) -> float:
     total = targets = 0.0
     for index in range(len(samples.train)):
         encoded = encode_sample(samples.train[index], samples.encoding)
-        total += float(transformers_loss(model, family, encoded, image=299))
+        given = {}
+        if "omni" in family:  # which tells positions from tokens around items that no tokenizer of bytes has
+            places = Whole.of(whole_config(family), "model").positions(replace_ids(encoded))
+            given["position_ids"] = torch.from_numpy(places[1:, None])
+        total += float(transformers_loss(model, family, encoded, image=299, **given))
         targets += encoded.target_tokens
     return total / targets
+
+
+def replace_ids(sample: EncodedSample) -> EncodedSample:
+    """With the id of a row of an image that the config of tiny models has."""
+    ids = np.where(sample.input_ids == 299, IMAGE, np.where(sample.input_ids == IMAGE, 0, sample.input_ids))
+    return replace(sample, input_ids=ids)
 
 
 @families
@@ -68,23 +84,39 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     for number in range(12):  # of unlike sizes
         image = Image.open(project / "images" / f"{number}.png").resize((8 + 3 * number, 8 + number % 5))
         image.save(project / "images" / f"{number}.png")
-    config = write(project, config_of(project, parallel=STAGES))
+    towers = [
+        unit
+        for unit, key in (("vision", "vision_config"), ("audio", "audio_config"))
+        if key in WHOLES[family]
+    ]
+    if "audio" in towers:
+        write_sounds(project, every=1 if towers == ["audio"] else 2)
+    if family.startswith("qwen") and "vision" in towers:
+        write_clip(project, 4)
+    units = {key: {"pp": 2} for key in (*towers, "language")}
+    freeze = [f"{unit}.encoder" for unit in towers]
+    tree = config_of(project, parallel={**STAGES, "units": units})
+    tree["model"]["freeze"] = freeze
+    if family.startswith("qwen") and "vision" in towers:
+        limits = {"video_min_pixels": 64, "video_max_pixels": 512, "max_frames": 6}
+        tree["model"]["processor"] = limits
+    config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err
-    exported = AutoModelForImageTextToText.from_pretrained(project / "run" / "export")
+    exported = type(source).from_pretrained(project / "run" / "export")
     assert type(exported) is type(source)
     after = exported.state_dict()
     assert after.keys() == before.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    towers = (".vision_tower.", ".vision_model.", ".visual.")
-    mergers = (".merger.", ".deepstack_merger_list.")
-    frozen = {k for k in before if any(t in k for t in towers) and not any(m in k for m in mergers)}
+    inside = (".vision_tower.", ".vision_model.", ".visual.", ".audio_tower.")
+    mergers = (".merger.", ".deepstack_merger_list.", ".audio_tower.proj.")
+    frozen = {k for k in before if any(t in k for t in inside) and not any(m in k for m in mergers)}
     assert not changed & frozen
     trained = {key for key, weight in source.named_parameters() if key not in frozen}
     assert trained - changed == set(), "every trained weight is in the export"
 
     code, _, err = dilatant(
-        "train", write(project, config_of(project)), "--set", "train.steps=3", "--overwrite"
+        *("train", write(project, {**tree, "parallel": "single"}), "--set", "train.steps=3", "--overwrite")
     )
     assert code == 0, err
     lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
@@ -93,10 +125,36 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
 
     code, out, err = dilatant(
         *("generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 3, "--json"),
-        *("--image", project / "images" / "0.png"),
+        *(("--audio", project / "1.wav") if "audio" in towers else ("--image", project / "images" / "0.png")),
     )
     assert code == 0, err
     assert "answer" in json.loads(out)
+    if family.startswith("qwen") and "vision" in towers:
+        code, out, err = dilatant(
+            *("generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 3, "--json"),
+            *("--video", project / "4.gif"),
+        )
+        assert code == 0, err
+
+
+def write_clip(folder: Path, number: int) -> None:
+    """Let a sample see a clip of 9 frames instead of an image."""
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    frames = np.random.default_rng(number).integers(0, 256, (9, 14, 20, 3), np.uint8)
+    first, *others = (Image.fromarray(frame) for frame in frames)
+    first.save(folder / f"{number}.gif", save_all=True, append_images=others, duration=200)
+    lines[number]["messages"][0]["content"][0] = {"type": "video", "video": f"{number}.gif"}
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def write_sounds(folder: Path, every: int) -> None:
+    """Let every so many-th sample hear a sound of a length of its own instead of seeing an image."""
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for number in range(1, len(lines), every) if every > 1 else range(len(lines)):
+        samples = np.random.default_rng(number).normal(0, 0.1, 600 + 700 * number)
+        soundfile.write(folder / f"{number}.wav", samples, 16000)
+        lines[number]["messages"][0]["content"][0] = {"type": "audio", "audio": f"{number}.wav"}
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dilatant: Dilatant) -> None:

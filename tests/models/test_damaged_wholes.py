@@ -41,11 +41,12 @@ def without_some(state: dict[str, Any]) -> dict[str, Any]:
 def test_weights_that_are_not_there_do_not_begin_at_random(
     folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    assert load_whole(str(folder))
+    whole = Whole.of(load_pretrained_config(str(folder), "model"), "model")
+    assert load_whole(whole, str(folder))
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(change(load_file(folder / WEIGHTS)), tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(UserError, match=r"lacks '.*' and \d+ more of the weights of its model"):
-        load_whole(str(tmp_path))
+        load_whole(whole, str(tmp_path))
 
 
 @pytest.mark.parametrize(

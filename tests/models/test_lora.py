@@ -11,7 +11,8 @@ from dilatant.config.model import LoraConfig
 from dilatant.models.lora import is_adapter
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole
-from tiny_wholes import samples_of, whole_config
+from tiny_wholes import whole_config
+from whole_samples import samples_of
 
 EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
 

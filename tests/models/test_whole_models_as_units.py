@@ -11,9 +11,10 @@ from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.models.families import FAMILIES
 from dilatant.models.whole import Whole
-from tiny_wholes import WHOLES, sample_of, whole_config
+from tiny_wholes import WHOLES, whole_config
+from whole_samples import sample_of
 
-DEFAULT = ("llava", "gemma3", "qwen2_5_vl")
+DEFAULT = ("llava", "gemma3", "qwen2_5_vl", "qwen2_5_omni_thinker")
 families = pytest.mark.parametrize(
     "family",
     [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],

@@ -66,6 +66,14 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "clip": {"model_type": "clip_vision_model", "intermediate_size": 48, **_VISION},
     "dinov2": {"model_type": "dinov2", **_VISION},
     "dinov2_registers": {"model_type": "dinov2_with_registers", "num_register_tokens": 3, **_VISION},
+    "dinov3": {
+        "model_type": "dinov3_vit",
+        "num_register_tokens": 2,
+        "pos_embed_rescale": None,
+        **_VISION,
+        "hidden_size": 32,
+    },
+    "pixtral": {"model_type": "pixtral", "intermediate_size": 48, **_VISION, "hidden_size": 32},
     "whisper": {
         "model_type": "whisper",
         "d_model": 24,

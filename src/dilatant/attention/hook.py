@@ -45,15 +45,17 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why attention over plans would not be that of `model`, a causal language model; None if it is.
+def why_not(model: PreTrainedModel, causal: bool = True) -> str | None:
+    """Why attention over plans would not be that of `model`, a causal language model; None if it is. causal: else its
+    family's masks are not, and plans have them.
 
     Said from what a family declares: an objection that shows in a forward alone is an AttentionError there.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Hybrids do not say so of themselves, for the sake of their other layers.
-    supports = getattr(model, "_supports_attention_backend", False) or bool(linear_layers(model))
+    # Hybrids do not say so of themselves, for the sake of their other layers; nor a whole model, for that of its tower.
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    supports = any(each._supports_attention_backend for each in models) or bool(linear_layers(model))
     if not model._can_set_attn_implementation() or not supports:
         return (
             f"{type(model).__name__} computes attention in its own way, not as transformers' interface asks"
@@ -61,7 +63,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     known = {"full_attention", "sliding_attention", *(("linear_attention",) if linear_layers(model) else ())}
     if others := sorted(kinds - known):
         return f"{type(model).__name__} has layers of {' and '.join(others)}"
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+    if causal and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         return f"{type(model).__name__} has attention that is not causal"
     return dropout_of(model)
 

@@ -1,7 +1,7 @@
 """Masks of packed rows, from which sample and which image each stretch of the row is.
 
-Every function here returns runs and costs what the row has segments, whatever its length. All words carry WINDOW, so
-`mask.with_window(width)` gives the mask of a sliding-window layer.
+Every function here returns runs and costs what the row has segments, whatever its length. All words carry WINDOW, but
+for prefixes, so `mask.with_window(width)` gives the mask of a sliding-window layer.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def sliding_window(row: RowLayout, window: int) -> AttentionMask:
 
 
 def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
-    """The first `prefix_lengths[s]` tokens of sample s see each other; the rest sees what is before it.
+    """The first `prefix_lengths[s]` tokens of sample s see each other; the rest sees what is before it. A window holds
+    the rest alone (as in PaliGemma 2).
 
     Raises:
         MaskError: unless there is one prefix per sample, none longer than its sample.
@@ -185,7 +186,7 @@ def prefix_lm(row: RowLayout, prefix_lengths: ArrayLike) -> AttentionMask:
         )
     position = row.positions()
     inside = np.clip(prefix[row.sample] - position, 0, row.length)
-    before = pack_fields(1, 1, sample=row.sample, window=True)
+    before = pack_fields(1, 1, sample=row.sample)
     after = pack_fields(2, 3, sample=row.sample, causal=True, window=True)
     padding = row.is_padding
     return AttentionMask(

@@ -49,6 +49,9 @@ def generate(
     ] = None,
     image: Annotated[list[Path], typer.Option(help="An image file; may be given several times.")] = [],  # noqa: B006
     audio: Annotated[list[Path], typer.Option(help="A sound file; may be given several times.")] = [],  # noqa: B006
+    video: Annotated[
+        list[Path], typer.Option(help="A video, or a folder of its frames; may be given several times.")
+    ] = [],  # noqa: B006
     system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -66,7 +69,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Ask an exported model something, with images and sounds."""
-    given = [("image", path) for path in image] + [("audio", path) for path in audio]
+    given = [
+        (kind, path)
+        for kind, paths in (("image", image), ("audio", audio), ("video", video))
+        for path in paths
+    ]
     chosen = Sampling(temperature, top_p, top_k, repetition_penalty)
     problems = media_problems(given)
     if (prompt is None) == (prompts is None):

@@ -70,7 +70,7 @@ def media_problems(given: Iterable[tuple[str, Path]]) -> list[str]:
     return [
         f"--{kind} {str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
         for kind, path in given
-        if not path.is_file()
+        if not path.is_file() and not (kind == "video" and path.is_dir())
     ]
 
 

@@ -161,7 +161,8 @@ class ModelConfig(Section):
     """Of a whole model: a tokenizer id or folder, or `bytes`. Default: that of `id`."""
     processor: str | dict[str, Any] | None = None
     """Of a whole model: its image processor, as id, folder or settings; with `id` also just what differs, such as
-    `{min_pixels: 3136, max_pixels: 602112}`. Default: that of `id`, or one fitted to `config`."""
+    `{min_pixels: 3136, max_pixels: 602112}`, and of clips `fps`, `min_frames`, `max_frames`, `video_min_pixels`,
+    `video_max_pixels`, `video_total_pixels`. Default: that of `id`, or one fitted to `config`."""
     attn_implementation: str | None = None
     """Of a whole model: what computes attention in its text model, as `language_model.attn_implementation`."""
     language_model: LanguageModelConfig | None = None

@@ -23,6 +23,10 @@ CALLED_HERE: Mapping[str, str] = {
         ("max_pixels", "min_pixels", "image_max_pixels", "image_min_pixels"),
         "write 'model.processor: {min_pixels: ..., max_pixels: ...}'",
     ),
+    **dict.fromkeys(
+        ("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen", "fps", "max_frames"),
+        "write 'model.processor: {fps: ..., max_frames: ..., video_max_pixels: ...}'",
+    ),
     **dict.fromkeys(("lora_rank", "lora_r"), "write 'model.lora.r'"),
     **dict.fromkeys(("lora_target", "lora_target_modules"), "write 'model.lora.target_modules'"),
     **dict.fromkeys(

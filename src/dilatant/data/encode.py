@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
+from dilatant.data.anyres_image_unit import SHAPES, AnyresImageUnit
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
 from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.image_target import ImageTarget
 from dilatant.data.media import media_size
+from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.pixels import EncoderInput, joined
 from dilatant.data.sample import (
@@ -32,6 +35,7 @@ from dilatant.data.sample import (
     Written,
     content_digest,
 )
+from dilatant.data.sound_unit import SoundUnit
 
 NO_LOSS = -100
 
@@ -40,6 +44,8 @@ TOKENS = "tokens"
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
 
+_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit
+"""Units whose items have unlike sizes, which others ask for without the items."""
 Unit = MediaUnit | ImageTarget
 """What a media item is for the model: an input of an encoder, or a target of a generator."""
 
@@ -87,17 +93,20 @@ class Encoding:
     @property
     def unit_names(self) -> tuple[str, ...]:
         """The columns of sizes: the language model, then encoders and generators."""
-        return (LANGUAGE, *(unit.name for unit in self.units), *(target.name for target in self.targets))
+        # A unit that sees images and clips has two ways to see.
+        names = [unit.name for unit in self.units] + [target.name for target in self.targets]
+        return (LANGUAGE, *dict.fromkeys(names))
 
     @cached_property
-    def around(self) -> dict[str, tuple[str, str]]:
-        """Unit → what is written before and after its items: by the chat template, and by the model's processor; before
-        a target, by the assistant."""
-        found = {target.name: (target.start, "") for target in self.targets}
+    def around(self) -> dict[tuple[str, MediaKind], tuple[str, str]]:
+        """Unit and kind → what is written before and after its items: by the chat template, and by the model's
+        processor; a clip says the latter itself, piece by piece."""
+        found: dict[tuple[str, MediaKind], tuple[str, str]] = {}
         for unit in self.units:
             written = unit.written or Written(unit.marker)
             before, after = self.chat.template.around_media(unit.kind, written.token)
-            found[unit.name] = before + written.opens, written.closes + after
+            opens, closes = ("", "") if isinstance(unit, NativeClipUnit) else (written.opens, written.closes)
+            found[unit.name, unit.kind] = before + opens, closes + after
         return found
 
     def units_in(self, role: Role) -> Sequence[Unit]:
@@ -192,6 +201,8 @@ def find_problems(sample: Sample, encoding: Encoding, deep: bool) -> list[Sample
         return [error]
     problems = list(_refusals(sample, encoding, layout))
     for item in layout.items if deep else ():
+        if item.goes_on:
+            continue
         try:
             _processed(sample, item)
         except SampleError as error:
@@ -240,6 +251,16 @@ class _Item:
     encoder_tokens: int
     merged_tokens: int
     grid: Mapping[str, EncoderInput]
+    goes_on: bool = False
+    """Whether it is more of a clip of which a piece came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens of a clip that stand together; the first has all that its encoder works on."""
+
+    tokens: int
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +309,8 @@ def _encoded(
 ) -> EncodedSample:
     media: dict[str, dict[str, list[EncoderInput]]] = {}
     for item in layout.items:
+        if item.goes_on:
+            continue
         if parts is None or item.unit.name in parts:
             made: Mapping[str, EncoderInput] = _processed(sample, item)
         elif grid_part(item.unit.name) in parts:
@@ -339,7 +362,8 @@ def _lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) -
                 f"the text holds the token by which the model asks {target.name!r} for an image",
                 "remove it; an image in an assistant's turn stands for itself",
             )
-    items = tuple(_sized(sample, media, unit) for media, unit in (*prepended, *placed))
+    together = Counter(unit.name for _, unit, *_ in (*prepended, *placed))
+    items = tuple(_sized(sample, *each, alone=together[each[1].name] == 1) for each in (*prepended, *placed))
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
     for unit in encoding.units:
@@ -384,22 +408,33 @@ def _cut(
     return _Layout(ids[:length], targets[:length], items[:kept], is_cut=True)
 
 
-def _sized(sample: Sample, media: Media, unit: Unit) -> _Item:
+@contextmanager
+def _naming(sample: Sample, media: Media) -> Iterator[None]:
+    """Inside, what is wrong with an item's header or size is a SampleError."""
     try:
-        size = media_size(media)
+        yield
     except MediaError as error:
         raise error.of(sample.id) from None
-    try:
-        grid = unit.grid(size) if isinstance(unit, NativeImageUnit) else {}
-        return _Item(media, unit, unit.encoder_tokens(size), unit.merged_tokens(size), grid)
     except ValueError as error:
         raise SampleError(
             sample.id, f"{media.kind} {media.name!r}: {error}", "replace the file or remove the sample"
         ) from None
 
 
+def _sized(sample: Sample, media: Media, unit: Unit, piece: _Piece | None = None, *, alone: bool) -> _Item:
+    with _naming(sample, media):
+        if piece is not None and not piece.is_first:
+            return _Item(media, unit, 0, piece.tokens, {}, goes_on=True)
+        size = replace(media_size(media), alone=alone)
+        grid = unit.grid(size) if isinstance(unit, _WITH_GRIDS) else {}
+        merged = unit.merged_tokens(size) if piece is None else piece.tokens
+        return _Item(media, unit, unit.encoder_tokens(size), merged, grid)
+
+
 def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:
     try:
+        if isinstance(item.unit, AnyresImageUnit):
+            return item.unit.process(item.media, bool(np.asarray(item.grid[SHAPES])[0, 2]))
         return item.unit.process(item.media)
     except MediaError as error:
         raise error.of(sample.id) from None
@@ -412,7 +447,7 @@ def _processed(sample: Sample, item: _Item) -> dict[str, EncoderInput]:
         ) from None
 
 
-_Placed = list[tuple[Media, Unit]]
+_Placed = list[tuple[Media, Unit] | tuple[Media, Unit, _Piece]]
 
 
 def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Placed, _Placed]:
@@ -422,7 +457,7 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
     the text go before the first user turn. A model that draws learns to draw the images in an assistant's turn; where
     another turn follows, its encoder reads them, too.
     """
-    waiting: dict[MediaKind, deque[Media]] = {"image": deque(), "audio": deque()}
+    waiting: dict[MediaKind, deque[Media]] = {kind: deque() for kind in get_args(MediaKind)}
     for media in sample.unplaced:
         waiting[media.kind].append(media)
     marked = {unit.kind for turn in sample.turns for unit in encoding.units_in(turn.role) for part in turn.content
@@ -447,6 +482,8 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
     def put(media: Media, unit: Unit | None) -> str:
         if unit is None:
             remedy = "add one under 'model.encoders'"
+            if media.kind == "video":
+                remedy = "give frames as images, or a whole model that sees clips"
             if media.kind == "image":
                 remedy += ", or a generator that draws what stands in an assistant's turn"
             raise SampleError(
@@ -459,8 +496,15 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
             drawn = f"{unit.start}{MEDIA}"
             reader = read_by.get(media.kind) if is_followed else None
             return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
+        before, after = encoding.around[unit.name, unit.kind]
+        if isinstance(unit, NativeClipUnit):
+            with _naming(sample, media):
+                pieces = unit.pieces(media_size(media))
+            placed.extend(
+                (media, unit, _Piece(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
+            )
+            return before + "".join(f"{opens}{MEDIA}{closes}" for opens, _, closes in pieces) + after
         (prepended if unit.merge == "prepend" else placed).append((media, unit))
-        before, after = encoding.around[unit.name]
         return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
 
     is_followed = True

@@ -38,10 +38,14 @@ _REPLACE = "replace the file or remove the sample"
 
 
 def media_size(media: Media) -> MediaSize:
-    """Pixels or seconds, from the header alone. Raises MediaError naming the file.
+    """Pixels, seconds or both, from the header alone. Raises MediaError naming the file.
 
     What `decode_image` and `decode_audio` would refuse for its header's sake is refused here.
     """
+    if media.kind == "video":
+        from dilatant.data.clip import clip_size  # which needs what is here
+
+        return clip_size(media)
     if media.kind == "image":
         with _opened_image(media) as image:
             width, height = (image.height, image.width) if _orientation(image) >= 5 else image.size
@@ -58,7 +62,7 @@ def decode_image(media: Media, channels: int) -> NDArray[np.uint8]:
     """
     from PIL import Image, ImageOps
 
-    with _opened_image(media) as image, _as_media_error(media, "is damaged"):
+    with _opened_image(media) as image, as_media_error(media, "is damaged"):
         upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
         if upright.mode.startswith("I"):
             upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
@@ -72,7 +76,7 @@ def decode_image(media: Media, channels: int) -> NDArray[np.uint8]:
 
 def decode_audio(media: Media, sampling_rate: int) -> NDArray[np.float32]:
     """One channel (the mean of all) at `sampling_rate`: float32 [samples]. Raises MediaError naming the file."""
-    with _opened_sound(media) as sound, _as_media_error(media, "cannot be read"):
+    with _opened_sound(media) as sound, as_media_error(media, "cannot be read"):
         promised, rate = sound.frames, sound.samplerate
         frames = max(1, BLOCK_SAMPLES // sound.channels)
         blocks = [np.zeros(0, np.float32)]
@@ -120,8 +124,8 @@ def _orientation(image: Image) -> int:
 
 
 @contextmanager
-def _as_media_error(media: Media, problem: str) -> Iterator[None]:
-    """Decoders raise errors of all kinds on bytes that are not what they expect; each means that the file is bad."""
+def as_media_error(media: Media, problem: str) -> Iterator[None]:
+    """Inside, every error is a MediaError: decoders raise all kinds on bytes that are not what they expect."""
     try:
         yield
     except MediaError:
@@ -138,7 +142,7 @@ def _opened_image(media: Media) -> Iterator[Image]:
     from PIL import Image
 
     with open_media(media) as stream:
-        with _as_media_error(media, "cannot be read"):
+        with as_media_error(media, "cannot be read"):
             try:
                 image = Image.open(stream)
             except Image.UnidentifiedImageError:
@@ -165,7 +169,7 @@ def _opened_sound(media: Media) -> Iterator[SoundFile]:
     import soundfile
 
     with open_media(media) as stream:
-        with _as_media_error(media, "cannot be read"):
+        with as_media_error(media, "cannot be read"):
             length = _refuse_cut(media, stream)
             sound = soundfile.SoundFile(stream)
         with sound:

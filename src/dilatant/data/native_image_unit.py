@@ -19,6 +19,8 @@ from dilatant.data.sample import Media, MediaKind, MediaSize, Written
 
 GRID = "image_grid_thw"
 """The keyword of an encoder for the patches of every image: frames, rows, columns."""
+STEP = "time_step"
+"""The keyword for how far apart in the text patches of time are, in positions: float [items]."""
 LONGEST_ASPECT = 200
 """Images longer than wide by more are refused, as they are by the families."""
 
@@ -32,8 +34,8 @@ class PatchProcessor:
     patch: int = 14
     merge: int = 2
     frames: int = 2
-    min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
+    min_pixels: float = 56 * 56
+    max_pixels: float = 28 * 28 * 1280
     resample: Resample = "bicubic"
     rescale: float = 1 / 255
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
@@ -79,7 +81,8 @@ class PatchProcessor:
         values = values.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch, patch)
         values = np.tile(values, (1, 1, self.frames, 1))
         grid = np.array([[1, rows, columns]], np.int64)
-        return {"pixel_values": Pixels(values, self.rescale, self.mean, self.std), GRID: grid}
+        patches = Pixels(values, self.rescale, self.mean, self.std)
+        return {"pixel_values": patches, GRID: grid, STEP: np.ones(1)}
 
 
 _SETTINGS = (
@@ -147,7 +150,7 @@ class NativeImageUnit:
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """What later stages of the encoder, and positions in the text, know of an image."""
-        return {GRID: np.array([[1, *self.processor.grid(size)]], np.int64)}
+        return {GRID: np.array([[1, *self.processor.grid(size)]], np.int64), STEP: np.ones(1)}
 
     def encoder_tokens(self, size: MediaSize) -> int:
         rows, columns = self.processor.grid(size)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from dilatant.data.audio_unit import AudioProcessor, LogMelProcessor
 from dilatant.data.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
+from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import PatchProcessor
 from dilatant.data.processors import HuggingFaceImageProcessor
 
@@ -49,6 +51,11 @@ def size_limits(processor: PatchProcessor) -> dict[str, Any]:
     """The limits of pixels, under both names that transformers has had for them."""
     limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
     return {"size": {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}, **limits}
+
+
+def clip_limits(unit: NativeClipUnit) -> dict[str, Any]:
+    """What `video_preprocessor_config.json` says of how many frames are seen, and how large."""
+    return {**size_limits(unit.processor), **asdict(unit.sampling)}
 
 
 def _image_settings(processor: PixelProcessor) -> dict[str, Any]:

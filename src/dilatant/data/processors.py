@@ -150,6 +150,47 @@ def fixed_size(settings: Settings, channels: int) -> PixelProcessor | None:
     )
 
 
+def whole_settings(name: str) -> dict[str, Any]:
+    """The settings of the processors of a whole model, of images and sounds together, saved in a folder or on the hub:
+    in one file of old, in parts of another since. Raises UserError."""
+    if not _lacks(name, "preprocessor_config.json") or _lacks(name, "processor_config.json"):
+        return saved_settings(name, "preprocessor_config.json")
+    parts = saved_settings(name, "processor_config.json")
+    found: dict[str, Any] = {}
+    for part in ("image_processor", "feature_extractor"):
+        found |= parts[part] if isinstance(parts.get(part), dict) else {}
+    return found
+
+
+def clip_settings(name: str) -> dict[str, Any]:
+    """The same of clips; empty where nothing is saved."""
+    if not _lacks(name, "video_preprocessor_config.json"):
+        return saved_settings(name, "video_preprocessor_config.json")
+    if _lacks(name, "processor_config.json"):
+        return {}
+    return saved_settings(name, "processor_config.json").get("video_processor") or {}
+
+
+def _lacks(name: str, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is None
+    except OSError:
+        return True
+
+
+def sound_processor(settings: Settings | None, *, frames: int, mel_bins: int) -> LogMelProcessor:
+    """The processor of a whole model that hears, from settings that may be of images, too. Raises UserError."""
+    own = {key: value for key, value in (settings or {}).items() if key in _OF_SOUNDS}
+    processor = audio_processor(own or None, frames=frames, mel_bins=mel_bins)
+    assert isinstance(processor, LogMelProcessor)
+    return processor
+
+
+_OF_SOUNDS = ("feature_extractor_type", "feature_size", "n_fft", "hop_length", "sampling_rate", "dither")
+
+
 def saved_settings(name: str, file: str) -> dict[str, Any]:
     """The settings saved in a folder or on the hub. Raises UserError."""
     from transformers.utils import cached_file

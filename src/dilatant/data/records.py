@@ -34,7 +34,12 @@ PAIR: tuple[Role, Role] = ("user", "assistant")
 MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("images", "image"),
     "audio": ("audios", "audio"),
+    "video": ("videos", "video"),
 }
+_MEDIA_TYPES: Mapping[str, MediaKind] = {
+    name: kind for kind in MEDIA_COLUMNS for name in (kind, f"{kind}_url", f"input_{kind}")
+}
+"""What typed parts call media."""
 QUESTION_COLUMNS = ("question", "query", "instruction", "prompt")
 ANSWER_COLUMNS = ("answer", "response", "completion", "output", "caption", "captions", "text", "label")
 
@@ -135,11 +140,6 @@ class _ListedMedia:
 
     def __init__(self, record: Record, fields: Mapping[str, Any]) -> None:
         self._record = record
-        for name in ("videos", "video"):
-            if fields.get(name):
-                raise SampleError(
-                    record.id, f"holds {name!r}, which is not supported", "give frames as images"
-                )
         self._waiting: dict[MediaKind, list[Media]] = {}
         for kind, names in MEDIA_COLUMNS.items():
             # An empty path is how some sets write that a record has no image.
@@ -242,7 +242,7 @@ def _content(record: Record, where: str, content: Any, listed: _ListedMedia) -> 
             continue
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise SampleError(
-                record.id, f"part {number} of {where} has no 'type'", "set it to text, image or audio"
+                record.id, f"part {number} of {where} has no 'type'", "set it to text, image, audio or video"
             )
         kind = part["type"]
         if kind == "text":
@@ -251,8 +251,7 @@ def _content(record: Record, where: str, content: Any, listed: _ListedMedia) -> 
                     record.id, f"part {number} of {where} is of type text but has no 'text'", "add it"
                 )
             parts.append(part["text"])
-        elif kind in ("image", "image_url", "input_image", "audio", "audio_url", "input_audio"):
-            medium: MediaKind = "image" if "image" in kind else "audio"
+        elif medium := _MEDIA_TYPES.get(kind):
             value = _part_source(part, kind, medium)
             if value is None:
                 parts.append(listed.take(medium))
@@ -260,7 +259,9 @@ def _content(record: Record, where: str, content: Any, listed: _ListedMedia) -> 
                 parts.append(_media(record, medium, value, number))
         else:
             raise SampleError(
-                record.id, f"part {number} of {where} is of the type {kind!r}", "known: text, image, audio"
+                record.id,
+                f"part {number} of {where} is of the type {kind!r}",
+                "known: text, image, audio, video",
             )
     return tuple(parts)
 

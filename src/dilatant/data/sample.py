@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dilatant.data.pixels import EncoderInput
 
-MediaKind = Literal["image", "audio"]
+MediaKind = Literal["image", "audio", "video"]
 Role = Literal["system", "user", "assistant"]
 
 
@@ -32,7 +32,7 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or a sound, not decoded: a file, a part of one, or its encoded bytes. `name` is for messages."""
+    """An image, a sound or a clip, not decoded: a file, a part of one, or its encoded bytes. `name` is for messages."""
 
     kind: MediaKind
     source: Path | FileSlice | bytes
@@ -62,11 +62,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """What a header tells: pixels of an image, seconds of a sound."""
+    """What a header tells: pixels of an image, seconds of a sound; of a clip both, and its frames. alone: whether its
+    sample has no other item for the same encoder."""
 
     width: int = 0
     height: int = 0
     seconds: float = 0.0
+    frames: int = 0
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,12 @@ class EncodedSample:
     def target_tokens(self) -> int:
         """Tokens that carry loss."""
         return int((self.labels[1:] != -100).sum()) if self.targets is None else self.targets
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens before the first that carries loss; all, where none does."""
+        carries = self.labels != -100
+        return int(carries.argmax()) if carries.any() else len(self.labels)
 
     @property
     def content_digest(self) -> int:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.blend import Blend
+from dilatant.data.clip import decode_clip
 from dilatant.data.encode import NO_LOSS, TOKENS, Encoding, encode_sample, media_of
 from dilatant.data.example import Example, ExampleSpan
-from dilatant.data.media import decode_audio, decode_image
+from dilatant.data.media import decode_audio, decode_image, media_size
 from dilatant.data.sample import Media, Sample
 from dilatant.data.sizes import SizesIndex
 
@@ -82,6 +83,11 @@ def _media(media: Media, unit: str, tokens: int, learned: bool) -> ExampleSpan:
         return ExampleSpan(
             f"{media.name}, {width} × {height} pixels", tokens, learned, unit, picture=_small(pixels)
         )
+    if media.kind == "video":
+        size = media_size(media)
+        (frame,) = decode_clip(media, [0], np.asarray)
+        about = f"{size.frames} frames of {size.width} × {size.height} pixels"
+        return ExampleSpan(f"{media.name}, {about}", tokens, learned, unit, picture=_small(frame))
     wave = decode_audio(media, SAMPLING_RATE)
     loud = [float(np.abs(part).max(initial=0.0)) for part in np.array_split(wave, PEAKS)]
     top = max(loud, default=0.0) or 1.0

@@ -20,6 +20,7 @@ from dilatant.data.sample import FileSlice, MediaKind
 from dilatant.data.source_files import Scan, SourceFiles
 
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
+VIDEO_SUFFIXES = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi"})
 AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"})
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})
 
@@ -48,7 +49,7 @@ class TarRecords:
         suffixes = self._files.part("suffixes", file).tobytes().decode("utf-8", "surrogateescape").split("\0")
         path, place = self._files.paths[file], self.name_of(index)
         fields: dict[str, Any] = {}
-        media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": []}
+        media: dict[MediaKind, list[FileSlice]] = {"image": [], "audio": [], "video": []}
         found = []
         with open(path, "rb") as stream:
             for offset, length, kind_number in members:
@@ -59,6 +60,8 @@ class TarRecords:
                     media["image"].append(FileSlice(path, offset, length))
                 elif last in AUDIO_SUFFIXES:
                     media["audio"].append(FileSlice(path, offset, length))
+                elif last in VIDEO_SUFFIXES:
+                    media["video"].append(FileSlice(path, offset, length))
                 elif last in TEXT_SUFFIXES or last in ("json", "cls"):
                     stream.seek(offset)
                     fields.update(_text_fields(place, last, stream.read(length)))

@@ -46,7 +46,7 @@ class EncoderStage(Stage):
     """Layers of an encoder and its projector, run on all items of the samples in one batch.
 
     model: the encoder or a slice of it, None on a stage of the projector alone. projector: None before the last stage.
-    resume: how a slice without its embedding is run, for families whose forward does more (see adapters).
+    adapter: how a slice is run, for families whose forward does more.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EncoderStage(Stage):
         callbacks: Callbacks,
         skip_tokens: int = 0,
         is_first: bool = True,
-        resume: Callable[[nn.Module, Tensor], Tensor] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         super().__init__(unit, layers, weights)
         self.model = model
@@ -69,7 +69,7 @@ class EncoderStage(Stage):
         self.callbacks = callbacks
         self.skip_tokens = skip_tokens
         self.is_first = is_first
-        self.resume = resume
+        self.adapter = adapter
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """All items of the samples in one batch; no rows where none of them has any."""
@@ -134,10 +134,13 @@ class EncoderStage(Stage):
 
     def _encode(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         with self.recording(model, [*inputs.values()] if hidden is None else [hidden]):
-            if hidden is None:
+            if hidden is None and (self.adapter is None or self.adapter.embed is None):
                 return _hidden_of(model(**{name: in_dtype_of(model, t) for name, t in inputs.items()}))
-            if self.resume is not None:
-                return self.resume(model, hidden)
+            if self.adapter is not None:
+                if hidden is None:
+                    assert self.adapter.embed is not None
+                    hidden = self.adapter.embed(model, in_dtype_of(model, inputs[self.geometry.input_name]))
+                return self.adapter.resume(model, hidden)
             return _hidden_of(model(**{self.geometry.input_name: hidden}))
 
 
@@ -187,7 +190,7 @@ class EncoderUnit(Unit, EncoderStage):
             geometry=geometry,
             callbacks=callbacks or Callbacks(),
             skip_tokens=skip_tokens,
-            resume=adapter.resume if adapter else None,
+            adapter=adapter,
         )
         self.structure = structure
         self.width = geometry.width
@@ -251,7 +254,7 @@ class EncoderUnit(Unit, EncoderStage):
             callbacks=self.callbacks,
             skip_tokens=self.skip_tokens,
             is_first=first == 0,
-            resume=self.resume,
+            adapter=self.adapter,
         )
 
     def _slice(self, model: nn.Module, first: int, end: int) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dilatant.config.errors import UserError, list_problems
 
-MediaAttention = Literal["causal", "bidirectional", "embedded"]
+MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class Tower:
     samples and their images, [samples, images, ...], instead of images. written, opens, closes: see `Written`; {key} in
     them is the text of the token whose id the config has under this key; written is that of `token` unless said
     otherwise.
-    settings: of the image processor, that are changed. native: whether images of unlike sizes are packed in one row
-    (see `NativeEncoderUnit`); such a tower projects by itself.
+    settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
+    packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself.
+    anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
     """
 
     path: str
@@ -39,6 +40,7 @@ class Tower:
     closes: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     native: bool = False
+    anyres: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,21 @@ class Family:
 
     towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
     (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
-    it.
+    it; "prefix": all tokens before the first that is to be written see each other. first_position: of a sample.
+    behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
+    empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
+    of time. frames_apart: texts that say the time stand between the frames of a clip.
     """
 
     towers: Mapping[str, Tower]
     decoder: str = "model.language_model"
     spatial: bool = False
     media_attention: MediaAttention = "causal"
+    first_position: int = 0
+    behind_time: bool = False
+    seconds: str = ""
+    seconds_keyword: str = ""
+    frames_apart: bool = False
 
 
 _PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
@@ -66,13 +76,42 @@ _CONNECTED = Tower(
     settings={"do_image_splitting": False},  # its tiles have texts between them
 )
 
-_QWEN = Family({"vision": Tower("model.visual", (), native=True)}, spatial=True)
+_VISUAL = Tower("model.visual", (), native=True)
+_QWEN = Family({"vision": _VISUAL}, spatial=True)
+_QWEN3 = replace(_QWEN, frames_apart=True)
+_SOUND = Tower(
+    "model.audio_tower",
+    ("model.multi_modal_projector",),
+    token="audio_token_id",
+    kind="audio",
+    native=True,
+)
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
+    "qwen2_5_vl": replace(
+        _QWEN, seconds="vision_config.tokens_per_second", seconds_keyword="second_per_grid_ts"
+    ),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen2_5_omni_thinker": Family(
+        {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))},
+        spatial=True,
+        behind_time=True,
+        seconds="position_id_per_seconds",
+        seconds_keyword="video_second_per_grid",
+    ),
+    "qwen2_audio": Family({"audio": _SOUND}),
     "llava": Family({"vision": _PLAIN}),
+    "llava_onevision": Family(
+        {
+            "vision": replace(
+                _PLAIN, projector=("model.multi_modal_projector", "model.image_newline"), anyres=True
+            )
+        }
+    ),
     "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
     "gemma3": Family(
         {
@@ -86,6 +125,8 @@ FAMILIES: Mapping[str, Family] = {
         },
         media_attention="bidirectional",
     ),
+    # Of all tokens before the answer each sees every other.
+    "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
     "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model"),
 }
@@ -107,7 +148,7 @@ def family_of(config: Any, where: str) -> Family:
         token = getattr(config, key, None)
         if not isinstance(token, int) or token < 0:
             problems.append(
-                f"{key} is {token!r}; it must be the id of the token that stands for a row of an image"
+                f"{key} is {token!r}; it must be the id of the token that stands for a row of an encoder"
             )
     if isinstance(layer, list | tuple):
         problems.append(f"vision_feature_layer {list(layer)}: rows of one layer can be used, not of several")

@@ -50,8 +50,14 @@ class PlansAttention(Protocol):
         """By which policy context-parallel ranks share a row, see `attention.placement`."""
         ...
 
-    def __call__(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
-        """Of a packed row of samples with these `input_ids`, each after so many tokens of padding."""
+    def __call__(
+        self,
+        samples: Sequence[Any],
+        padding: Sequence[int] | None = None,
+        prefixes: Sequence[int] | None = None,
+    ) -> Mapping[str, Any]:
+        """Of a packed row of samples with these `input_ids`, each after so many tokens of padding, and with so many
+        tokens before the first that it learns to write (default: all)."""
         ...
 
     def padded(self, input_ids: Any, attention_mask: Any | None) -> Mapping[str, Any]:
@@ -134,10 +140,19 @@ class LanguageStage(Stage):
         self.taps = taps
         self.blocks_path = blocks_path
 
-    def attention_of(self, samples: Sequence[Any], padding: Sequence[int] | None = None) -> Mapping[str, Any]:
-        """Keywords for the attention of every stage over a packed row of samples with these `input_ids`, each after so
-        many tokens of padding."""
-        return {} if self.row_attention is None else self.row_attention(samples, padding)
+    def attention_of(
+        self,
+        samples: Sequence[Any],
+        padding: Sequence[int] | None = None,
+        prefixes: Sequence[int] | None = None,
+    ) -> Mapping[str, Any]:
+        """Keywords for the attention of every stage over a packed row (see `PlansAttention`)."""
+        return {} if self.row_attention is None else self.row_attention(samples, padding, prefixes)
+
+    def attention_over(self, packed: Sequence[EncodedSample]) -> Mapping[str, Any]:
+        """The same for whole samples."""
+        ids = [sample.input_ids for sample in packed]
+        return self.attention_of(ids, prefixes=[sample.prefix_tokens for sample in packed])
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """The samples packed in one row, of which this rank runs its own tokens."""
@@ -145,7 +160,7 @@ class LanguageStage(Stage):
         # Ids and targets are looked through on the host, which would wait for the device to tell it.
         row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
-        attention = self.attention_of([sample.input_ids for sample in packed])
+        attention = self.attention_over(packed)
         query_of = None
         if self.is_first and self.queries is not None:
             query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
@@ -205,7 +220,7 @@ class LanguageStage(Stage):
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         packed = [data.samples[sample] for sample in samples]
-        mask = self.attention_of([sample.input_ids for sample in packed])[PLAN_KEYWORD].mask
+        mask = self.attention_over(packed)[PLAN_KEYWORD].mask
         lengths = [sample.sizes[self.unit] for sample in packed]
         assert self.row_attention is not None
         return np.split(place_row(mask, size, self.row_attention.placement).owners, np.cumsum(lengths)[:-1])
@@ -384,10 +399,17 @@ class LanguageUnit(Unit, LanguageStage):
         queries: Mapping[str, int] | None = None,
         decoder: str | None = None,
         positions: Positions | None = None,
+        spatial_units: Sequence[str] = (),
         taps: int = 0,
     ) -> None:
-        """queries: unit of `outputs` that learned queries ask for → how many for an item."""
+        """queries: unit of `outputs` that learned queries ask for → how many for an item. spatial_units: those whose
+        grids `positions` asks for."""
         structure = find_structure(model)
+        is_part = decoder is not None
+        if (
+            not is_part and model.base_model is model
+        ):  # its text model goes by another name than its base (Llama 4)
+            decoder = structure.containers[-1]
         blocks = (f"layers.{i}" for i in range(structure.num_blocks))
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         asked = None
@@ -405,12 +427,12 @@ class LanguageUnit(Unit, LanguageStage):
             placeholder_ids=placeholder_ids,
             outputs=outputs or {},
             # Of a whole model, its head runs behind all that it does between towers and text model.
-            container=structure.containers[-1] if decoder is None else model.base_model_prefix,
+            container=model.base_model_prefix if is_part else structure.containers[-1],
             before_language_model=before_language_model,
             queries=asked,
             decoder=decoder,
             positions=positions,
-            grids=frozenset() if positions is None else frozenset(map(grid_part, placeholder_ids)),
+            grids=frozenset(map(grid_part, spatial_units)),
             taps=taps,
             blocks_path=structure.blocks,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -67,14 +68,15 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
             with seeded(seed, f"{layer}/{path}"):
                 family = _family_of(unit, path)
                 if family is not None:
-                    _draw(family, piece, drawn)
+                    _draw(_models_of(family), piece, drawn)
                 else:
                     _reset(piece, layer)
             with seeded(seed, f"{layer}/{path}/adapters"):
                 reset_adapters(piece)
         with seeded(seed, unit.unit):
+            owners = _models_of(model)
             for module in reversed(shared):
-                model._init_weights(module)
+                owners[id(module)]._init_weights(module)
 
 
 def allocate(units: Mapping[str, Unit]) -> dict[str, Tensor]:
@@ -111,16 +113,26 @@ def _give_memory(piece: nn.Module) -> None:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
 
-def _draw(model: PreTrainedModel, module: nn.Module, drawn: set[int]) -> None:
+def _models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
+    """Identity of each module → the innermost model that it is in, which knows how it begins: a whole model knows
+    nothing of what is in its text model."""
+    owners: dict[int, PreTrainedModel] = defaultdict(lambda: model)
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel):
+            owners |= dict.fromkeys(map(id, inner.modules()), inner)
+    return owners
+
+
+def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[int]) -> None:
     """Initialise what is in `module`, then itself, as transformers does; a tied weight is drawn once."""
     for name, child in module.named_children():
         if not name.startswith("lora_"):  # see `reset_adapters`
-            _draw(model, child, drawn)
+            _draw(models, child, drawn)
     own = list(module.parameters(recurse=False))
     again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
     if not own or len(again) < len(own):
         with _kept(again):
-            model._init_weights(module)
+            models[id(module)]._init_weights(module)
         drawn |= {id(parameter) for parameter in own}
 
 

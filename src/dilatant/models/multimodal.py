@@ -105,6 +105,7 @@ class MultimodalModel(nn.Module):
             queries,
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
+            spatial_units=() if self.whole is None else self.whole.spatial_units,
             taps=0 if self.whole is None else self.whole.taps,
         )
         for name, generator in self.generators.items():
@@ -218,8 +219,14 @@ class MultimodalModel(nn.Module):
         """New token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
 
         input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
-        on. Raises UserError when rows and placeholders do not match.
+        on. Raises UserError when rows and placeholders do not match, and for whole models whose positions or masks are
+        not those of a text.
         """
+        if self.whole is not None and not self.whole.reads_as_text:
+            raise UserError(
+                f"generate: {self.whole.config.model_type} has positions, or masks, of its own; export the model, and "
+                "transformers generates (`dilatant generate EXPORT`, or `AutoModelForImageTextToText`)"
+            )
         self._check_media_attention()
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)

@@ -23,11 +23,13 @@ from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import StandIn
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
-from dilatant.models.unit import Unit
 from dilatant.models.weights import name_weights
 
 MERGERS = ("merger", "deepstack_merger_list")
 """Modules of a tower that make rows of the text."""
+PATCHES_AT_ONCE = 16_384
+"""Patches that go through the blocks at once: beyond some thousands a device is no faster with more, and frozen blocks
+need memory for these alone, however many images or frames a row has."""
 TYPICAL_GRID = 32
 """Patches on each side of an image that layers are measured with."""
 
@@ -76,6 +78,8 @@ class NativeStage(EncoderStage):
     taps: tuple[int, ...] = ()
     """Blocks of the whole tower whose hidden states go on beside those of the last one."""
     first_block = 0
+    patches_at_once = PATCHES_AT_ONCE
+    """Frames are run in groups of no more patches, but for one that has more by itself."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
@@ -100,7 +104,13 @@ class NativeStage(EncoderStage):
         if self.model is not None:
             fed = inputs[self.geometry.input_name].flatten(1) if hidden is None else hidden
             with self.recording(self.model, [fed]):
-                hidden = self._through_blocks(self.model, fed, inputs[GRID], hidden is not None)
+                grids = _groups(inputs[GRID].tolist(), self.patches_at_once)
+                parts = fed.split([sum(t * h * w for t, h, w in group) for group in grids])
+                made = [
+                    self._through_blocks(self.model, part, inputs[GRID].new_tensor(group), hidden is not None)
+                    for part, group in zip(parts, grids, strict=True)
+                ]
+                hidden = made[0] if len(made) == 1 else torch.cat(made)
         assert hidden is not None
         return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
 
@@ -122,6 +132,8 @@ class NativeStage(EncoderStage):
 
 class NativeEncoderUnit(EncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger."""
+
+    packs = True
 
     def __init__(self, name: str, tower: PreTrainedModel, blocks: str | None = None) -> None:
         config = cast(Any, tower).config
@@ -224,9 +236,21 @@ class NativeEncoderUnit(EncoderUnit):
         return stage
 
 
-def is_native(unit: Unit) -> bool:
-    """Whether the items of a unit have unlike sizes."""
-    return isinstance(unit, NativeEncoderUnit)
+def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:
+    """The frames of all items in groups of at most so many patches, one frame at least: (frames, rows, columns) of the
+    items in each. Frames do not see each other, also those of one clip."""
+    groups: list[list[list[int]]] = [[]]
+    room = most
+    for frames, rows, columns in grids:
+        while frames:
+            count = min(frames, max(room // (rows * columns), not groups[-1]))
+            if count:
+                groups[-1].append([count, rows, columns])
+            frames, room = frames - count, room - count * rows * columns
+            if frames:
+                groups.append([])
+                room = most
+    return groups
 
 
 def _rows(unit: str, merged: int, sample: EncodedSample) -> int:

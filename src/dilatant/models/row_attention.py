@@ -20,17 +20,29 @@ from dilatant.attention.hook import (
 )
 from dilatant.attention.linear_rows import linear_layers
 from dilatant.attention.mask import AttentionMask
-from dilatant.attention.packing import TEXT, RowLayout, bidirectional_instances, document_causal, embedded
+from dilatant.attention.packing import (
+    TEXT,
+    RowLayout,
+    bidirectional_instances,
+    document_causal,
+    embedded,
+    prefix_lm,
+)
 from dilatant.config import UserError
 from dilatant.config.model import LanguageModelConfig
 from dilatant.models.multimodal import MultimodalModel
 
-MEDIA_MASKS: Mapping[str, Callable[[RowLayout], AttentionMask]] = {
-    "causal": document_causal,
-    "bidirectional": lambda row: bidirectional_instances(row, across_instances=True),
-    "embedded": embedded,
+MEDIA_MASKS: Mapping[str, Callable[[RowLayout, Sequence[int]], AttentionMask]] = {
+    "causal": lambda row, prefixes: document_causal(row),
+    "bidirectional": lambda row, prefixes: bidirectional_instances(row, across_instances=True),
+    "embedded": lambda row, prefixes: embedded(row),
+    "prefix": prefix_lm,
 }
-"""The masks that `model.language_model.media_attention` names."""
+"""The masks that `model.language_model.media_attention` names, and those of families, of a row and the length of each
+sample's prefix."""
+
+_WITHOUT_ITEMS = ("causal", "prefix")
+"""Masks for which media are tokens like others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +67,21 @@ class RowAttention:
     placement: str = "auto"
 
     def __call__(
-        self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None
+        self,
+        samples: Sequence[NDArray[np.int64]],
+        padding: Sequence[int] | None = None,
+        prefixes: Sequence[int] | None = None,
     ) -> dict[str, AttentionPlan]:
-        """`samples`: the `input_ids` of each; `padding`: tokens before each that see and are seen by nobody.
+        """`samples`: the `input_ids` of each; `padding`: tokens before each that see and are seen by nobody;
+        `prefixes`: tokens of each that see each other, under "prefix" (default: all).
 
         Raises UserError for a sample whose placeholders are not whole items.
         """
         row = self.layout(samples, padding)
-        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row))}
+        lengths = [len(ids) for ids in samples] if prefixes is None else prefixes
+        if padding is not None:
+            lengths = [before + own for before, own in zip(padding, lengths, strict=True)]
+        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row, lengths))}
 
     def padded(
         self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64] | None
@@ -71,17 +90,15 @@ class RowAttention:
         is_token = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
         modality, instance = np.full(input_ids.shape, -1), np.zeros(input_ids.shape, np.int64)
         for number, (ids, at) in enumerate(zip(input_ids, is_token, strict=True)):
-            if self.media == "causal":
-                modality[number, at] = 0
-            else:
-                modality[number, at], instance[number, at] = self._sample(ids[at], number)
+            modality[number, at], instance[number, at] = self._sample(ids[at], number)
         numbers = np.repeat(np.arange(len(input_ids)), input_ids.shape[1])
         row = RowLayout.of_tokens(numbers, modality.ravel(), instance.ravel(), (TEXT, *self.units))
-        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row))}
+        whole = [input_ids.shape[1]] * len(input_ids)
+        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row, whole))}
 
     def layout(self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None) -> RowLayout:
         """Which tokens of the row are text, which belong to which item, sample by sample."""
-        if self.media == "causal" and padding is None:
+        if self.media in _WITHOUT_ITEMS and padding is None:
             return RowLayout.of_lengths([len(ids) for ids in samples])
         modality, instance = [], []
         for number, ids in enumerate(samples):
@@ -98,6 +115,8 @@ class RowAttention:
         """Modality of each token, 0 for text, and the number of its item from 1 on, 0 for text."""
         modality = np.zeros(ids.size, dtype=np.int64)
         instance = np.zeros(ids.size, dtype=np.int64)
+        if self.media in _WITHOUT_ITEMS:
+            return modality, instance
         items = 0
         for place, (unit, media) in enumerate(self.units.items(), start=1):
             at = np.flatnonzero(ids == media.placeholder_id)
@@ -151,10 +170,12 @@ def place_rows(model: MultimodalModel, placement: str) -> None:
 def prefer_row_attention(model: MultimodalModel) -> None:
     """As `use_row_attention`, where the family allows it; else its packed rows keep transformers' dense mask, which
     costs the square of the row, and a warning says so once. Raises UserError where that would be wrong."""
-    reason = why_not(model.language.model)
+    reason = why_not(model.language.model, causal=model.media_attention == "causal")
     if reason is None:
         use_row_attention(model)
         return
+    if model.media_attention != "causal":
+        raise UserError(f"model: its tokens see each other as {model.media_attention!r} says, but {reason}")
     _refuse_leaks(model, reason)
     warnings.warn(
         f"packed rows will pay for the square of the row, under a mask of tokens by tokens: {reason}. Shorter rows "
@@ -172,6 +193,11 @@ def attend_as_configured(model: MultimodalModel, config: LanguageModelConfig) ->
             raise UserError(f"model.language_model: {reason}; set it to 0 in the model's config")
     elif config.attn_implementation is None:
         prefer_row_attention(model)
+    elif model.media_attention != "causal":
+        raise UserError(
+            f"model.attn_implementation: {config.attn_implementation!r} knows nothing of whom tokens see in packed "
+            f"rows of this family ({model.media_attention}); leave it out"
+        )
     else:
         _refuse_leaks(model, f"attn_implementation is {config.attn_implementation!r}")
 

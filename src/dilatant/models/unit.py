@@ -37,6 +37,8 @@ class Unit(Stage):
     losses: Mapping[str, Loss] = MappingProxyType({})
     geometry: EncoderGeometry | None = None
     """What one item is for an encoder."""
+    packs: bool = False
+    """Whether its items, of unlike sizes, are packed in one row; ranks cannot share those."""
     width: int
     """Numbers in a hidden state of its blocks."""
     shared_by: int = 1

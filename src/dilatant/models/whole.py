@@ -8,19 +8,22 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, LoraConfig
-from dilatant.data.native_image_unit import GRID
+from dilatant.data.anyres_image_unit import AnyresShape
+from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
+from dilatant.models.anyres_encoder import AnyresEncoderUnit, images_of_samples
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.families import Family, Tower, family_of
@@ -29,7 +32,8 @@ from dilatant.models.lora import inject, plain_key
 from dilatant.models.native_encoder import MERGERS, NativeEncoderUnit
 from dilatant.models.packed_row import Positions
 from dilatant.models.positions import spatial_positions
-from dilatant.models.slicing import slice_model
+from dilatant.models.slicing import StandIn, slice_model
+from dilatant.models.sound_encoder import Held, SoundEncoderUnit
 from dilatant.models.structure import find_structure
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
@@ -48,7 +52,8 @@ class Whole:
 
     @classmethod
     def of(cls, config: Any, where: str, **options: Any) -> Whole:
-        """Raises UserError for a family that is not known."""
+        """Raises UserError for a family that is not known. Of Omni, which also speaks, what listens and writes."""
+        config = getattr(config, "thinker_config", config)
         return cls(config, family_of(config, where), **options)
 
     @property
@@ -67,18 +72,26 @@ class Whole:
         """The model on the meta device, with a config of its own. options: as of `from_config`. Raises UserError."""
         try:
             with torch.device("meta"):
-                return AutoModelForImageTextToText.from_config(
+                model = auto_class(self.config).from_config(
                     copy.deepcopy(self.config), dtype=self.dtype, **options
                 )
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"model: {self.config.model_type} cannot be built: {reason}") from None
+        modules = dict(model.named_modules())
+        for place in (self.family.decoder, *(tower.path for tower in self.family.towers.values())):
+            if place not in modules:
+                raise UserError(
+                    f"model: {self.config.model_type} has no {place} in this version of transformers; install a "
+                    "later one"
+                )
+        return model
 
     def language_model(self) -> PreTrainedModel:
         """The composite without its towers and projectors."""
         model = self._adapted(attn_implementation=self.attn_implementation)
         for tower in self.family.towers.values():
-            for path in (tower.path, *tower.projector):
+            for path in (*tower.projector, tower.path):
                 _remove(model, path)
         return model
 
@@ -87,32 +100,60 @@ class Whole:
         tower = self.family.towers[name]
         model = self._adapted()
         if tower.native:
-            return NativeEncoderUnit(name, cast(PreTrainedModel, model.get_submodule(tower.path)))
+            native = cast(PreTrainedModel, model.get_submodule(tower.path))
+            if tower.kind == "image":
+                return NativeEncoderUnit(name, native)
+            (place,) = tower.projector
+            projector = model.get_submodule(place)
+            last = place.rpartition(".")[2]
+            if place.startswith(f"{tower.path}."):
+                native._modules[last] = StandIn(projector)
+            held = Held(last, projector, native)
+            return SoundEncoderUnit(name, native, held, self.placeholder_ids[name])
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.family)
-        rows = torch.empty(1, geometry.encoder_tokens, geometry.width, device="meta")
+        rows = torch.empty(2, geometry.encoder_tokens, geometry.width, device="meta")
+        if tower.anyres:
+            side = geometry.height
+            merged, width = projection(rows, torch.tensor([[side, side, 0]] * 2)).shape
+            geometry = replace(geometry, tokens_per_row=merged // 2)
+            unit = AnyresEncoderUnit(name, encoder, projection, geometry, width)
+            unit.shape, unit.placeholder_id = self.anyres_shape, self.placeholder_ids[name]
+            return unit
         _, merged, width = projection(rows).shape
         geometry = replace(geometry, tokens_per_row=merged)
         return EncoderUnit(name, encoder, projection, geometry, width)
+
+    @property
+    def anyres_shape(self) -> AnyresShape:
+        """How rows of an image follow from its shape."""
+        vision = self.config.vision_config
+        return AnyresShape(
+            pinpoints=tuple((int(height), int(width)) for height, width in self.config.image_grid_pinpoints),
+            tile=vision.image_size,
+            side=vision.image_size // vision.patch_size,
+            most=int(self.config.vision_aspect_ratio.removeprefix("anyres_max_")),
+        )
 
     def key_of(self, unit: Unit, weight: Weight) -> str:
         """What the composite's state dict calls a weight of a unit."""
         tower = self.family.towers.get(unit.unit)
         key = plain_key(weight.key)
-        return (
-            f"{tower.path}.{key}" if tower is not None and (tower.native or weight.part == "model") else key
-        )
+        if tower is None or not (tower.native or weight.part == "model"):
+            return key
+        is_held = weight.part == "projector" and tower.projector
+        return f"{tower.projector[0].rpartition('.')[0] if is_held else tower.path}.{key}"
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:
         """What a user calls parts → their paths in the composite."""
         found: dict[str, tuple[str, ...]] = {}
         for name, tower in self.family.towers.items():
-            inside = MERGERS if tower.native else ()
+            inside = MERGERS if tower.native and tower.kind == "image" else ()
             projector = (*tower.projector, *(f"{tower.path}.{path}" for path in inside))
             if tower.native:
-                blocks = [f"{tower.path}.{path}" for path in ("patch_embed", "blocks")]
+                blocks = [f"{tower.path}.{path}" for path in _PARTS[tower.kind]]
             else:
                 blocks = [tower.path]
             found |= {f"{name}.encoder": tuple(blocks), f"{name}.projector": projector}
@@ -129,16 +170,47 @@ class Whole:
     def positions(self) -> Positions | None:
         """Where the tokens of a sample are, if not one after another."""
         if not self.family.spatial:
-            return None
+            first = self.family.first_position
+            return partial(_counted, first) if first else None
         merge = self.config.vision_config.spatial_merge_size
-        return partial(_spatial, tuple(self.placeholder_ids.items()), merge)
+        units = tuple((name, self.placeholder_ids[name]) for name in self.spatial_units)
+        return partial(_spatial, units, merge, self.family.behind_time)
+
+    @property
+    def reads_as_text(self) -> bool:
+        """Whether rows of encoders have the positions, and are seen as, tokens of a text are."""
+        family = self.family
+        return not (
+            family.spatial or family.first_position or family.media_attention == "prefix" or self.taps
+        )
+
+    @property
+    def spatial_units(self) -> tuple[str, ...]:
+        """The units whose tokens have positions in height and width."""
+        towers = self.family.towers.items() if self.family.spatial else ()
+        return tuple(name for name, tower in towers if tower.kind == "image")
+
+    @property
+    def seconds_scale(self) -> float | None:
+        """Positions in the text that a second of a clip takes, if they do not follow its frames."""
+        path = self.family.seconds
+        return float(attrgetter(path)(self.config)) if path else None
 
     @property
     def taps(self) -> int:
         """Blocks of the text model, from the first on, that are given rows of the encoder besides."""
-        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
+        vision = getattr(self.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
+def auto_class(config: Any) -> Any:
+    """The Auto class of transformers that builds and loads whole models of such a config."""
+    images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if images else AutoModelForSeq2SeqLM
+
+
+_PARTS = {"image": ("patch_embed", "blocks"), "audio": ("conv1", "conv2", "layers")}
+"""Modules of native towers that are no projector."""
 _NORMED_LAST = ("internvl",)
 """Families whose last feature layer (-1) is the normed output, not what the last block made."""
 
@@ -168,10 +240,17 @@ class Projection(nn.Module):
         """Knows how its weights begin."""
         return self.model
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, shapes: Tensor | None = None) -> Tensor:
+        """shapes: of images in tiles, int64 [images, 3] (see `AnyresStage`); then the rows of all in one,
+        [rows, width]."""
         model = copy.copy(self.model)
         model.__dict__["_modules"] = {**self.model._modules, self._place: _Rows(hidden)}
-        found = getattr(model, self._tower.features)(self._pixels(len(hidden))).pooler_output
+        project = getattr(model, self._tower.features)
+        if shapes is not None:
+            counts = images_of_samples(shapes[:, 2])
+            found = project(self._pixels(len(hidden)), image_sizes=shapes[:, :2], batch_num_images=counts)
+            return torch.cat(list(found.pooler_output))
+        found = project(self._pixels(len(hidden))).pooler_output
         rows = found if isinstance(found, Tensor) else torch.cat(list(found))
         return rows.reshape(len(hidden), -1, rows.shape[-1])
 
@@ -204,17 +283,25 @@ class _Same(tuple):
         return super().__getitem__(0)
 
 
+def _counted(first: int, sample: EncodedSample) -> NDArray[np.int64]:
+    return np.arange(first, first + len(sample.input_ids))
+
+
 def _spatial(
-    placeholders: tuple[tuple[str, int], ...], merge: int, sample: EncodedSample
+    placeholders: tuple[tuple[str, int], ...], merge: int, behind_time: bool, sample: EncodedSample
 ) -> NDArray[np.int64]:
-    grids = [
-        np.asarray(sample.media[name][GRID])
-        for name, _ in placeholders
-        if sample.sizes.get(name, 0) and name in sample.media
+    media = [
+        sample.media[name] for name, _ in placeholders if sample.sizes.get(name, 0) and name in sample.media
     ]
-    together = np.concatenate(grids) if grids else np.empty((0, 3), np.int64)
+    grids = np.concatenate([np.empty((0, 3), np.int64), *(np.asarray(each[GRID]) for each in media)])
+    steps = [
+        step
+        for each in media
+        for step in np.asarray(each.get(STEP, np.ones(len(np.asarray(each[GRID]))))).tolist()
+    ]
     try:
-        return spatial_positions(sample.input_ids, [id_ for _, id_ in placeholders], together, merge)
+        ids = [id_ for _, id_ in placeholders]
+        return spatial_positions(sample.input_ids, ids, grids, merge, steps, behind_time)
     except ValueError as error:
         raise UserError(f"sample {sample.id!r}: {error}") from None
 
@@ -233,4 +320,8 @@ def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
 def _remove(model: nn.Module, path: str) -> None:
     parent, _, name = path.rpartition(".")
     holder = model.get_submodule(parent)
-    (holder._modules if name in holder._modules else holder._parameters)[name] = None
+    if name in holder._modules:
+        holder._modules[name] = None
+    else:  # families fill what is empty as they begin, and would stumble over nothing
+        del holder._parameters[name]
+        holder.__dict__[name] = torch.empty(0, device="cpu")

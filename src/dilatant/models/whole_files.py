@@ -16,6 +16,8 @@ def stored_keys(whole: Whole, stored: Iterable[str]) -> dict[str, str]:
     own = dict(model.state_dict())
     keys = list(stored)
     found = {key: key for key in keys if key in own}
+    inner = "thinker."  # of Omni's files, which also hold what speaks
+    listens = any(key.startswith(inner) for key in keys)
     try:
         # No public API: where it changes, whoever asks loads the whole model instead.
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,8 +27,11 @@ def stored_keys(whole: Whole, stored: Iterable[str]) -> dict[str, str]:
         renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
         for key in keys:
-            if key not in own:
-                name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+            if key not in own and (key.startswith(inner) or not listens):
+                plain = key.removeprefix(inner)
+                name, converted = rename_source_key(
+                    plain, renamings, converters, model.base_model_prefix, own
+                )
                 if converted is None and name in own:
                     found[name] = key
     except (ImportError, AttributeError, TypeError, ValueError):

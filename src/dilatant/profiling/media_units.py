@@ -8,17 +8,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from dilatant.config.errors import UserError
+from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
+from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
 from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
+    clip_settings,
     fixed_size,
     image_processor,
-    saved_settings,
+    sound_processor,
+    whole_settings,
 )
 from dilatant.data.sample import MediaUnit, Written
+from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.whole import Whole
@@ -60,9 +66,6 @@ def media_unit(
     )
 
 
-_FILE = "preprocessor_config.json"
-
-
 def units_of_whole(
     whole: Whole,
     processor: str | Mapping[str, Any] | None,
@@ -74,18 +77,78 @@ def units_of_whole(
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
-        processor = {**saved_settings(source, _FILE), **processor}
-    return tuple(_unit_of_tower(whole, name, processor, tokenizer) for name in whole.family.towers)
+        processor = {**whole_settings(source), **processor}
+    settings = whole_settings(processor) if isinstance(processor, str) else processor
+    of_clips = {} if source is None else clip_settings(source)
+    units: list[MediaUnit] = []
+    for name, tower in whole.family.towers.items():
+        own = {k: v for k, v in settings.items() if k not in CLIP_SETTINGS} if settings else settings
+        units.append(_unit_of_tower(whole, name, own, tokenizer))
+        if tower.native and tower.kind == "image":
+            units.append(_clip_unit(whole, name, {**of_clips, **(settings or {})}, of_clips, tokenizer))
+    return tuple(units)
 
 
-def _unit_of_tower(
-    whole: Whole, name: str, processor: str | Mapping[str, Any] | None, tokenizer: Any
-) -> MediaUnit:
+def _clip_unit(
+    whole: Whole, name: str, settings: Mapping[str, Any], saved: Mapping[str, Any], tokenizer: Any
+) -> NativeClipUnit:
+    """How a tower of native resolution sees clips. saved: what the model's files say of clips; settings: all else."""
+    vision = whole.config.vision_config
+    sampling = frame_sampling(settings)
+    group = (vision.patch_size * vision.spatial_merge_size) ** 2
+    size = saved.get("size") or {}
+    apart = whole.family.frames_apart
+    limits = {
+        "min_pixels": settings.get("video_min_pixels") or size.get("shortest_edge") or 128 * group,
+        "max_pixels": settings.get("video_max_pixels")
+        or size.get("longest_edge")
+        or (24_576 if apart else 768) * group,
+    }
+    plain = {k: v for k, v in settings.items() if k not in (*CLIP_SETTINGS, "size")}
+    processor = patch_processor(
+        {"image_processor_type": "", **plain, **limits},
+        patch=vision.patch_size,
+        merge=vision.spatial_merge_size,
+        frames=vision.temporal_patch_size,
+    )
+    return NativeClipUnit(
+        name,
+        whole.placeholder_ids[name],
+        processor,
+        sampling,
+        # 90 % of the context that the families reckon with.
+        None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group),
+        whole.seconds_scale,
+        apart,
+        written=_written_clip(whole, tokenizer),
+    )
+
+
+def _written_clip(whole: Whole, tokenizer: Any) -> Written:
+    """The template writes one token between others, which stand around every patch of time where these are apart."""
+    opens, token, closes = (
+        "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""
+        for id_ in (
+            getattr(whole.config, key, None)
+            for key in ("vision_start_token_id", "video_token_id", "vision_end_token_id")
+        )
+    )
+    if whole.family.frames_apart:
+        return Written(f"{opens}{token}{closes}" or "<video>", opens, closes)
+    return Written(token or "<video>")
+
+
+def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
     tower = whole.family.towers[name]
     marker = f"<{tower.kind}>"
     written = _written(whole, name, tokenizer)
     placeholder = whole.placeholder_ids[name]
-    settings = saved_settings(processor, _FILE) if isinstance(processor, str) else processor
+    if tower.kind == "audio":
+        config = whole.config.audio_config
+        # A tower with chunks has positions inside them alone.
+        longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
+        mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
+        return SoundUnit(name, placeholder, mel, longest, 0 if longest is None else 2, marker, written)
     if tower.native:
         vision = whole.config.vision_config
         patches = patch_processor(
@@ -99,6 +162,11 @@ def _unit_of_tower(
     shape = (geometry.channels, geometry.height, geometry.row_width)
     if settings is not None and "image_processor_type" in settings:
         settings = {**settings, **tower.settings}
+        if tower.anyres:
+            maker = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+            return AnyresImageUnit(
+                name, placeholder, geometry.encoder_tokens, whole.anyres_shape, maker, marker, written
+            )
         if fixed_size(settings, geometry.channels) is None:
             tiling = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
             check_tiles(tiling, shape)
@@ -112,6 +180,10 @@ def _unit_of_tower(
                 marker,
                 written,
             )
+    if tower.anyres:
+        raise UserError(
+            f"model.processor is missing: {whole.config.model_type} cuts images into tiles as its own processor says"
+        )
     plain = media_unit(
         name, geometry, processor=settings, placeholder_id=placeholder, marker=marker, merge="placeholder"
     )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
 from dilatant.models.language import LanguageUnit
-from dilatant.models.native_encoder import is_native
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, expert_problems
 from dilatant.models.unit import Unit
 from dilatant.plan.plan import Plan
@@ -52,8 +51,8 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
 def context_problems(unit: Unit) -> list[str]:
     """Why ranks cannot share the tokens of a unit; items of encoders and generators they always can."""
     remedy = "give it cp: 1 and more stages, replicas or tp"
-    if is_native(unit):
-        return [f"{unit.unit}: its images have unlike sizes, and ranks cannot share them yet; {remedy}"]
+    if unit.packs:
+        return [f"{unit.unit}: its items have unlike sizes, and ranks cannot share them yet; {remedy}"]
     if not isinstance(unit, LanguageUnit):
         return []
     problems = []

@@ -14,13 +14,16 @@ from typing import Any, cast
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
+from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_target import image_target
 from dilatant.data.image_unit import ImageUnit
+from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
-from dilatant.data.processor_settings import processor_settings, size_limits
+from dilatant.data.processor_settings import clip_limits, processor_settings, size_limits
+from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import source_dtypes
@@ -98,19 +101,30 @@ def export_model(
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
-                if (
-                    isinstance(unit, NativeImageUnit) and file.is_file()
-                ):  # the source's, and what was changed of it
-                    before = json.loads(file.read_text(encoding="utf-8"))
+                if isinstance(unit, NativeClipUnit):
+                    file = writing / "video_preprocessor_config.json"
+                    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+                    _write_json(file, {**before, **clip_limits(unit)})
+                    continue
+                assert isinstance(
+                    unit,
+                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit,
+                )
+                before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+                if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
+                    # The source's, and what was changed of it.
                     _write_json(file, {**before, **size_limits(unit.processor)})
-                elif not file.is_file():
-                    assert isinstance(unit, ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit)
-                    _write_json(file, processor_settings(unit.processor))
+                elif not before or (
+                    isinstance(unit, SoundUnit) and "feature_extractor_type" not in before
+                ):  # one file for all that a whole model has
+                    _write_json(file, {**before, **processor_settings(unit.processor)})
             _write_json(
                 writing / CONVERSATION,
                 {
                     "encoders": {
-                        unit.name: {"kind": unit.kind, "marker": unit.marker} for unit in encoding.units
+                        unit.name: {"kind": unit.kind, "marker": unit.marker}
+                        for unit in encoding.units
+                        if not isinstance(unit, NativeClipUnit)  # another way to see of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}

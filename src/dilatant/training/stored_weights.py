@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 from transformers.utils.hub import cached_file
 
 from dilatant.config import ModelConfig
@@ -27,6 +26,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.picture_nets import pretrained_weights, read_source
 from dilatant.models.sources import load_encoder, load_language_model, without_bars
 from dilatant.models.unit import Unit
+from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
 from dilatant.plan.boxes import Box
 from dilatant.runtime.holders import part
@@ -112,7 +112,7 @@ def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) ->
             for name in names:
                 weights[name] = _read(tensors, stored[wanted[name]], held[name])
     if len(weights) < len(wanted):
-        everything = load_whole(source)
+        everything = load_whole(whole, source)
         weights |= {n: part(everything[key], held[n]) for n, key in wanted.items() if n not in weights}
     return weights
 
@@ -131,11 +131,11 @@ def read_adapters(model: MultimodalModel, config: ModelConfig, held: Mapping[str
     return weights
 
 
-def load_whole(source: str) -> dict[str, Tensor]:
+def load_whole(whole: Whole, source: str) -> dict[str, Tensor]:
     """All weights of a whole model by its own keys, as transformers reads them. Raises UserError."""
     try:
         with without_bars(source):
-            loader: Any = AutoModelForImageTextToText
+            loader: Any = type(whole.composite())
             model, found = loader.from_pretrained(source, dtype="auto", output_loading_info=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 from dilatant.config.errors import UserError
 from dilatant.models.lora import merged_by_peft
 from dilatant.models.whole import Whole
+from dilatant.models.whole_inputs import composite_inputs
 
 
 class WholeAnswers:
@@ -27,7 +27,7 @@ class WholeAnswers:
         """The model of a folder or id, with the adapter that lies in another folder merged in. Raises UserError."""
         folder = source if adapter is None else adapter
         try:
-            model = AutoModelForImageTextToText.from_pretrained(source)
+            model = type(whole.composite()).from_pretrained(source)
             if adapter is not None:
                 model = merged_by_peft(model, adapter)
             return cls(model, whole)
@@ -52,21 +52,6 @@ class WholeAnswers:
         **generation: Any,
     ) -> Tensor:
         """New token ids [batch, new tokens]; prompts are padded on the left."""
-        given: dict[str, Tensor] = {}
-        for name, inputs in (encoder_inputs or {}).items():
-            tower = self._whole.family.towers[name]
-            for keyword, tensor in inputs.items():
-                tensor = tensor.to(self._model.dtype) if tensor.is_floating_point() else tensor
-                tensor = tensor.flatten(1) if tower.native else tensor
-                given[keyword] = tensor[None] if tower.batched else tensor
-        kinds = torch.zeros_like(input_ids)
-        for placeholder in self._whole.placeholder_ids.values():
-            kinds += input_ids == placeholder
-        if self._whole.family.media_attention == "bidirectional":
-            given["token_type_ids"] = kinds
-        if self._whole.family.spatial:
-            given["mm_token_type_ids"] = kinds
-        written = self._model.generate(
-            input_ids=input_ids, attention_mask=attention_mask, **given, **generation
-        )
+        given = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
+        written = self._model.generate(attention_mask=attention_mask, **given, **generation)
         return written[:, input_ids.shape[1] :]

@@ -97,7 +97,7 @@ def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:
             with open_tensors(files[stored[key]]) as tensors:
                 found[key] = tensors.get_tensor(stored[key])
     if len(found) < len(keys):
-        everything = load_whole(source)
+        everything = load_whole(whole, source)
         found |= {key: everything[key] for key in keys if key not in found}
     return found
 

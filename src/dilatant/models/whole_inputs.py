@@ -1,0 +1,96 @@
+"""What transformers' own forward of a whole model is given, from what our units are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dilatant.data.anyres_image_unit import SHAPES
+from dilatant.data.native_image_unit import GRID, STEP
+from dilatant.data.sound_unit import FRAMES
+from dilatant.models.anyres_encoder import images_of_samples
+from dilatant.models.whole import Whole
+
+
+def composite_inputs(
+    whole: Whole, input_ids: Tensor, encoder_inputs: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Keywords beside the mask of `input_ids` [batch, tokens], floating ones in `dtype`."""
+    given: dict[str, Tensor] = {"input_ids": input_ids}
+    for name, inputs in encoder_inputs.items():
+        tower = whole.family.towers[name]
+        if tower.kind == "audio":
+            given |= _sounds(whole, inputs, dtype)
+            continue
+        for keyword, tensor in inputs.items():
+            if keyword == STEP:
+                continue
+            if keyword == SHAPES:
+                counts = images_of_samples(tensor[:, 2])
+                given |= {SHAPES: tensor[:, :2], "batch_num_images": torch.tensor(counts)}
+                continue
+            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensor = tensor.flatten(1) if tower.native else tensor
+            given[keyword] = tensor[None] if tower.batched else tensor
+    kinds = torch.zeros_like(input_ids)
+    for name, placeholder in whole.placeholder_ids.items():
+        if whole.family.towers[name].kind == "image":
+            kinds += input_ids == placeholder
+    if GRID in given and bool((given[GRID][:, 0] > 1).any()):
+        kinds = _part_clips(whole, given, kinds, encoder_inputs)
+    if whole.family.media_attention == "bidirectional":
+        given["token_type_ids"] = kinds
+    if whole.family.media_attention == "prefix":
+        given["token_type_ids"] = torch.zeros_like(input_ids)
+    if whole.family.spatial and "audio" not in whole.family.towers:
+        given["mm_token_type_ids"] = kinds
+    return given
+
+
+def _part_clips(
+    whole: Whole,
+    given: dict[str, Tensor],
+    kinds: Tensor,
+    encoder_inputs: Mapping[str, Mapping[str, Tensor]],
+) -> Tensor:
+    """Let clips stand apart from images in `given`; returns the kind of each token."""
+    (unit,) = whole.spatial_units
+    grids, is_clip = given[GRID], given[GRID][:, 0] > 1
+    patches = given.pop("pixel_values").split(grids.prod(1).tolist())
+    merged = (grids.prod(1) // whole.config.vision_config.spatial_merge_size**2).tolist()
+    places = (given["input_ids"] == whole.placeholder_ids[unit]).nonzero().split(merged)
+    ids, kinds = given["input_ids"].clone(), kinds.clone()
+    del given[GRID]
+    for clip, pixels, grid in (
+        (False, "pixel_values", GRID),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        numbers = (is_clip == clip).nonzero()[:, 0].tolist()
+        if numbers:
+            given[pixels] = torch.cat([patches[number] for number in numbers])
+            given[grid] = grids[numbers]
+        for number in numbers if clip else ():
+            ids[places[number].unbind(1)] = whole.config.video_token_id
+            kinds[places[number].unbind(1)] = 2
+    if whole.seconds_scale is not None:
+        steps = encoder_inputs[unit][STEP][is_clip].float()
+        given[whole.family.seconds_keyword] = steps / whole.seconds_scale
+    given["input_ids"] = ids
+    return kinds
+
+
+def _sounds(whole: Whole, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Sounds padded to one length, which is a window where the tower asks for one."""
+    config = whole.config.audio_config
+    frames, given = inputs[FRAMES].T.tolist()
+    sounds = list(inputs["input_features"].to(dtype).split(given))
+    window = max(given) if hasattr(config, "n_window") else 2 * config.max_source_positions
+    sounds.append(sounds[0].new_zeros(window, sounds[0].shape[1]))
+    padded = nn.utils.rnn.pad_sequence(sounds, batch_first=True)[:-1]
+    mask = torch.arange(window) < torch.tensor(frames)[:, None]
+    return {
+        "input_features": padded.transpose(1, 2),
+        "feature_attention_mask": mask.long().to(padded.device),
+    }

@@ -1,0 +1,41 @@
+"""Sounds of any length: frames as transformers makes them of a padded window, and their number told from the header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from transformers import WhisperFeatureExtractor
+
+from dilatant.data.audio_unit import LogMelProcessor
+from dilatant.data.media import media_size
+from dilatant.data.sample import Media, MediaSize
+from dilatant.data.sound_unit import FRAMES, SoundUnit
+
+
+@pytest.mark.parametrize("samples", [300, 1600, 16001, 24_000, 79_990, 80_000])
+@pytest.mark.parametrize("trailing", [0, 2])
+def test_frames_are_those_of_a_window_of_five_seconds(samples: int, trailing: int, tmp_path: Path) -> None:
+    wave = np.random.default_rng(samples).normal(0, 0.1, samples).astype(np.float32)
+    soundfile.write(tmp_path / "sound.wav", wave, 16000, subtype="FLOAT")
+    unit = SoundUnit("audio", 9, LogMelProcessor(mel_bins=20), longest=500, trailing=trailing)
+    media = Media("audio", tmp_path / "sound.wav", "sound")
+    made = unit.process(media)
+    extractor = WhisperFeatureExtractor(feature_size=20, chunk_length=5)
+    theirs = extractor(wave, sampling_rate=16000, return_attention_mask=True, return_tensors="np")
+    frames, given = made[FRAMES][0]
+    assert frames == max(3, int(theirs["attention_mask"].sum()))
+    assert given == min(frames + trailing, 500)
+    # Theirs is of float32 in another library.
+    np.testing.assert_allclose(made["input_features"], theirs["input_features"][0, :, :given].T, atol=2e-4)
+    size = media_size(media)
+    np.testing.assert_array_equal(unit.grid(size)[FRAMES], made[FRAMES])
+    rows = (int(frames) - 1) // 2 + 1  # as the towers of Qwen say of their outputs
+    assert (unit.encoder_tokens(size), unit.merged_tokens(size)) == (rows, (rows - 2) // 2 + 1)
+
+
+def test_a_sound_longer_than_the_encoder_knows_is_refused_by_its_header() -> None:
+    with pytest.raises(ValueError, match=r"31.00 s is longer than the encoder's 30 s"):
+        SoundUnit("audio", 9, LogMelProcessor(), longest=3000).encoder_tokens(MediaSize(seconds=31))

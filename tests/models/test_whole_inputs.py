@@ -1,0 +1,44 @@
+"""What transformers' own model is given of our media makes it compute what our units compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cut_wholes import losses_of, opened
+from dilatant.config.errors import UserError
+from dilatant.data.pixels import as_array
+from dilatant.models.whole_inputs import composite_inputs
+from tiny_wholes import WHOLES, reference
+from whole_samples import sample_of, samples_of
+
+CHEAP = ("qwen2_5_vl",)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "family", [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES]
+)
+def test_media_of_unlike_kinds_and_sizes_reach_transformers_model_as_they_are(family: str) -> None:
+    plain = reference(family).eval()
+    ours = opened(family, dict(plain.state_dict())).eval()
+    assert ours.whole is not None
+    for sample in samples_of(ours):
+        inputs = {
+            unit: {k: torch.as_tensor(as_array(v)) for k, v in media.items() if k != "of_clip"}
+            for unit, media in sample.media.items()
+        }
+        ids = torch.from_numpy(sample.input_ids)[None]
+        given = composite_inputs(ours.whole, ids, inputs, torch.float32)
+        if family == "paligemma":  # prompts alone are what it is asked for
+            given["token_type_ids"][0, sample.prefix_tokens :] = 1
+        logits = plain(attention_mask=torch.ones_like(ids), **given).logits[0, :-1]
+        targets = torch.from_numpy(sample.labels)[1:]
+        expected = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100)
+        torch.testing.assert_close(losses_of(ours, [sample], cut=False), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_units_of_a_family_with_places_of_its_own_do_not_generate_as_if_they_were_a_text() -> None:
+    model = opened("qwen2_vl")
+    with pytest.raises(UserError, match="export the model"):
+        model.generate(torch.from_numpy(sample_of(model, 0, [("text", 3)]).input_ids)[None])

@@ -1,0 +1,205 @@
+"""Samples with images and sounds for tiny whole models, for our units and for transformers' own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dilatant.data.anyres_image_unit import SHAPES
+from dilatant.data.native_image_unit import GRID, STEP
+from dilatant.data.pixels import as_array
+from dilatant.data.sample import EncodedSample
+from dilatant.data.sound_unit import FRAMES
+from dilatant.models.anyres_encoder import AnyresEncoderUnit
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.native_encoder import NativeEncoderUnit
+from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
+
+Part = tuple[Any, ...]
+LAYOUTS: tuple[tuple[Part, ...], ...] = (
+    (("text", 3), ("image", 2, 3), ("text", 2), ("image", 5, 1), ("text", 6)),
+    (("text", 9),),
+    (("text", 5), ("image", 1, 1)),
+    (("image", 3, 4), ("text", 7)),
+)
+"""Several images, none, one at the end and one at the beginning of the next."""
+SOUNDS = {(2, 3): 13, (5, 1): 8, (1, 1): 3, (3, 4): 60}
+"""Frames of the sound that stands for an image, where a family hears: more than a chunk, a whole one, the shortest, and
+the longest that there is."""
+CLIPS: tuple[Part, ...] = (
+    *(("text", 2), ("clip", 3, 1, 2), ("text", 1), ("image", 2, 2), ("clip", 2, 2, 1), ("text", 4)),
+)
+"""Clips among images, where a family sees them: of 3 patches of time of 1 by 2 groups, and of 2."""
+MIXED: tuple[tuple[Part, ...], ...] = (
+    (("text", 3), ("image", 2, 3), ("text", 2), ("sound", 13), ("text", 6), ("image", 5, 1), ("text", 1)),
+    (("text", 9),),
+    (("text", 5), ("sound", 8), ("sound", 3), ("text", 2)),
+    (("image", 3, 4), ("text", 7)),
+)
+
+
+def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> EncodedSample:
+    """A sample of parts ("text", tokens), ("image", rows, columns), in groups of patches where sizes may differ, and
+    ("sound", frames)."""
+    generator = torch.Generator().manual_seed(number)
+    ids: list[int] = []
+    media: dict[str, dict[str, list[Any]]] = {}
+    sizes = dict.fromkeys(model.units, 0)
+
+    def put(unit: str, tokens: int, **arrays: Any) -> None:
+        sizes[unit] += tokens
+        for name, array in arrays.items():
+            media.setdefault(unit, {}).setdefault(name, []).append(np.asarray(array))
+
+    clips = 0
+    around = "audio" in model.units and "vision" in model.units  # Omni counts its items by what opens them
+    for kind, *about in parts:
+        if kind == "text":
+            ids += torch.randint(3, 80, (about[0],), generator=generator).tolist()
+        elif kind == "sound":
+            (frames,) = about
+            trailing = 0 if around else 2
+            given = min(frames + trailing, 60)
+            rows = (frames + 1) // 2
+            ids += [95] * around + [SOUND] * (rows // 2) + [96] * around
+            features = torch.randn(given, 8, generator=generator)
+            put("audio", rows, input_features=features, **{FRAMES: [[frames, given]]})
+        elif isinstance(model["vision"], NativeEncoderUnit):
+            time, rows, columns = about if kind == "clip" else (1, *about)
+            clips += kind == "clip"
+            patches = 4 * time * rows * columns
+            apart = kind == "clip" and model.whole.family.frames_apart
+            for _ in range(time if apart else 1):
+                ids += [41, 92] if apart else [92] * around
+                ids += [IMAGE] * (rows * columns * (1 if apart else time)) + [93] * (around or apart)
+            pixels = torch.randn(patches, 3, 2 * 4, 4, generator=generator)
+            grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
+            steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
+            numbers = [clips if kind == "clip" else 0] * len(grids)
+            put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
+        elif isinstance(model["vision"], AnyresEncoderUnit):
+            unit = model["vision"]
+            height, width = (3 * each + 1 for each in about)
+            alone = sum(each == "image" for each, *_ in parts) == 1
+            tiles = 1 + int(np.prod(unit.shape.tiles(height, width))) if alone else 1
+            ids += [IMAGE] * unit.shape.rows(height, width, alone)
+            pixels = torch.randn(tiles, 3, 8, 8, generator=generator)
+            shapes = [[height, width, int(alone)]]
+            put("vision", tiles * unit.geometry.encoder_tokens, pixel_values=pixels, **{SHAPES: shapes})
+        else:
+            geometry = model["vision"].geometry
+            ids += [IMAGE] * geometry.tokens_per_row
+            put("vision", geometry.encoder_tokens, pixel_values=torch.randn(1, 3, 8, 8, generator=generator))
+    input_ids = np.array(ids, np.int64)
+    labels = np.where(np.isin(input_ids, (IMAGE, SOUND)), -100, input_ids)
+    labels[0] = -100
+    inputs = {
+        unit: {name: np.concatenate(arrays) for name, arrays in given.items()}
+        for unit, given in media.items()
+    }
+    return EncodedSample(f"sample {number}", input_ids, labels, inputs, {**sizes, "language": len(ids)})
+
+
+def samples_of(model: MultimodalModel) -> list[EncodedSample]:
+    """Samples of unlike layouts."""
+    if "audio" in model.units and "vision" in model.units:
+        layouts: Sequence[Sequence[Part]] = MIXED
+    elif "audio" in model.units:
+        layouts = [[_heard(part) for part in layout] for layout in LAYOUTS]
+    else:
+        layouts = LAYOUTS
+    if model.whole.spatial_units:
+        layouts = [*layouts, CLIPS]
+    return [sample_of(model, number, layout) for number, layout in enumerate(layouts)]
+
+
+def _heard(part: Part) -> Part:
+    kind, *about = part
+    return ("sound", SOUNDS[tuple(about)]) if kind == "image" else part
+
+
+def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) -> dict[str, torch.Tensor]:
+    """What transformers' model is given for a sample."""
+    ids = torch.from_numpy(sample.input_ids)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "vision" in sample.media:
+        given |= {name: torch.as_tensor(as_array(each)) for name, each in sample.media["vision"].items()}
+    if family in ("smolvlm", "idefics3") and sample.media:
+        given["pixel_values"] = given["pixel_values"][None]
+    if SHAPES in given:
+        counts = [1] if given[SHAPES][:, 2].all() else [len(given[SHAPES])]
+        given |= {SHAPES: given[SHAPES][:, :2], "batch_num_images": torch.tensor(counts)}
+    kinds = (ids == image).long()
+    if GRID in given:
+        given, kinds = _with_clips(family, given, image)
+    if "audio" in sample.media:
+        given |= _sounds(sample)
+    if family == "gemma3":
+        given["token_type_ids"] = (ids == image).long()
+    if family == "paligemma":
+        given["token_type_ids"] = (torch.arange(ids.shape[1]) >= sample.prefix_tokens).long()[None]
+    if "mrope_section" in str(WHOLES[family]) and "omni" not in family:
+        given["mm_token_type_ids"] = kinds
+    return given
+
+
+def _with_clips(
+    family: str, given: dict[str, torch.Tensor], image: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Clips apart from images, as transformers has them, and the kind of each token."""
+    grids, ids = given.pop(GRID), given["input_ids"]
+    told = torch.arange(1, 1 + len(grids)) * (grids[:, 0] > 1)  # where a sample was read, not made here
+    clips = given.pop("of_clip", told)
+    pixels = given.pop("pixel_values").flatten(1).split(grids.prod(1).tolist())
+    places = (ids[0] == image).nonzero()[:, 0].split((grids.prod(1) // 4).tolist())
+    steps = given.pop(STEP, None)
+    kinds, ids = (ids == image).long(), ids.clone()
+    images = [number for number in range(len(grids)) if clips[number] == 0]
+    if images:
+        given |= {GRID: grids[images], "pixel_values": torch.cat([pixels[number] for number in images])}
+    numbers = [number for number in range(len(grids)) if clips[number] > 0]
+    if numbers:
+        own = [
+            [number for number in numbers if clips[number] == clip]
+            for clip in sorted({int(clips[number]) for number in numbers})
+        ]
+        kinds[0, torch.cat([places[number] for number in numbers])] = 2
+        ids[0, torch.cat([places[number] for number in numbers])] = 91
+        grid = torch.stack([torch.tensor([grids[each, 0].sum(), *grids[each[0], 1:]]) for each in own])
+        given |= {
+            "video_grid_thw": grid,
+            "pixel_values_videos": torch.cat([pixels[number] for number in numbers]),
+        }
+        config = whole_config(family)
+        scale = getattr(config, "position_id_per_seconds", None) or getattr(
+            config.vision_config, "tokens_per_second", 1
+        )
+        seconds = torch.stack([steps[each[0]] for each in own]).float() / scale
+        if family == "qwen2_5_vl":
+            given["second_per_grid_ts"] = seconds
+        if "omni" in family:
+            given["video_second_per_grid"] = seconds
+    return {**given, "input_ids": ids}, kinds
+
+
+def _sounds(sample: EncodedSample) -> dict[str, torch.Tensor]:
+    """Sounds padded to the window, with noise that nobody may hear."""
+    media = {name: torch.as_tensor(as_array(each)) for name, each in sample.media["audio"].items()}
+    lengths, given = media[FRAMES].T.tolist()
+    features = torch.randn(len(lengths), 60, 8, generator=torch.Generator().manual_seed(9))
+    for sound, frames, own in zip(features, given, media["input_features"].split(given), strict=True):
+        sound[:frames] = own
+    mask = torch.arange(60) < torch.tensor(lengths)[:, None]
+    return {"input_features": features.transpose(1, 2), "feature_attention_mask": mask.long()}
+
+
+def transformers_loss(
+    theirs: Any, family: str, sample: EncodedSample, image: int = IMAGE, **given: torch.Tensor
+) -> torch.Tensor:
+    """The sum over targets, of a sample alone."""
+    logits = theirs(**transformers_inputs(family, sample, image), **given).logits[0, :-1].float()
+    targets = torch.from_numpy(sample.labels)[1:]
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
