@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.geometry import encoder_geometry
-from dilatant.models.language import LanguageUnit, MultimodalOutput
+from dilatant.models.language import LanguageUnit
+from dilatant.models.language_stage import MultimodalOutput
 
 _TOKENS = (5, 3)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dilatant.data.sample import EncodedSample
     from dilatant.models.encoder_spec import Encoder
     from dilatant.models.generator import Generator
-    from dilatant.models.language import MultimodalOutput
+    from dilatant.models.language_stage import MultimodalOutput
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.plan.plan import ParallelSpec, Plan
     from dilatant.resilience.run import train

@@ -16,7 +16,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.config.errors import UserError
 from dilatant.models import Encoder, MultimodalModel
-from dilatant.models.language import LanguageStage
+from dilatant.models.language_stage import LanguageStage
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed, Executor, _Piece

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from dilatant.config import UserError, load_config
-from dilatant.models.language import LanguageStage
+from dilatant.models.language_stage import LanguageStage
 from dilatant.models.stage import StageOutput
 from dilatant.report.metrics import StepMetrics
 from dilatant.training.run import train

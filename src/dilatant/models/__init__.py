@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dilatant.models.encoder_spec import Encoder
     from dilatant.models.generator import Generator
     from dilatant.models.geometry import EncoderGeometry, encoder_geometry
-    from dilatant.models.language import MultimodalOutput
+    from dilatant.models.language_stage import MultimodalOutput
     from dilatant.models.multimodal import MultimodalModel
 
 _HOME = {

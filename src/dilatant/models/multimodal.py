@@ -20,7 +20,8 @@ from dilatant.models.encoder_spec import Encoder, build_encoder
 from dilatant.models.freeze import freeze
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.graph import ModelGraph
-from dilatant.models.language import BeforeLanguageModel, LanguageUnit, MultimodalOutput
+from dilatant.models.language import LanguageUnit
+from dilatant.models.language_stage import BeforeLanguageModel, MultimodalOutput
 from dilatant.models.materialize import materialize
 from dilatant.models.merge import prepend_placeholders
 from dilatant.models.saving import load_model, save_model

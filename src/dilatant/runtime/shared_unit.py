@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from dilatant.comm.comm import Comm
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
-from dilatant.models.language import LanguageStage
+from dilatant.models.language_stage import LanguageStage
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
 from dilatant.models.tensor_parallel import share_blocks, share_experts, share_vocabulary, with_weights

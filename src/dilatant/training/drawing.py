@@ -15,7 +15,7 @@ from dilatant.data.encode import EncodedPrompt
 from dilatant.data.image_target import ImageTarget
 from dilatant.models.diffusion import Diffusion, generator_of
 from dilatant.models.generator import GeneratorUnit
-from dilatant.models.language import MultimodalOutput
+from dilatant.models.language_stage import MultimodalOutput
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sampling import Drawing, draw
 from dilatant.models.stage import in_dtype_of
