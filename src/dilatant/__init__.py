@@ -30,7 +30,7 @@ _HOME = {
     "Encoder": "models.encoder_spec",
     "Generator": "models.generator",
     "MultimodalModel": "models.multimodal",
-    "MultimodalOutput": "models.language",
+    "MultimodalOutput": "models.language_stage",
     "ParallelSpec": "plan.plan",
     "Plan": "plan.plan",
     "UserError": "config",

@@ -23,7 +23,7 @@ _HOME = {
     "Encoder": "encoder_spec",
     "Generator": "generator",
     "MultimodalModel": "multimodal",
-    "MultimodalOutput": "language",
+    "MultimodalOutput": "language_stage",
 }
 
 __all__ = [
