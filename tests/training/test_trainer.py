@@ -15,7 +15,8 @@ from dilatant.config import UserError
 from dilatant.data.sampler import SamplerState
 from dilatant.plan.boxes import Box
 from dilatant.training import trainer as room
-from dilatant.training.trainer import Trainer, seed_step
+from dilatant.training.steps import seed_step
+from dilatant.training.trainer import Trainer
 
 
 class _Book:
@@ -26,6 +27,7 @@ class _Book:
         train = SimpleNamespace(max_grad_norm=limit, on_nonfinite=on_nonfinite, schedule="its schedule")
         self.trainer = Trainer.__new__(Trainer)
         self.trainer.__dict__.update(
+            rank=0,
             step=4,
             total_steps=9,
             runtime=SimpleNamespace(
@@ -45,6 +47,7 @@ class _Book:
             _voted=None,
             _began=0.0,
             _rate=0.0,
+            _longest_step=0.0,
             _metrics=lambda *_: "metrics",
         )
 
@@ -92,7 +95,9 @@ def test_rate_and_random_numbers_are_those_of_the_step_in_hand(monkeypatch: pyte
         found, leave_out, waited_seconds = list, lambda self, found: None, 0.0
 
         def __next__(self) -> Any:
-            return SimpleNamespace(batch=SimpleNamespace(samples="samples", position="after"), step="step")
+            return SimpleNamespace(
+                batch=SimpleNamespace(samples="samples", position="after", slowest={}), step="step"
+            )
 
     assert book.trainer._train_step(OneStep(), lambda: False) == ("metrics", False)
     assert book.calls[:3] == [

@@ -16,7 +16,7 @@ from dilatant.profiling.assemble import Samples, assemble_model, assemble_sample
 from dilatant.report.wording import counted
 from dilatant.training.costs import costs_of_run
 from dilatant.training.layout import TrainingPlan, plan_from_config
-from dilatant.training.trainer import count_steps
+from dilatant.training.steps import count_steps
 
 LOOKED_AT = 4096
 """Samples that tell what share of tokens carries loss: opening a run must not take longer for more data."""

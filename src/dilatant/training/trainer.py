@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dilatant.comm.comm import Comm
@@ -46,6 +42,7 @@ from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.master_weights import MOMENTS
 from dilatant.training.model_flops import model_flops, peak_flops
+from dilatant.training.nonfinite import explain_nonfinite, is_finite
 from dilatant.training.optimizer import (
     allocate_moments,
     build_optimizer,
@@ -53,10 +50,10 @@ from dilatant.training.optimizer import (
     set_rate_factor,
 )
 from dilatant.training.run_state import held_state, state_tensors, written_state
+from dilatant.training.step_metrics import StepMeter
+from dilatant.training.steps import count_steps, seed_step
 from dilatant.training.stored_weights import read_pretrained
 
-NOTED_WAIT = 0.02
-"""The share of a step from which on a wait for data is worth naming samples."""
 SLOWER = 5
 """A step that takes so many times as long as the longest one before is taken to hang."""
 LAST_PATIENCE_SECONDS = 20.0
@@ -101,8 +98,6 @@ class Trainer:
         self._samples = samples
         self._device = worker.device
         self._sources = samples.train.source_names if isinstance(samples.train, Blend) else ()
-        self._flops = model_flops(describe_model(model))
-        self._peak_flops = peak_flops(config)
         self.comm = Comm(
             worker.store,
             worker.rank,
@@ -147,7 +142,16 @@ class Trainer:
             for name, parameter in unit.named_logical_parameters()
             if parameter.requires_grad
         ]
-        self._peak_rates = peak_rates(trainable, config.train.optimizer, matching)
+        rates = peak_rates(trainable, config.train.optimizer, matching)
+        self._meter = StepMeter(
+            total_steps=self.total_steps,
+            devices=len(plan.ranks),
+            anchor=model.graph.anchor,
+            sources=self._sources,
+            peak_rates=rates,
+            flops=model_flops(describe_model(model)),
+            peak_flops=peak_flops(config),
+        )
         owned = self.runtime.owned
         exact = {
             key: weights[box.name] if box == held[box.name] else weights[box.name][held[box.name].place(box)]
@@ -416,21 +420,21 @@ class Trainer:
     def _apply(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update, on every rank or on none: never with a loss or gradient that is not finite. Raises UserError for
         these, unless they are to be skipped."""
-        if not _is_finite(result) and self._config.train.on_nonfinite == "stop":
-            raise UserError(_explain_nonfinite(self.step + 1, result, batch))
+        if not is_finite(result) and self._config.train.on_nonfinite == "stop":
+            raise UserError(explain_nonfinite(self.step + 1, result, batch))
         if self._gate is not None:
             self._voted = result, batch
             self._gate.vote(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
         self._half_updated = True
         self._update(result, batch)
-        if _is_finite(result):
+        if is_finite(result):
             self.runtime.owned.gather()
         self._half_updated = False
 
     def _update(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update of what this rank owns; nothing is sent."""
         self._voted = None
-        if _is_finite(result):
+        if is_finite(result):
             limit = self._config.train.max_grad_norm
             if limit is not None:
                 self.runtime.clip_grad_norm_(limit, result.grad_norm)
@@ -446,50 +450,13 @@ class Trainer:
     def _metrics(
         self, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
     ) -> StepMetrics:
-        tokens = batch.tokens
-        per_device = self._flops.of(batch.samples) / seconds / len(self.runtime.plan.ranks)
-        noted = waited > NOTED_WAIT * seconds
-        return StepMetrics(
-            step=self.step,
-            total_steps=self.total_steps,
-            loss=result.loss,
-            losses=result.losses if len(result.losses) > 1 else {},
-            source_losses=self._source_losses(batch, result),
-            grad_norm=result.grad_norm,
-            learning_rates={label: rate * peak for label, peak in self._peak_rates.items()},
-            step_seconds=seconds,
-            data_wait_seconds=waited,
-            samples=batch.num_samples,
-            skipped_samples=batch.skipped,
+        metrics = self._meter.of(self.step, batch, result, rate, seconds, waited)
+        return replace(
+            metrics,
             skipped_updates=self._skipped_updates,
-            target_tokens=result.target_tokens,
-            tokens=tokens,
-            tokens_per_second=tokens.get(self.runtime.model.graph.anchor, 0) / seconds,
-            teraflops=per_device / 1e12,
-            mfu=None if self._peak_flops is None else per_device / self._peak_flops,
-            epoch=batch.epoch,
-            busy=result.shares.busy,
-            waited=result.shares.waited,
-            predicted_seconds=result.predicted_seconds,
-            drift=result.drift,
-            warning=result.warning,
-            slowest_samples=dict(batch.slowest) if noted else {},
             generation=self.membership.generation,
             recovery=self.recovery,
         )
-
-    def _source_losses(self, batch: GlobalBatch, result: StepResult) -> dict[str, float]:
-        """The loss of a target token of each data set that has any in this step; {} of a single one."""
-        if len(result.source_losses) < 2:
-            return {}
-        targets = [0] * len(result.source_losses)
-        for sample in batch.samples:
-            targets[sample.source] += sample.target_tokens
-        return {
-            name: share * result.target_tokens / count
-            for name, share, count in zip(self._sources, result.source_losses, targets, strict=True)
-            if count
-        }
 
     def _any_rank(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank; the same on all of them."""
@@ -545,47 +512,3 @@ class Trainer:
             self._write()
             self._publish(LAST_PATIENCE_SECONDS)
         self._writer.wait()
-
-
-def _is_finite(result: StepResult) -> bool:
-    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-
-
-def _explain_nonfinite(step: int, result: StepResult, batch: GlobalBatch) -> str:
-    if result.nonfinite_samples:
-        what = f"the loss became {result.loss} in microbatches with the samples"
-        names = result.nonfinite_samples
-    else:
-        what = f"the gradient's norm is {result.grad_norm} for a step with the samples"
-        names = tuple(sample.id for sample in batch.samples)
-    listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return (
-        f"step {step}: {what} {listed}; nothing was updated. Lower the learning rate, look at these samples, or set "
-        "train.on_nonfinite: skip"
-    )
-
-
-def count_steps(config: Config, samples: Samples) -> int:
-    """Optimizer steps of the run: `train.steps`, or enough for `train.epochs` passes (default 1).
-
-    Raises UserError when the length of the data is unknown.
-    """
-    if config.train.steps is not None:
-        return config.train.steps
-    passes = 1.0 if config.train.epochs is None else config.train.epochs
-    return max(1, math.ceil(passes * len(samples.train) / config.train.global_batch_size))
-
-
-def seed_step(seed: int, step: int) -> None:
-    """Seed the global generators by the step's own key, so that a resumed run draws what the undisturbed one would.
-
-    Models that train draw by sample (`models.dropout`); this is for what is not heard there, as Python's `random`.
-    """
-    key = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little")
-    random.seed(key)
-    np.random.seed(key)  # noqa: NPY002  # model code draws from the global generator, if any
-    torch.default_generator.manual_seed(
-        key
-    )  # `torch.manual_seed` takes milliseconds for devices that are not used
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(key)

@@ -1,0 +1,74 @@
+"""What a step was like: from its batch and its result to `StepMetrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dilatant.data.loader import GlobalBatch
+from dilatant.report.metrics import StepMetrics
+from dilatant.runtime.runtime import StepResult
+from dilatant.training.model_flops import ModelFlops
+
+NOTED_WAIT = 0.02
+"""The share of a step from which on a wait for data is worth naming samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeter:
+    """What is the same in every step of a run. anchor: the unit whose tokens count as speed. sources: names of data
+    sets, by number. peak_rates: label of an optimizer group → its learning rate at the peak. peak_flops: of a device,
+    where that is known."""
+
+    total_steps: int
+    devices: int
+    anchor: str
+    sources: tuple[str, ...]
+    peak_rates: Mapping[str, float]
+    flops: ModelFlops
+    peak_flops: float | None
+
+    def of(
+        self, step: int, batch: GlobalBatch, result: StepResult, rate: float, seconds: float, waited: float
+    ) -> StepMetrics:
+        """The metrics of `step`, which took `seconds`, `waited` of them for data, at `rate` of the peak rates."""
+        per_device = self.flops.of(batch.samples) / seconds / self.devices
+        return StepMetrics(
+            step=step,
+            total_steps=self.total_steps,
+            loss=result.loss,
+            losses=result.losses if len(result.losses) > 1 else {},
+            source_losses=self._source_losses(batch, result),
+            grad_norm=result.grad_norm,
+            learning_rates={label: rate * peak for label, peak in self.peak_rates.items()},
+            step_seconds=seconds,
+            data_wait_seconds=waited,
+            samples=batch.num_samples,
+            skipped_samples=batch.skipped,
+            skipped_updates=0,
+            target_tokens=result.target_tokens,
+            tokens=batch.tokens,
+            tokens_per_second=batch.tokens.get(self.anchor, 0) / seconds,
+            teraflops=per_device / 1e12,
+            mfu=None if self.peak_flops is None else per_device / self.peak_flops,
+            epoch=batch.epoch,
+            busy=result.shares.busy,
+            waited=result.shares.waited,
+            predicted_seconds=result.predicted_seconds,
+            drift=result.drift,
+            warning=result.warning,
+            slowest_samples=dict(batch.slowest) if waited > NOTED_WAIT * seconds else {},
+        )
+
+    def _source_losses(self, batch: GlobalBatch, result: StepResult) -> dict[str, float]:
+        """The loss of a target token of each data set that has any in this step; {} of a single one."""
+        if len(result.source_losses) < 2:
+            return {}
+        targets = [0] * len(result.source_losses)
+        for sample in batch.samples:
+            targets[sample.source] += sample.target_tokens
+        return {
+            name: share * result.target_tokens / count
+            for name, share, count in zip(self.sources, result.source_losses, targets, strict=True)
+            if count
+        }
