@@ -20,7 +20,8 @@ from dilatant.profiling.assemble import assemble_samples
 from dilatant.training.export import load_exported
 from dilatant.training.generation import generate_answers
 from shared_data import need
-from tiny_wholes import save_as_the_hub_does, transformers_inputs
+from tiny_wholes import save_as_the_hub_does
+from whole_samples import transformers_inputs
 
 SHARED = {"units": {"vision": {}, "language": {"tp": 2, "pp": 2}}, "microbatches": 2}
 

@@ -69,7 +69,11 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
     return replace(
         report,
         units=units,
-        reasons=(*report.reasons, *_decoding(planned)),
+        reasons=(
+            *report.reasons[:-1],
+            *_decoding(planned),
+            report.reasons[-1],
+        ),  # the last says how sure it is
         warnings=(*report.warnings, *_warnings(planned)),
         advice=(*report.advice, *plan_advice(planned)),
         why_not=tuple(

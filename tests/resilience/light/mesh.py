@@ -48,8 +48,9 @@ class Mesh:
         """Raises OSError where that fails, or the generation is over."""
         if self.node != members[0]:
             file = self._folder / f"{members[0]}.data"
-            peer = socket.create_connection(("127.0.0.1", int(file.read_text())), self._timeout)
-            send(peer, [generation, self.node])
+            with _of(members[0]):
+                peer = socket.create_connection(("127.0.0.1", int(file.read_text())), self._timeout)
+                send(peer, [generation, self.node])
             return Meeting(self._kept(generation, [peer]), members, self.node)
         deadline = time.monotonic() + self._timeout
         wanted = [(generation, node) for node in members[1:]]
@@ -58,7 +59,8 @@ class Mesh:
                 if self._dead >= generation:
                     raise OSError("the generation is over")
                 if not self._condition.wait(max(0.0, deadline - time.monotonic())):
-                    raise OSError("not all came")
+                    absent = next(node for _, node in wanted if (generation, node) not in self._waiting)
+                    raise PeerLost(absent, OSError("did not come"))
             peers = [self._waiting.pop(key) for key in wanted]
         return Meeting(self._kept(generation, peers), members, self.node)
 
@@ -77,17 +79,21 @@ class Mesh:
         while True:
             connection, _ = self._listener.accept()
             connection.settimeout(self._timeout)
-            try:
-                generation, node = receive(connection)
-            except (OSError, ValueError):
+            # Each in a thread: who says nothing, for it is cut off, holds up nobody.
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            generation, node = receive(connection)
+        except (OSError, ValueError):
+            connection.close()
+            return
+        with self._condition:
+            if generation <= self._dead:
                 connection.close()
-                continue
-            with self._condition:
-                if generation <= self._dead:
-                    connection.close()
-                    continue
-                self._waiting[generation, node] = connection
-                self._condition.notify_all()
+                return
+            self._waiting[generation, node] = connection
+            self._condition.notify_all()
 
 
 class Meeting:
