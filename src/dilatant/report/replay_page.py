@@ -85,7 +85,7 @@ class ReplaySetting:
             f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
             f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
             f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}.",
-            "`dilatant train` restarts from a checkpoint today; going on under pipeline templates is only simulated.",
+            "`dilatant train` goes on like this with `resilience.enabled`; without it, it restarts from a checkpoint.",
         )
 
 
