@@ -20,7 +20,16 @@ from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.agent import Done, Prepared
 from dilatant.resilience.protocol.values import Settings
-from dilatant.resilience.wire import MAX_FRAME_BYTES, VERSION, Hello, Link, LinkClosed, accept, connect
+from dilatant.resilience.wire import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Hello,
+    Link,
+    LinkClosed,
+    accept,
+    connect,
+    listen,
+)
 from dilatant.resilience.worker_link import WorkerLink
 
 TOKEN = b"t" * 32
@@ -130,6 +139,21 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
     thread.join()
     listener.close()
     return client, made[0], client._socket, made[0]._socket
+
+
+def test_a_port_that_nobody_listens_at_yet_is_not_taken_by_who_dials_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TCP connects a port of the machine's own range to itself, now and then; here always."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = probe.getsockname()
+    dial = socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda to, seconds: dial(to, seconds, source_address=place)
+    )
+    with pytest.raises(ConnectionRefusedError):
+        connect(*place, b"token")
+    listen(*place).close()
 
 
 def test_what_is_said_arrives_as_it_was() -> None:

@@ -8,6 +8,7 @@ its body (32), and the body: JSON, decoded into a dataclass of its name, every f
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import queue
@@ -31,6 +32,8 @@ VERSION = 1
 MAX_FRAME_BYTES = 1 << 24
 _HEAD = struct.Struct(">IB")
 _MAC_BYTES = 32
+PORT_SECONDS = 2.0
+"""How long a port that is in use is asked for again."""
 MAX_HANDSHAKES = 64
 """Connections that have not shown the token yet; more are closed at once."""
 
@@ -140,6 +143,12 @@ def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -
     """Raises OSError, or ValueError for a server of another kind."""
     connection = socket.create_connection((host, port), timeout_seconds)
     try:
+        # On one machine, TCP connects a port that nobody listens at to itself, now and then: it would then be taken.
+        if connection.getsockname() == connection.getpeername():
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # free it at once
+            raise ConnectionRefusedError(f"nobody listens at {host}:{port} yet")
         challenge = store.receive_exactly(connection, store.CHALLENGE_BYTES)
         if not challenge.startswith(store.GREETING):
             raise store.ProtocolError("what listens there is none of ours")
@@ -174,8 +183,15 @@ def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket. Raises OSError."""
-    return socket.create_server((host, port), backlog=256, reuse_port=False)
+    """A listening socket. Raises OSError; for a port in use not at once, as an agent that dials may have it for a moment."""
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            return socket.create_server((host, port), backlog=256, reuse_port=False)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
