@@ -183,7 +183,7 @@ def accept(connection: socket.socket, token: bytes, timeout_seconds: float = 10.
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket. Raises OSError; for a port in use not at once, as an agent that dials may have it for a moment."""
+    """A listening socket. Raises OSError; of a port in use late, as an agent that dials may have it for a moment."""
     deadline = time.monotonic() + PORT_SECONDS
     while True:
         try:
