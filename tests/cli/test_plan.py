@@ -293,7 +293,7 @@ def test_nodes_that_come_and_go(project: Path, dilatant: Dilatant) -> None:
     shown = page.read_text()
     assert "restart from checkpoint" in shown
     assert "× H100, as the trace has them" in shown
-    assert "is only simulated" in shown
+    assert "resilience.enabled" in shown
 
 
 def test_freezing_makes_a_plan_faster(project: Path, dilatant: Dilatant) -> None:

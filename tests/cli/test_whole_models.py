@@ -180,6 +180,7 @@ def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dila
     assert "'vison' is no unit of this model; did you mean 'vision'?" in err
 
 
+@pytest.mark.slow
 def test_an_adapter_trained_in_stages_is_one_of_peft_and_the_reverse(
     project: Path, dilatant: Dilatant
 ) -> None:

@@ -86,6 +86,7 @@ def _launch_and_tell(told: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
+@pytest.mark.slow
 def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     launcher = multiprocessing.get_context("forkserver").Process(
         target=_launch_and_tell, args=(str(tmp_path),)

@@ -53,6 +53,7 @@ def test_steps_count_once_and_copies_stay_equal_whoever_is_killed(run: int, tmp_
     assert run_chaos(tmp_path, run, faults[run::RUNS])["generations"] > 6
 
 
+@pytest.mark.slow
 def test_steps_count_once_and_copies_stay_equal_whoever_is_cut_off_or_stopped(tmp_path: Path) -> None:
     assert run_chaos(tmp_path, 0, SLOW)["steps"] > 10
 

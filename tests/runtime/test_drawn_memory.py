@@ -213,7 +213,7 @@ def errors(workers: WorkerPool, seed: int) -> tuple[np.ndarray, int]:
 
 
 # A case is off by what no layer tells of itself: index tensors, rotary tables, rows beside messages.
-@pytest.mark.parametrize("seed", [1, 7])
+@pytest.mark.parametrize("seed", [7])
 def test_peaks_of_a_drawn_step_are_near_what_the_planner_says(workers: WorkerPool, seed: int) -> None:
     assert errors(workers, seed)[0].max() < 0.1
 
