@@ -276,6 +276,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_leaves_no_process(project: Path) -> None:
     config = project / "config.yaml"
     arguments = [*COMMAND, "train", str(config), *layout(THREE), "--set", "train.steps=100000"]

@@ -45,7 +45,7 @@ QUICK = [kind for kind in FAULTS if kind not in SLOW]
 RUNS = 4
 
 
-@pytest.mark.parametrize("run", range(RUNS))
+@pytest.mark.parametrize("run", [0, *(pytest.param(run, marks=pytest.mark.slow) for run in range(1, RUNS))])
 def test_steps_count_once_and_copies_stay_equal_whoever_is_killed(run: int, tmp_path: Path) -> None:
     """All kinds twice, in another order."""
     faults = [*QUICK, *QUICK]

@@ -208,7 +208,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-@settings(max_examples=5, **COMMON)
+@settings(max_examples=4, **COMMON)
 @given(case=cases(dtype=torch.bfloat16), zero=SHARING, nodes=NODES)
 def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
@@ -216,7 +216,7 @@ def test_any_step_in_bf16_gives_what_one_process_gives_in_bf16(
     check_case(workers, case, zero, nodes)
 
 
-@settings(max_examples=8, **COMMON)
+@settings(max_examples=6, **COMMON)
 @given(case=cases(), zero=SHARING, nodes=NODES)
 def test_any_step_gives_the_loss_and_the_gradients_of_one_process(
     workers: WorkerPool, case: Case, zero: Zero, nodes: int
