@@ -12,13 +12,17 @@ from dilatant.cost.layer import LayerCost, with_experts_on_ranks
 from dilatant.cost.memory import ParameterBytes
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import Cluster, Link, Workload
-from dilatant.plan.candidates import Mode, Space, roles_of
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.modes import Mode
 from dilatant.plan.options import OptionTable
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.roles import roles_of
+from dilatant.plan.shapes import shapes
+from dilatant.plan.space import Space
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.state_sharing import sharing
 from dilatant.plan.sync_time import sync_seconds
+from dilatant.plan.unit_layers import UnitLayers
 from model_cases import cluster, cost_model
 from search_cases import find
 
@@ -53,11 +57,12 @@ def test_a_rank_holds_its_experts_and_shares_state_with_those_of_the_same() -> N
 def test_gradients_of_experts_are_summed_among_those_who_have_the_same() -> None:
     machine = Cluster(1, 8, 1e12, Link(1.0), Link(1.0), 8)
     apart = sync_seconds(_plan(Stage(0, 1, (0, 1), cp=2, ep=2)), MODEL, machine, RULES)
-    assert apart == {0: 2 * 1 / 2 * 2000, 1: 2 * 1 / 2 * 2000}
+    assert apart.beside == {0: 2000 / 2, 1: 2000 / 2}
+    assert apart.after == apart.beside
     two = sync_seconds(
         _plan(Stage(0, 1, (0, 1), cp=2, ep=2), Stage(0, 1, (2, 3), cp=2, ep=2)), MODEL, machine, RULES
     )
-    assert two[0] == pytest.approx(2 * 3 / 4 * 2000 + 2 * 1 / 2 * 4000)
+    assert two.of(0) == pytest.approx(2 * 3 / 4 * 2000 + 2 * 1 / 2 * 4000)
 
 
 def test_tokens_pay_for_their_way_once_a_pass() -> None:
@@ -88,11 +93,11 @@ def test_gradients_that_nobody_else_has_can_make_it_faster() -> None:
     """Memory for all experts, but a link that would carry their gradients for longer than tokens travel."""
     slow = replace(cluster(1, 2), inside=Link(100.0, 0.0))
     workload = Workload({"language": np.full(2, 8.0)})
-    table = OptionTable(MODEL, _costs(0.05), workload, math.inf, 2, RULES, 2)
+    table = OptionTable(UnitLayers(MODEL, _costs(0.05), workload, 2, RULES, 2), math.inf)
     space = Space(MODEL, roles_of(MODEL), table, table, slow, 2)
     estimates = {
         one.options[0].ep: one.estimate
-        for one in space.candidates(Mode.BEST, 1, 2)
+        for one in shapes(space, Mode.BEST, 1, 2)
         if (one.options[0].tp, one.options[0].cp) == (1, 2)
     }
     assert estimates[2] < estimates[1]

@@ -16,6 +16,7 @@ from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import OptionTable
+from dilatant.plan.unit_layers import UnitLayers
 from dilatant.schedule.plan_scorer import plan_scorer
 from dilatant.schedule.zero_bubble import zero_bubble_h1
 from model_cases import cluster, cost_model
@@ -147,7 +148,8 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
         draw = random.Random(seed)
         spec, costs, tokens = drawn(draw, parameters=4000, free=True, activation=200.0)
         workload = Workload({name: np.full(8, float(count)) for name, count in tokens.items()})
-        options = OptionTable(spec, costs, workload, draw.uniform(3_000, 50_000), 4, RULES, 8)
+        units = UnitLayers(spec, costs, workload, 4, RULES, 8)
+        options = OptionTable(units, draw.uniform(3_000, 50_000))
         behind = draw.randint(0, 2)
         chain = options.chain("language", 1, 1, draw.randint(1, 4), 1.0, 8, behind)
         if chain is not None:
@@ -158,11 +160,11 @@ def test_a_chain_that_recomputes_only_some_layers_still_fits():
 
 @often
 def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
-    """Dense rows, which cost less the more even they are, unlike samples, and backwards in halves."""
+    """Dense rows, which cost less the more even they are, unlike samples, backwards in halves, and gradients."""
 
     def one(seed):
         draw = random.Random(seed)
-        spec, costs, _ = drawn(draw)
+        spec, costs, _ = drawn(draw, parameters=draw.choice([0, 400_000_000]))
         costs = replace(
             costs,
             layers={kind: {d: _squared(c, draw) for d, c in by.items()} for kind, by in costs.layers.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def replicas(groups, tp=1):
 
 
 def seconds(plan, cluster, parameters):
-    return sync_seconds(plan, model(unit("language", 1, parameters=parameters)), cluster, RULES)
+    return sync_seconds(plan, model(unit("language", 1, parameters=parameters)), cluster, RULES).beside
 
 
 def test_replicas_of_one_node_pass_rings_over_its_links():
@@ -66,6 +67,22 @@ def test_unlike_tensor_parallelism_sums_by_the_finest_parts():
     assert found[2] == pytest.approx(8e6 / INSIDE)
 
 
+def test_shared_state_sums_parts_inside_a_node_then_across_and_brings_weights_to_all():
+    rules = ParameterBytes(1.0, 2.0, 8.0, "node", 8)
+    spec, plan = model(unit("language", 1, parameters=8_000_000)), replicas([[rank] for rank in range(16)])
+    found = sync_seconds(plan, spec, machine(2), rules)
+    # 16 MB of gradients divided among eight, and of each part its sum over two nodes, each through a port of its own.
+    assert found.beside[3] == pytest.approx(max(7 / 8 * 16e6 / INSIDE, 2e6 / PORT))
+    assert found.after[3] == pytest.approx(7 / 8 * 8e6 / INSIDE)
+    everywhere = sync_seconds(plan, spec, machine(2), replace(rules, zero="all"))
+    assert everywhere.beside[3] == pytest.approx(15 / 16 * 16e6 / (8 * PORT))
+    assert everywhere.after[3] == pytest.approx(15 / 16 * 8e6 / (8 * PORT))
+    # Three holders on one node and one on the other cut parts of unlike size: these are summed as a whole.
+    uneven = sync_seconds(replicas([[0], [1], [2], [8]]), spec, machine(2), rules)
+    assert uneven.beside[0] == pytest.approx(2 * 3 / 4 * 16e6 / PORT)
+    assert uneven.after[8] == 0.0 < uneven.after[0]
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_rings_played_message_by_message_take_as_long(seed):
@@ -87,7 +104,7 @@ def test_rings_played_message_by_message_take_as_long(seed):
         for n, ranks in enumerate(groups)
     )
     spec = model(*(unit(f"u{n}", 1, parameters=size) for n, size in enumerate(sizes)))
-    found = max(sync_seconds(Plan(units), spec, cluster, RULES).values())
+    found = sync_seconds(Plan(units), spec, cluster, RULES).longest
     played = all_reduce(list(zip(map(float, sizes), groups)), cluster.node_of, cluster.port_of, INSIDE, PORT)
     # Rings that share a port leave gaps in each other's rounds; and a ring is as fast as its slowest hop, while bytes
     # through ports and links are counted apart.

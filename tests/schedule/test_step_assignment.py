@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
+from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.step_costs import StepCosts, token_costs
+from dilatant.plan.sync_time import SyncSeconds
 from dilatant.schedule import FAMILIES, build, distribute, trainability_of
 from dilatant.schedule.assign import POLICIES, Microbatches, assign_microbatches
 from dilatant.schedule.pipeline_shape import PipelineShape, shape_seconds
@@ -82,12 +84,57 @@ def test_a_rank_that_is_done_early_sums_its_gradients_while_others_compute() -> 
     trains = trainability_of(given, FROZEN.trainable)
     assignment = assign_step(given, costs, batch, how, "language")
     graph = build(given, assignment, how.family(given, assignment, trains))
-    timed = time_step(graph, replace(costs, sync_seconds={}), batch)
+    timed = time_step(graph, replace(costs, sync=SyncSeconds()), batch)
     little = timed.seconds / 1000  # frozen: the first stage is done long before the last backward
     assert timed.seconds_synced == timed.seconds
     for sync, expected in (({0: little}, timed.seconds), ({2: little, 3: little}, timed.seconds + little)):
-        found = time_step(graph, replace(costs, sync_seconds=sync), batch).seconds_synced
+        found = time_step(
+            graph, replace(costs, sync=SyncSeconds(after={}, beside=sync)), batch
+        ).seconds_synced
         assert found == pytest.approx(expected, rel=1e-12)  # one sum in another order
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "interleaved"])
+def test_gradients_leave_bucket_by_bucket_beside_the_last_backward(family: str) -> None:
+    """Against a queue of buckets for each rank, each ready when its part of the last backward has passed."""
+    rounds = 2 if family == "interleaved" else 1
+    stages = tuple(Stage(s, s + 1, (s % 2,)) for s in range(2 * rounds))
+    given = Plan((UnitPlan("language", (Replica(stages),)),))
+    spec = model(unit("language", 2 * rounds))
+    costs = step_costs(given, spec, cost_model({"language": 1e-3}), cluster(1, 2))
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        held = draw.integers(1, 12, len(stages)) * float(BUCKET_BYTES)
+        step = replace(
+            costs,
+            stages=replace(costs.stages, gradient_bytes=held),
+            sync=SyncSeconds({rank: float(draw.random()) for rank in (0, 1)}, {1: 0.25}),
+        )
+        batch = Workload({"language": draw.integers(1, 200, 8).astype(float)})
+        trains = trainability_of(given, spec.trainable)
+        assignment = assign_step(given, step, batch, Microbatching(4, FAMILIES[family]), "language")
+        timed = time_step(build(given, assignment, FAMILIES[family](given, assignment, trains)), step, batch)
+        line = timed.timeline()
+        expected = 0.0
+        for rank in (0, 1):
+            ready = []
+            for stage in range(rank, len(stages), 2):
+                rows = [
+                    (end, start, action.kind)
+                    for action, start, end in line.of_rank(rank)
+                    if action.stage == stage and action.kind in ("B", "W")
+                ]
+                end, start, kind = max(rows)
+                count = int(held[stage] / BUCKET_BYTES)
+                took = step.sync.beside[rank] / (held[rank::2].sum() / BUCKET_BYTES)
+                for bucket in range(count):
+                    part = 1.0 if kind == "W" else (bucket + 1) / count
+                    ready.append((end, start + part * (end - start), took))
+            free = 0.0
+            for _, at, took in sorted(ready):
+                free = max(free, at) + took
+            expected = max(expected, free)
+        assert timed.seconds_synced == pytest.approx(expected + 0.25, rel=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["balanced", "searched"])
@@ -191,14 +238,17 @@ def test_costs_survive_json_to_the_last_bit_and_belong_to_their_plan() -> None:
     assert np.array_equal(again.stages.seconds, costs.stages.seconds)
     assert again.to_document() == costs.to_document()
     assert again.cluster == costs.cluster
-    assert again.sync_seconds == costs.sync_seconds
+    assert again.sync == costs.sync
     with pytest.raises(ValueError, match="this plan needs"):
         StepCosts.from_document(document, plan(3))
-    for key, wrong in (("stages", {}), ("cluster", 3), ("sync_seconds", [1])):
+    for key, wrong in (("stages", {}), ("cluster", 3), ("sync", [1])):
         with pytest.raises(ValueError, match="not the costs of a step"):
             StepCosts.from_document({**document, key: wrong}, given)
     link = {**document["cluster"]["inside"], "latency": [0, 0]}
-    for key, wrong in (("cluster", {**document["cluster"], "inside": link}), ("sync_seconds", {"0": -1.0})):
+    for key, wrong in (
+        ("cluster", {**document["cluster"], "inside": link}),
+        ("sync", {"after": {"0": -1.0}}),
+    ):
         with pytest.raises(ValueError, match="must be numbers and not negative"):
             StepCosts.from_document({**document, key: wrong}, given)
     seconds = [[[-1.0] * 3] * 4] * len(given.stages())

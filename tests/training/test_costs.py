@@ -51,7 +51,7 @@ def test_stages_of_any_model_cost_seconds_where_they_compute_and_only_there(case
     assert (seconds[:, 0].sum(axis=1) > 0).all()
     assert [bool(row.any()) for row in seconds[:, 1]] == list(trains.backward)
     assert found.origin.startswith("modelled for")
-    assert found.sync_seconds.keys() == set(case.plan.ranks)
+    assert found.sync.beside.keys() == set(case.plan.ranks)
 
 
 def test_a_layer_that_says_nothing_of_itself_costs_what_its_weights_do() -> None:

@@ -3,13 +3,13 @@
 Importing this room compiles nothing and loads no torch; planners load numba when they are first called.
 """
 
-from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.cluster import Cluster, Link, cluster_of
 from dilatant.plan.compose import Composition, compose_pipelines, share_microbatches
 from dilatant.plan.depth import eager_depths, half_eager_depths, path_depths
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 from dilatant.plan.partition import partition_layers, partition_layers_in_memory
 from dilatant.plan.plan import ParallelSpec, PlacedStage, Plan, Replica, Stage, UnitPlan

@@ -14,6 +14,9 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box, atoms
 from dilatant.plan.holdings import Holdings
 
+BUCKET_BYTES = 25 << 20
+"""Most bytes of gradients that are summed together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

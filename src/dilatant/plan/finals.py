@@ -8,16 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan.candidates import Candidate, EncoderPosition, Space
+from dilatant.plan.candidates import Candidate
 from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.errors import PlanError
 from dilatant.plan.leftovers import promising, with_leftovers
-from dilatant.plan.options import Option
+from dilatant.plan.modes import EncoderPosition
+from dilatant.plan.option import Option
 from dilatant.plan.plan import Plan
 from dilatant.plan.rank_mapping import RankOrder, map_ranks
 from dilatant.plan.recomputation import more_recomputed, recomputing
 from dilatant.plan.refusals import rejection
 from dilatant.plan.score import PlanScore, PlanScorer
+from dilatant.plan.space import Space
 from dilatant.plan.sync_time import sync_seconds
 
 
@@ -124,8 +126,7 @@ class Finals:
         cluster = self._space.cluster
         if cluster.nodes == 1:
             return 0.0
-        sums = sync_seconds(plan, self._space.model, cluster, self._rules)
-        return max(sums.values(), default=0.0)
+        return sync_seconds(plan, self._space.model, cluster, self._rules).longest
 
     def _score(self, candidate: Candidate, plan: Plan) -> tuple[Option, float, str] | None:
         """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why."""
@@ -137,7 +138,7 @@ class Finals:
         score = self._scorer(plan, candidate.num_microbatches)
         excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
         if excess > 0.0:
-            frugal = more_recomputed(plan, score, self._space.table, cluster.bytes_per_device)
+            frugal = more_recomputed(plan, score, self._space.table.units, cluster.bytes_per_device)
             if frugal is not None:
                 return self._score(candidate, frugal)
             culprit, text = rejection(plan, candidate, score, excess)

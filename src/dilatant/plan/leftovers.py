@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from dilatant.plan.candidates import Candidate, Space
+from dilatant.plan.candidates import Candidate
 from dilatant.plan.plan import Plan, Replica, Stage
+from dilatant.plan.space import Space
 
 MOST_BASES = 4
 """Of so many plans with idle devices it is tried; they are those that promise most with it."""
@@ -37,7 +38,7 @@ def with_leftovers(plan: Plan, candidate: Candidate, space: Space) -> Iterator[P
     if roles.generators:
         return
     idle = sorted({*range(cluster.num_devices)} - {*plan.ranks})
-    for tp, cp in space.table.degrees([*roles.encoders, roles.language]):
+    for tp, cp in space.table.units.degrees([*roles.encoders, roles.language]):
         groups = _groups(idle, tp * cp, cluster.gpus_per_node)
         groups = groups[: len(space.model.unit(roles.language).layers)]
         share = len(groups) * tp * cp / cluster.num_devices

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from dilatant.config.recompute import Recompute
-from dilatant.plan.options import LEVELS, OptionTable
 from dilatant.plan.plan import Plan
 from dilatant.plan.score import PlanScore
+from dilatant.plan.unit_layers import LEVELS, UnitLayers
 
 
 def recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Plan:
@@ -18,15 +18,15 @@ def recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Pla
     return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
 
 
-def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_bytes: float) -> Plan | None:
+def more_recomputed(plan: Plan, score: PlanScore, units: UnitLayers, capacity_bytes: float) -> Plan | None:
     """The plan with the stages of ranks that overflow recomputing what costs least next; None where they recompute all
     that they can, or the model leaves nothing to the plan."""
     overflowing = {rank for rank, peak in zip(plan.ranks, score.peak_bytes) if peak > capacity_bytes}
     changed: dict[str, tuple[Recompute, ...]] = {}
     for unit in plan.units:
-        if not table.is_free(unit.name):
+        if not units.is_free(unit.name):
             continue
-        can = table.recomputable(unit.name)
+        can = units.recomputable(unit.name)
         none: Recompute = "none"
         nothing = (none,) * len(can)
         layers: list[Recompute] = list(unit.recompute or nothing)

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from dilatant.cost.memory import bytes_text
-from dilatant.plan.candidates import Candidate, Mode, Roles, Space
+from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import BatchError, DoesNotFitError, PlanError, TooFewDevicesError
-from dilatant.plan.options import Option, OptionTable
+from dilatant.plan.modes import Mode
+from dilatant.plan.option import Option
+from dilatant.plan.options import OptionTable
 from dilatant.plan.plan import Plan
+from dilatant.plan.roles import Roles
 from dilatant.plan.score import PlanScore
+from dilatant.plan.space import Space
 
 
 def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int = 1) -> list[int]:
@@ -37,7 +41,7 @@ def microbatch_sizes_for(global_batch: int, sizes: Sequence[int], pipelines: int
 
 def check_devices(table: OptionTable, roles: Roles, cluster: Cluster, mode: Mode) -> None:
     def least(units: Sequence[str]) -> int:
-        return min((tp * cp for tp, cp in table.degrees(units)), default=1 << 30)
+        return min((tp * cp for tp, cp in table.units.degrees(units)), default=1 << 30)
 
     apart = sum(least([unit]) for unit in roles.units)
     needed = {
@@ -89,7 +93,7 @@ def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) ->
     Tried are the most stages there can be, half as many, and so on.
     """
     table, roles = space.table, space.roles
-    least = {unit: min(tp * cp for tp, cp in table.degrees([unit])) for unit in roles.units}
+    least = {unit: min(tp * cp for tp, cp in table.units.degrees([unit])) for unit in roles.units}
     excess = {}
     for unit in roles.units:
         extra = roles.encoders if mode is Mode.BEST and unit == roles.language else ()
@@ -98,7 +102,7 @@ def excess_by_unit(space: Space, mode: Mode, samples: int, microbatches: int) ->
         excess[unit] = min(
             (
                 table.excess(unit, tp, cp, stages, samples, microbatches, behind, extra)
-                for tp, cp in table.degrees([unit, *extra])
+                for tp, cp in table.units.degrees([unit, *extra])
                 for stages in _halving(
                     min(
                         (space.cluster.num_devices - others) // (tp * cp),

@@ -13,11 +13,12 @@ import numpy as np
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.answer import Answer
-from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, roles_of
+from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import Finals, RankedPlan
 from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.options import OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
 from dilatant.plan.refusals import (
@@ -26,7 +27,11 @@ from dilatant.plan.refusals import (
     microbatch_sizes_for,
     nothing_survived,
 )
+from dilatant.plan.roles import roles_of
 from dilatant.plan.score import PlanScorer
+from dilatant.plan.shapes import shapes
+from dilatant.plan.space import Space
+from dilatant.plan.unit_layers import UnitLayers
 from dilatant.plan.workload import Workload
 
 MANY, FEWEST = 128, 6
@@ -175,8 +180,8 @@ def open_space(
 ) -> Space:
     """What `search` searches, with arguments as there."""
     limits = cluster.gpus_per_node, rules, global_batch, halves
-    table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
-    unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
+    table = OptionTable(UnitLayers(model, costs, workload, *limits), cluster.bytes_per_device)
+    unaware = OptionTable(UnitLayers(_all_trainable(model), costs, workload, *limits), math.inf)
     return Space(model, roles_of(model), table, unaware, cluster, global_batch, tuple(chunks))
 
 
@@ -236,7 +241,7 @@ def _candidates(
         for size in sizes:
             count, rest = divmod(space.global_batch, replicas * size)
             if rest == 0 and microbatches in (None, count):
-                yield from space.candidates(mode, replicas, size)
+                yield from shapes(space, mode, replicas, size)
 
 
 def _first_of_modes(
@@ -303,12 +308,12 @@ def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
 
 def _module(space: Space, name: str) -> ModuleCost:
     """A unit as uniform layers under the mean sample, without context parallelism."""
-    degrees = [tp for tp, cp in space.table.degrees([name]) if cp == 1]
+    degrees = [tp for tp, cp in space.table.units.degrees([name]) if cp == 1]
     if not degrees:
         raise PlanError(
             f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs"
         )
-    by_degree = {tp: space.table.layers(name, tp, 1, 1) for tp in degrees}
+    by_degree = {tp: space.table.units.layers(name, tp, 1, 1) for tp in degrees}
     one = by_degree[degrees[0]]
     return ModuleCost(
         name=name,

@@ -23,24 +23,26 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
     if rules.zero == "none":
         return tuple(np.ones(entry.stage.end - entry.stage.first) for entry in placed)
 
-    def node_of(rank: int) -> int:
-        return 0 if rules.zero == "all" or rules.ranks_per_node is None else rank // rules.ranks_per_node
-
     held: dict[tuple[str, int], NDArray[np.float64]] = {}  # by layer, beside experts and of experts
     for entry in placed:
         stage, layers = entry.stage, model.unit(entry.unit).layers
         parts = parts_of_a_rank(layers[stage.first : stage.end], stage.tp, stage.ep)
         for rank in stage.ranks:
-            count = held.setdefault((entry.unit, node_of(rank)), np.zeros((2, len(layers))))
+            count = held.setdefault((entry.unit, sharing_node(rank, rules)), np.zeros((2, len(layers))))
             count[:, stage.first : stage.end] += parts
     result = []
     for entry in placed:
         stage = entry.stage
-        nodes = {node_of(rank) for rank in stage.ranks}
+        nodes = {sharing_node(rank, rules) for rank in stage.ranks}
         least = np.min([held[entry.unit, node][:, stage.first : stage.end] for node in nodes], axis=0)
         own = model.unit(entry.unit).layers[stage.first : stage.end]
         result.append(ranks_together(own, stage.tp, stage.ep, *np.maximum(1.0, least)))
     return tuple(result)
+
+
+def sharing_node(rank: int, rules: ParameterBytes) -> int:
+    """The number of those among whom this rank may share state: of its node, or 0 for all."""
+    return 0 if rules.zero == "all" or rules.ranks_per_node is None else rank // rules.ranks_per_node
 
 
 def parts_of_a_rank(layers: Sequence[LayerSpec], tp: int, ep: int) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from dilatant.cost.memory import MemoryReserve
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
+from dilatant.plan.sync_time import SyncSeconds
 from dilatant.plan.workload import Workload
 
 
@@ -23,15 +24,15 @@ class StepCosts:
 
     item_tokens: unit → tokens of one item (image, clip), of units in which the items of a sample do not attend to each
     other; a sample's square is then that of one item, times their number. dense: as in `Workload`. cluster: whose
-    links messages and gradients take; None counts neither. sync_seconds: rank → seconds until its gradients are summed
-    (`plan.sync_time`). origin: in words, where the numbers are from ("measured on H100").
+    links messages and gradients take; None counts neither. sync: of gradients and updated weights, by `plan.sync_time`.
+    origin: in words, where the numbers are from ("measured on H100").
     """
 
     stages: StageCosts
     item_tokens: Mapping[str, float] = field(default_factory=dict)
     dense: Mapping[str, float] = field(default_factory=dict)
     cluster: Cluster | None = None
-    sync_seconds: Mapping[int, float] = field(default_factory=dict)
+    sync: SyncSeconds = field(default_factory=SyncSeconds)
     origin: str = ""
 
     def workload(self, tokens: Mapping[str, NDArray[np.float64]]) -> Workload:
@@ -53,7 +54,10 @@ class StepCosts:
             "item_tokens": dict(self.item_tokens),
             "dense": dict(self.dense),
             "cluster": None if self.cluster is None else asdict(self.cluster),
-            "sync_seconds": {str(rank): seconds for rank, seconds in self.sync_seconds.items()},
+            "sync": {
+                name: {str(rank): seconds for rank, seconds in one.items()}
+                for name, one in asdict(self.sync).items()
+            },
         }  # fmt: skip
 
     @classmethod
@@ -65,6 +69,9 @@ class StepCosts:
             by_name = {"gradient_bytes": nothing, "sum_bytes": nothing, **document["stages"]}
             arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
+            sync = (
+                document["sync"] if "sync" in document else {"beside": document["sync_seconds"]}
+            )  # older files
             if cluster is not None:
                 links = {name: Link(**cluster[name]) for name in ("inside", "between")}
                 cluster = Cluster(
@@ -75,7 +82,12 @@ class StepCosts:
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
                 {unit: float(times) for unit, times in document["dense"].items()},
                 cluster,
-                {int(rank): float(seconds) for rank, seconds in document["sync_seconds"].items()},
+                SyncSeconds(
+                    **{
+                        name: {int(rank): float(seconds) for rank, seconds in one.items()}
+                        for name, one in sync.items()
+                    }
+                ),
                 str(document["origin"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -99,7 +111,8 @@ def _check_numbers(costs: StepCosts) -> None:
     places = () if cluster is None else (cluster, cluster.inside, cluster.between, cluster.reserve)
     values = [getattr(place, field.name) for place in places for field in fields(place)]
     numbers = [value for value in values if not isinstance(value, Link | MemoryReserve)]
-    numbers += [*costs.item_tokens.values(), *costs.dense.values(), *costs.sync_seconds.values()]
+    numbers += [*costs.item_tokens.values(), *costs.dense.values()]
+    numbers += [*costs.sync.beside.values(), *costs.sync.after.values()]
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
         raise ValueError("tokens, seconds and links must be numbers and not negative")
 

@@ -1,61 +1,135 @@
-"""How long ranks sum gradients after their last backward."""
+"""How long ranks sum gradients, and how much of it runs beside their last backward."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import Plan, UnitPlan
+from dilatant.plan.state_sharing import sharing_node
 
 
-def sync_seconds(
-    plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16
-) -> dict[int, float]:
-    """Seconds by rank for all-reduces of the gradients of its trainable layers among all holders of each.
+@dataclass(frozen=True, slots=True)
+class SyncSeconds:
+    """Seconds by rank. beside: of sums that start while the last backward runs, bucket by bucket. after: until all
+    holders have the updated weights, where they share the optimizer's state; begins when every rank has its sums."""
 
-    Holders are the context-parallel ranks of every replica of the layer. A ring passes `2 (n - 1) / n` of the bytes
-    through each of its n members: over the links inside nodes, and in and out of each node once, spread over the ports
-    of the members that are there. Small ones wait for as many messages as a tree is high. All ranks sum at the same
-    time, so what several groups send through one port adds up.
+    beside: Mapping[int, float] = field(default_factory=dict)
+    after: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, rank: int) -> float:
+        """All of a rank, as if nothing ran beside it."""
+        return self.beside.get(rank, 0.0) + self.after.get(rank, 0.0)
+
+    @property
+    def longest(self) -> float:
+        return max(map(self.of, {**self.beside, **self.after}), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """Bytes that ranks pass once or twice round: to bring a sum to all of them takes twice, to divide it among them, or
+    to bring its parts to all, once."""
+
+    size_bytes: float
+    rounds: int
+    ranks: Sequence[int]
+
+
+def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16) -> SyncSeconds:
+    """What the gradients of its trainable layers take each rank among all holders of each, and the updated weights.
+
+    Holders are the context-parallel ranks of every replica of the layer. Where they share no state, rings sum among all
+    of them; else those who share it each receive the sum of their part, sum that with the holders of the same part
+    elsewhere, and give what they updated of it to the others (`runtime.gradient_sync`).
     """
-    inside, waits = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
-    through: dict[tuple[int, int], float] = defaultdict(float)  # bytes by node and port
-    rings: list[list[tuple[int, int]]] = []  # the ports of each group between nodes
-    used: dict[int, set[int]] = defaultdict(set)  # groups by rank
+    sums: list[_Ring] = []
+    gathers: list[_Ring] = []
     for unit in plan.units:
         for size_bytes, ranks in _groups(unit, model.unit(unit.name), rules):
-            count = len(ranks)
-            if count == 1 or not size_bytes:
-                continue
-            passed = 2 * (count - 1) / count * size_bytes
-            ports: dict[int, set[int]] = defaultdict(set)
-            for rank in ranks:
-                ports[cluster.node_of(rank)].add(cluster.port_of(rank))
-            crosses = len(ports) > 1
-            latency = cluster.between.latency if crosses else cluster.inside.latency
-            for rank in ranks:
-                waits[rank] += 2 * math.ceil(math.log2(count)) * latency
-                # The only one of a node sends past its neighbours, straight through the port.
-                if len(ranks) > len(ports):
-                    inside[rank] += passed / cluster.inside.bandwidth
-                if crosses:
-                    used[rank].add(len(rings))
-            if not crosses:
-                continue
-            for node, own in ports.items():
-                for port in own:
-                    through[node, port] += passed / len(own)
-            rings.append([(node, port) for node, own in ports.items() for port in own])
-    slowest = [max(through[port] for port in ring) / cluster.port.bandwidth for ring in rings]
+            if len(ranks) > 1 and size_bytes:
+                _add_rings(size_bytes, ranks, rules, sums, gathers)
+    return SyncSeconds(*(_ring_seconds(rings, plan.ranks, cluster) for rings in (sums, gathers)))
+
+
+def _add_rings(
+    size_bytes: float, ranks: Sequence[int], rules: ParameterBytes, sums: list[_Ring], gathers: list[_Ring]
+) -> None:
+    sharing: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        sharing[sharing_node(rank, rules)].append(rank)
+    if rules.zero == "none" or max(map(len, sharing.values())) == 1:
+        sums.append(_Ring(size_bytes, 2, ranks))
+        return
+    weights = size_bytes / rules.gradient * rules.weight if rules.gradient else 0.0
+    gathers += [_Ring(weights, 1, own) for own in sharing.values()]
+    if len({*map(len, sharing.values())}) > 1:  # who cut parts of unlike size cannot sum part by part
+        sums.append(_Ring(size_bytes, 2, ranks))
+        return
+    sums += [_Ring(size_bytes, 1, own) for own in sharing.values()]
+    if len(sharing) > 1:
+        part = size_bytes / len(sharing[sharing_node(ranks[0], rules)])
+        sums += [_Ring(part, 2, alike) for alike in zip(*sharing.values(), strict=True)]
+
+
+def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster) -> dict[int, float]:
+    """Seconds by rank until all its rings are done.
+
+    A ring passes `(n - 1) / n` of its bytes a round through each of its n members: over the links inside nodes, and in
+    and out of each node once, spread over the ports of the members that are there. Small ones wait for as many messages
+    as a tree is high. All run at the same time, so what several send through one port adds up.
+    """
+    inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
+    through: dict[tuple[int, int], float] = defaultdict(float)  # bytes by node and port
+    crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
+    used: dict[int, set[int]] = defaultdict(set)  # those rings by rank
+    for ring in rings:
+        count = len(ring.ranks)
+        if count == 1:
+            continue
+        passed = ring.rounds * (count - 1) / count * ring.size_bytes
+        ports: dict[int, set[int]] = defaultdict(set)
+        for rank in ring.ranks:
+            ports[cluster.node_of(rank)].add(cluster.port_of(rank))
+        crosses = len(ports) > 1
+        latency = cluster.between.latency if crosses else cluster.inside.latency
+        for rank in ring.ranks:
+            waits[rank] += ring.rounds * math.ceil(math.log2(count)) * latency
+            # The only one of a node sends past its neighbours, straight through the port.
+            if count > len(ports):
+                inside[rank] += passed / cluster.inside.bandwidth
+            if crosses:
+                used[rank].add(len(crossing))
+        if not crosses:
+            continue
+        for node, own in ports.items():
+            for port in own:
+                through[node, port] += passed / len(own)
+        crossing.append([(node, port) for node, own in ports.items() for port in own])
+    slowest = [max(through[port] for port in ring) / cluster.port.bandwidth for ring in crossing]
     return {
         rank: waits[rank] + max(own, max((slowest[ring] for ring in used[rank]), default=0.0))
         for rank, own in inside.items()
     }
+
+
+def least_sync(
+    size_bytes: NDArray[np.float64], holders: int, tp: int, cluster: Cluster, rules: ParameterBytes
+) -> NDArray[np.float64]:
+    """A lower bound of what gradients of `size_bytes` take beside the backward of ranks that have so many holders, in
+    stages of `tp` ranks, however these are spread over nodes."""
+    rounds = 2 if rules.zero == "none" else 1
+    link = cluster.between if holders * tp > cluster.gpus_per_node else cluster.inside
+    return rounds * (holders - 1) / holders * size_bytes / link.bandwidth
 
 
 def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:

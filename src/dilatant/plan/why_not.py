@@ -11,11 +11,13 @@ import yaml
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan.candidates import Candidate, Mode, Space
+from dilatant.plan.candidates import Candidate
 from dilatant.plan.finals import Finals, RankedPlan
-from dilatant.plan.options import Option
+from dilatant.plan.modes import Mode
+from dilatant.plan.option import Option
 from dilatant.plan.score import PlanScorer
 from dilatant.plan.search import SearchResult, enumerate_candidates
+from dilatant.plan.space import Space
 
 KEYS = ("replicas", "tp", "cp", "pp", "chunks")
 """What may be said of a unit; as in `ParallelSpec`."""
@@ -139,7 +141,7 @@ def _problems(space: Space, asked: Asked) -> list[str]:
     """What no search could find, whatever its cluster."""
     problems = []
     for unit, wanted in asked.items():
-        degrees = space.table.degrees([unit])
+        degrees = space.table.units.degrees([unit])
         for axis, key in enumerate(("tp", "cp")):
             offered = sorted({degree[axis] for degree in degrees})
             if key in wanted and wanted[key] not in offered:
@@ -178,7 +180,7 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
             )
     taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.items()}
     least = sum(
-        taken.get(unit) or min((tp * cp for tp, cp in space.table.degrees([unit])), default=1)
+        taken.get(unit) or min((tp * cp for tp, cp in space.table.units.degrees([unit])), default=1)
         for unit in space.roles.units
     )
     if least > space.cluster.num_devices:

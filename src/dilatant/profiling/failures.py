@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from dilatant.config import UserError
 from dilatant.plan.errors import PlanError
 from dilatant.plan.node_trace import NodeTrace
-from dilatant.plan.options import OptionTable
 from dilatant.plan.reactions import compare_recovery
 from dilatant.plan.replay import RecoveryCosts, Replay
 from dilatant.plan.templates import LayerMemory, Template, plan_templates
+from dilatant.plan.unit_layers import UnitLayers
 from dilatant.profiling.planning import PlanningProblem
 
 DISK = 1e9
@@ -115,14 +115,8 @@ def best_templates(problem: PlanningProblem, most_nodes: int) -> TemplateSet:
 def _templates(problem: PlanningProblem, most_nodes: int, size: int, microbatches: int) -> TemplateSet:
     cluster = problem.target.cluster
     units = [unit.name for unit in problem.model.spec.units]
-    table = OptionTable(
-        problem.model.spec,
-        problem.costs,
-        problem.simulated(),
-        cluster.bytes_per_device,
-        cluster.gpus_per_node,
-        problem.target.rules,
-    )
+    known = problem.model.spec, problem.costs, problem.simulated()
+    table = UnitLayers(*known, cluster.gpus_per_node, problem.target.rules)
     widths = [tp for tp, cp in table.degrees(units) if cp == 1]
     if not widths:
         raise UserError("templates need layer costs without context parallelism; the cost file has none")

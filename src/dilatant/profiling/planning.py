@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from dilatant.config import Config, list_problems
 from dilatant.cost.model import CostModel
 from dilatant.data.pieces import Progress
-from dilatant.plan.candidates import EncoderPosition, Mode
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dilatant.plan.candidates import EncoderPosition
 from dilatant.plan.finals import RankedPlan
+from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import Plan
 from dilatant.plan.search import SearchResult
 from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text

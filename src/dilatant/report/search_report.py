@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
-from dilatant.plan.candidates import EncoderPosition, roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import PlacedStage
+from dilatant.plan.roles import roles_of
 from dilatant.plan.search import SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.state_sharing import sharing

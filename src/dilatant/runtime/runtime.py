@@ -21,6 +21,7 @@ from dilatant.models.dropout import KeyedDropout, refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.random_draws import draws_of
 from dilatant.models.stage import Boundary, Predictions, Stage, StepData, stage_tensors
+from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
@@ -42,8 +43,6 @@ from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
-
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ import numpy as np
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
-from dilatant.plan.candidates import roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
+from dilatant.plan.roles import roles_of
 from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
-from dilatant.plan.sync_time import sync_seconds
+from dilatant.plan.sync_time import SyncSeconds, sync_seconds
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
 from dilatant.schedule.families import eager, half_eager, interleaved, one_f_one_b
@@ -108,7 +108,7 @@ def step_costs(
     return StepCosts(
         stage_costs(plan, model, costs, rules),
         cluster=cluster,
-        sync_seconds={} if cluster is None else sync_seconds(plan, model, cluster, rules),
+        sync=SyncSeconds() if cluster is None else sync_seconds(plan, model, cluster, rules),
         origin=origin_text(costs),
     )
 

@@ -108,7 +108,7 @@ def step_bytes(
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums[graph.piece])
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
-    first, last = _ends_of_backward(graph)
+    first, last = ends_of_backward(graph)
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)
@@ -187,7 +187,7 @@ def _sums(
     return np.stack([np.bincount(group, square, count), total, (total > 0).astype(np.float64)], axis=1)
 
 
-def _ends_of_backward(graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ends_of_backward(graph: ScheduleGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first and the last op of each stage that makes weight gradients, of stages that have any."""
     ops = np.flatnonzero(np.isin(graph.kind, (BACKWARD, WEIGHT_GRADIENT)))
     place = np.empty(graph.num_ops, dtype=np.int64)

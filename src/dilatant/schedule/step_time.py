@@ -13,6 +13,7 @@ from dilatant.schedule.graph import ScheduleGraph
 from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
 from dilatant.schedule.simulate import edge_lag, op_ends, run
+from dilatant.schedule.sync_overlap import synced_seconds
 from dilatant.schedule.timeline import Timeline
 
 
@@ -21,7 +22,7 @@ class TimedStep:
     """A compiled schedule of one batch with what its simulation needs.
 
     sums: as `piece_sums`. durations: [ops] seconds. lag: [messages] seconds, None without links. seconds: until the
-    last action; seconds_synced: until every rank has summed its gradients.
+    last action; seconds_synced: until every rank has the sums of its gradients, and all updated weights.
     """
 
     graph: ScheduleGraph
@@ -38,17 +39,12 @@ class TimedStep:
 
 
 def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
-    """Time the step that `graph` is on these samples. Gradients of a rank begin to be summed when it has nothing left
-    to compute."""
+    """Time the step that `graph` is on these samples."""
     sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
     size = step_bytes(graph, costs.stages, sums, message_sums(graph, samples.tokens, samples.squares))
     durations = action_seconds(graph, costs.stages, sums)
     lag = None if costs.cluster is None else message_lag(graph, size.message, costs.cluster)
     ends = op_ends(graph, durations, edge_lag(graph, lag))
     seconds = float(ends.max(initial=0.0))
-    synced = seconds
-    bounds = graph.packed.offsets
-    for index, rank in enumerate(graph.packed.ranks):
-        last = ends[graph.row_op[bounds[index + 1] - 1]] if bounds[index] < bounds[index + 1] else 0.0
-        synced = max(synced, float(last) + costs.sync_seconds.get(rank, 0.0))
+    synced = max(seconds, synced_seconds(graph, costs, durations, ends))
     return TimedStep(graph, sums, durations, lag, size, seconds, synced)

@@ -1,0 +1,60 @@
+"""One way to lay out a unit, or several colocated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.config.recompute import Recompute
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """A chain of stages on `tp * cp` devices each that holds all layers of one or more colocated units.
+
+    `seconds` and of these `backward` are [stages], `work` and `forward` [groups of devices], see `MeanCosts`: with
+    `chunks` a group has so many stages. `room` is how many stages may follow the chain before its in-flight
+    microbatches overflow memory (negative: it does not fit at all); `gradient_bytes` [groups] what a rank must sync.
+    `light` [stages] and `heavy` are the seconds of the lightest sample in each stage and of the heaviest in all.
+    `recompute`: as in `Chain`; `ep` that of the unit that is cut.
+    `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the first step of
+    a steady state.
+    """
+
+    tp: int
+    cp: int
+    cuts: Mapping[str, tuple[int, ...]]
+    seconds: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    work: NDArray[np.float64]
+    forward: NDArray[np.float64]
+    room: int
+    gradient_bytes: NDArray[np.float64]
+    light: NDArray[np.float64]
+    heavy: float
+    chunks: int = 1
+    recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
+    ep: int = 1
+    gpus: int = field(init=False)
+    slowest: float = field(init=False)
+    total: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = len(self.seconds) // self.chunks
+        slowest = float(self.seconds.reshape(self.chunks, groups).sum(axis=0).max())
+        total = float(self.seconds.sum())
+        for name, value in (
+            ("gpus", self.tp * self.cp * groups),
+            ("slowest", slowest),
+            ("total", total if self.chunks == 1 else slowest + (total - slowest) / self.chunks),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def stages(self) -> int:
+        return len(self.seconds)

@@ -1,0 +1,55 @@
+"""What a search makes its plans of: a model, its layouts unit by unit, and a cluster."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.model_spec import ModelSpec
+from dilatant.plan.option import Option
+from dilatant.plan.options import OptionTable
+from dilatant.plan.roles import Roles
+from dilatant.plan.sides import Side, side_by_side
+
+
+@dataclass(eq=False)
+class Space:
+    """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
+    language model."""
+
+    model: ModelSpec
+    roles: Roles
+    table: OptionTable
+    unaware: OptionTable
+    cluster: Cluster
+    global_batch: int
+    chunks: tuple[int, ...] = (1,)
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(default_factory=dict)
+    _heaviest: dict[int, float] = field(default_factory=dict)
+
+    def heaviest(self, samples: int) -> float:
+        """The load of the heaviest microbatch of the language model as a multiple of the mean, where so many samples
+        each are spread evenly: in the mean global batch."""
+        if samples not in self._heaviest:
+            name = self.roles.language
+            tp, cp = self.table.units.degrees([name])[0]
+            loads = self.table.units.of_samples(name, tp, cp).reshape(-1, self.global_batch)
+            ratios = []
+            for batch in loads:
+                bins = [0.0] * (self.global_batch // samples)
+                for load in sorted(batch.tolist(), reverse=True):
+                    heapq.heapreplace(bins, bins[0] + load)
+                ratios.append(max(bins) / (sum(bins) / len(bins)) if any(bins) else 1.0)
+            self._heaviest[samples] = float(np.mean(ratios))
+        return self._heaviest[samples]
+
+    def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
+        """[devices]: the undominated ways to run one option of each list side by side on so many, or on fewer."""
+        key = budget, tuple(tuple(options) for options in each)
+        if key not in self._sides:
+            self._sides[key] = side_by_side(each, budget)
+        return self._sides[key]
