@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -164,6 +166,34 @@ def _starts_within_the_backward(worker: Worker) -> list[int]:
 
 def test_a_sum_starts_inside_the_last_backward_and_not_before_it(workers: WorkerPool) -> None:
     assert workers.run(_starts_within_the_backward, 2) == [[0, 1]] * 2
+
+
+def _crosses_within_the_backward(worker: Worker) -> tuple[int, list[float]]:
+    parameters = {name: nn.Parameter(torch.ones(2)) for name in ("first", "middle", "last")}
+    shared = share(worker, parameters, bucket_bytes=1, zero="node", node_of=[0, 0, 1, 1])
+    sync = shared.sync
+    crossed: list[int] = []
+
+    def wait_for_the_node(_: torch.Tensor) -> None:
+        began = time.monotonic()
+        while not sync._started[0].pending.is_done and time.monotonic() < began + 60:
+            time.sleep(0.001)
+
+    hidden = torch.ones(2) * parameters["first"]
+    hidden.register_hook(lambda _: crossed.append(sync._crossed))
+    between = hidden * parameters["middle"]
+    between.register_hook(wait_for_the_node)
+    sync.begin([0])
+    sync.entering_last_backward(0)
+    (between * parameters["last"]).sum().backward()
+    sync.left_last_backward(0)
+    sync.finish()
+    close(shared)
+    return crossed[0], [float(one.grad) for one in shared.owned.parameters.values()]
+
+
+def test_a_node_s_sums_are_on_their_way_to_others_while_the_backward_runs(workers: WorkerPool) -> None:
+    assert workers.run(_crosses_within_the_backward, 4) == [(1, [4.0] * 3)] * 4
 
 
 def _adds_to_what_is_there(worker: Worker) -> list[float]:

@@ -47,6 +47,11 @@ class Pending:
         self._on_device = on_device
         self._finish = finish
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
     def wait(self) -> None:
         """Return when the tensors may be used. Raises CommAborted or CommTimeout."""
         if self._work is not None:

@@ -4,12 +4,13 @@ Losses are divided by the target tokens of the whole batch, so the sum over hold
 unequal their shares are. What is summed are buckets of cells with equal holders; a bucket starts when its last weight
 has its last gradient of the step, and buckets start in one order everywhere (Oobleck, thesis 2.6.1, with buckets and
 overlap; a tied weight is one logical weight with the holders of both ends). Where holders share the optimizer's state,
-each receives the sum of its own boxes only.
+each receives the sum of its own boxes only: inside the node first, then across nodes, also while others compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,13 @@ from dilatant.runtime.shared_groups import group_of
 
 @dataclass(slots=True)
 class _Sum:
-    """A bucket on its way. numbers: what `pending` fills: those of this rank's share, or of all."""
+    """A bucket on its way. numbers: what `pending` fills: those of this rank's share, or of all. across: it is still to
+    be summed with the same share on other nodes."""
 
     share: BucketShare
     numbers: Tensor
     pending: Pending
+    across: bool = False
 
 
 class GradientSync:
@@ -65,6 +68,8 @@ class GradientSync:
         self._missing: list[int] = []
         self._unpacked: dict[str, int] = {}
         self._started: list[_Sum] = []
+        self._crossed = 0  # of them, those that other nodes have or need nothing of any more
+        self._beside = torch.cuda.Stream() if comm.world.is_on_device else None
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
 
@@ -81,7 +86,7 @@ class GradientSync:
             sum(bool(self._unfinished[name]) for name in share.bucket.names) for share in self._shares
         ]
         self._unpacked = {name: len(numbers) for name, numbers in self._shares_of.items()}
-        self._started = []
+        self._started, self._crossed = [], 0
         self._start_ready()
 
     def entering_last_backward(self, stage: int) -> None:
@@ -100,22 +105,14 @@ class GradientSync:
     def finish(self) -> None:
         """Wait for all sums and leave them in `grad` of the owned weights; one that no holder used keeps none."""
         arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
+        self._cross(wait=True)
         waiting: list[_Sum | None] = list(self._started)
-        self._started = []
-        across: list[_Sum] = []
+        self._started, self._crossed = [], 0
         for number, under_way in enumerate(waiting):
             assert under_way is not None
             waiting[number] = None  # so that a bucket is freed as soon as this rank's part of it is taken
             under_way.pending.wait()
-            share, own = under_way.share, _own_part(under_way)
-            if _is_scattered(share) and len(share.alike) > 1:
-                pending = group_of(self._comm, share.alike).sum_(own, _named(share))
-                across.append(_Sum(share, own, pending))
-            else:
-                arrived.append(_numbers_and_flags(share, own))
-        for under_way in across:
-            under_way.pending.wait()
-            arrived.append(_numbers_and_flags(under_way.share, under_way.numbers))
+            arrived.append(_numbers_and_flags(under_way.share, _own_part(under_way)))
         flags = iter(torch.cat([flags for _, _, flags in arrived]).tolist() if arrived else ())
         for share, numbers, _ in arrived:
             used = [next(flags) for _ in share.bucket.boxes]
@@ -158,6 +155,23 @@ class GradientSync:
     def _start_ready(self) -> None:
         while len(self._started) < len(self._shares) and self._missing[len(self._started)] == 0:
             self._started.append(self._start(self._shares[len(self._started)]))
+        self._cross()
+
+    @torch.no_grad()
+    def _cross(self, wait: bool = False) -> None:
+        """Sum across nodes what a node has the sum of, in the order of buckets. A GPU does so beside what it computes;
+        a host looks whenever a bucket may start, and with `wait` waits."""
+        while self._crossed < len(self._started):
+            one = self._started[self._crossed]
+            if one.across:
+                if self._beside is None and not (wait or one.pending.is_done):
+                    return
+                with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+                    one.pending.wait()
+                    group = group_of(self._comm, one.share.alike)
+                    one.pending = group.sum_(one.numbers, _named(one.share))
+                    one.across = False
+            self._crossed += 1
 
     @torch.no_grad()
     def _start(self, share: BucketShare) -> _Sum:
@@ -170,7 +184,8 @@ class GradientSync:
         if _is_scattered(share):
             flat, group = numbers, group_of(self._comm, share.sharing)
             numbers = flat.view(len(share.sharing), -1)[share.sharing.index(self._comm.rank)]
-            return _Sum(share, numbers, group.reduce_scatter(numbers, flat, what))
+            pending = group.reduce_scatter(numbers, flat, what)
+            return _Sum(share, numbers, pending, across=len(share.alike) > 1)
         # Where other nodes cut elsewhere, everybody receives all of it.
         group = group_of(self._comm, share.alike if share.even else share.bucket.ranks)
         return _Sum(share, numbers, group.sum_(numbers, what))
