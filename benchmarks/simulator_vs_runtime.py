@@ -58,11 +58,12 @@ from dilatant.schedule import (
     Schedule,
     Timeline,
     predict,
-    simulate,
     trainability_of,
 )
-from dilatant.schedule.graph import build
-from dilatant.schedule.predict import message_lag, message_sums, piece_sums, step_bytes
+from dilatant.schedule.contention import travel
+from dilatant.schedule.graph import ScheduleGraph, build
+from dilatant.schedule.predict import message_sums, piece_sums, step_bytes
+from dilatant.schedule.simulate import action_array
 
 HIDDEN, LAYERS, VOCABULARY = 256, 8, 512
 IMAGE_TOKENS = 64
@@ -238,8 +239,8 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     )
 
 
-def lag_of(case: Case, costs: CostModel, cluster: Cluster) -> tuple[Plan, Assignment, Schedule, np.ndarray]:
-    """The case's step, and the seconds that each of its messages travels."""
+def step_of(case: Case, costs: CostModel) -> tuple[ScheduleGraph, np.ndarray]:
+    """The case's step, and the bytes of its messages."""
     model = build_model(case)
     plan = build_plan(case, model)
     samples, assignment = build_batch(case)
@@ -248,17 +249,17 @@ def lag_of(case: Case, costs: CostModel, cluster: Cluster) -> tuple[Plan, Assign
     graph = build(plan, assignment, schedule)
     table = stage_costs(plan, describe_model(model).spec, costs)
     size = step_bytes(graph, table, piece_sums(graph, tokens), message_sums(graph, tokens))
-    return plan, assignment, schedule, message_lag(graph, size.message, cluster)
+    return graph, size.message
 
 
 def compare(
     case: Case, taken: Sequence[Mapping[str, Any]], costs: CostModel, cluster: Cluster, cores: int
 ) -> dict[str, Any]:
     """Measured and predicted seconds of every step, and mean errors."""
-    plan, assignment, schedule, lag = lag_of(case, costs, cluster)
+    graph, size = step_of(case, costs)
 
     def step(seconds: Callable[[Action], float]) -> float:
-        return simulate(schedule, plan, assignment, seconds, lag=lag).seconds
+        return float(travel(graph, action_array(graph, seconds), size, cluster)[0].max())
 
     seconds = [{row.action: row.seconds for row in one["rows"]} for one in taken]
     measured = [max(row.end for row in one["rows"]) - min(row.start for row in one["rows"]) for one in taken]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -72,9 +73,9 @@ def simulate(
     assignment: Assignment,
     schedule: Schedule,
     seconds: dict[Action, float],
-    lag: dict[tuple[Action, Action], float] | None = None,
+    lag: dict[tuple[Action, Action], float] | Callable[[Action, Action, float], float] | None = None,
 ) -> Result:
-    """Messages travel `lag` seconds."""
+    """Messages travel `lag` seconds, of a function: of producer, consumer and the moment when they are ready."""
     placed = plan.stages()
     actions = list(dict.fromkeys(action for rank in schedule.actions for action in schedule.actions[rank]))
     needed = needs(plan, assignment, actions)
@@ -122,9 +123,10 @@ def simulate(
             for member in placed[action.stage].stage.ranks:
                 busy[member] = False
                 position[member] += 1
-            for user in users[action]:
+            for user in sorted(users[action], key=index.__getitem__):
                 edge = (action, user)
-                arrival[edge] = now + (lag[edge] if lag is not None else 0.0)
+                travels = lag(*edge, now) if callable(lag) else lag[edge] if lag is not None else 0.0
+                arrival[edge] = now + travels
                 heapq.heappush(events, (arrival[edge], -1, next(tick), "arrive", user))
         else:
             waiting_for[subject] -= 1

@@ -34,7 +34,8 @@ from dilatant.schedule import (
     predict,
     trainability_of,
 )
-from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
+from dilatant.schedule.contention import travel
+from dilatant.schedule.predict import action_seconds, message_sums, piece_sums, step_bytes
 from oracles.event_simulator import samples_of
 
 RECOMPUTE = ("none", "block", "block_keep_attention")
@@ -125,8 +126,11 @@ def test_messages_take_latency_and_bytes_over_bandwidth():
     table = stage_costs(plan, model, costs)
     tokens = {unit: [1, 1] for unit in ("vision", "audio", "language")}
     alone = predict(plan, assignment, schedule, table, tokens, cluster)
-    # Both encoders end at 1 s; 8 bytes take 0.5 s + 2 s.
-    assert alone.of_rank(2)[0][1:] == (3.5, 4.5)
+    # Both encoders end at 1 s; 8 bytes take 2 s through the port, one message after the other, and 0.5 s.
+    assert alone.of_rank(2)[0][1:] == (5.5, 6.5)
+    two_ports = replace(cluster, between=Link(bandwidth=8.0, latency=0.5), ports=2)
+    # Each leaves through its own, but they meet at that of the language model.
+    assert predict(plan, assignment, schedule, table, tokens, two_ports).of_rank(2)[0][1:] == (5.5, 6.5)
     assert alone.seconds > predict(plan, assignment, schedule, table, tokens).seconds
 
 
@@ -144,7 +148,7 @@ def test_wide_stages_send_shares_and_gather_them():
         assignment = Assignment({"vision": (((0,),),), "language": (((0,),),)})
         graph = build(plan, assignment, gpipe(plan, assignment))
         one_of_maker = np.full(graph.num_messages, 8.0 / first.cp)
-        return message_lag(graph, one_of_maker, cluster)[0]
+        return travel(graph, np.zeros(graph.num_ops), one_of_maker, cluster)[1][0]
 
     # One port of 1 byte a second for 8 bytes; then each place's 4 bytes are gathered of two ranks' halves.
     assert lag(Stage(0, 1, (0,)), wide) == 8.0 + 2.0 / 2.0
@@ -161,7 +165,7 @@ def test_rows_on_the_same_ranks_travel_no_link():
     )
     graph = build(together, assignment, eager(together, assignment))
     size = np.full(graph.num_messages, 100.0)
-    assert not message_lag(graph, size, cluster).any()
+    assert not travel(graph, np.ones(graph.num_ops), size, cluster)[1].any()
 
 
 def test_rows_of_several_samples_are_squared_whole_where_attention_is_dense():

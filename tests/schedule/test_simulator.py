@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import random_order, random_step
 
-from dilatant.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan import Cluster, Link, Plan, Replica, Stage, UnitPlan
 from dilatant.schedule import (
     Action,
     ActionKind,
@@ -22,6 +22,7 @@ from dilatant.schedule import (
     simulate,
     step_seconds,
 )
+from dilatant.schedule.contention import travel
 from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.simulate import edge_lag
 from oracles import event_simulator as oracle
@@ -67,6 +68,72 @@ def test_equals_the_event_simulator_on_random_schedules(seed):
             assert (start, end) == (expected.start[action], expected.end[action])
     array = np.asarray([seconds[graph.action(op)] for op in range(graph.num_ops)])
     assert step_seconds(graph, array, edge_lag(graph, lag)) == expected.seconds
+
+
+def turns_at_ports(step, cluster, size, shared):
+    """Seconds that a message travels, the bytes of each in turn through every rank's link and every node's ports; not
+    `shared`: as if it were alone."""
+    placed = step.plan.stages()
+    free = {}
+
+    def lag(producer, consumer, now):
+        givers, takers = (placed[one.stage].stage.ranks for one in (producer, consumer))
+        whole = size[producer, consumer]
+        if givers == takers or not whole:
+            return 0.0
+        parts = max(len(givers), len(takers))
+        passing, latency = {}, 0.0
+        for part in range(parts):
+            giver, taker = givers[part * len(givers) // parts], takers[part * len(takers) // parts]
+            link = cluster.link(giver, taker)
+            latency = max(latency, link.latency)
+            if cluster.node_of(giver) == cluster.node_of(taker):
+                ways = ("link out", giver), ("link in", taker)
+            else:
+                ways = [
+                    (way, cluster.node_of(rank), cluster.port_of(rank))
+                    for way, rank in (("port out", giver), ("port in", taker))
+                ]
+            for way in ways:
+                passing[way] = passing.get(way, 0.0) + whole / parts / link.bandwidth
+        there = now
+        for way, seconds in passing.items():
+            free[way] = max(now, free.get(way, 0.0) if shared else 0.0) + seconds
+            there = max(there, free[way])
+        gathered = 0.0
+        if len(takers) > 1:
+            gathered = cluster.inside.latency + whole * (1 - 1 / len(takers)) / cluster.inside.bandwidth
+        return there - now + latency + gathered
+
+    return lag
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_messages_take_turns_at_ports_as_in_the_event_simulator(seed):
+    rng = np.random.default_rng(seed)
+    step = random_step(seed)
+    schedule = random_schedule(step, rng)
+    graph = build(step.plan, step.assignment, schedule)
+    gpus = int(rng.integers(1, 5))
+    ports = int(rng.integers(1, gpus + 1))
+    bandwidths = Link(float(rng.integers(1, 30)), 0.01), Link(float(rng.integers(1, 30)), 0.1)
+    cluster = Cluster(-(-(max(step.plan.ranks) + 1) // gpus), gpus, 1e12, *bandwidths, ports)
+    seconds = rng.random(graph.num_ops)
+    size = rng.random(graph.num_messages) * rng.integers(0, 9, graph.num_messages)
+    ends, lag = travel(graph, seconds, size, cluster)
+    by_action = {graph.action(op): float(seconds[op]) for op in range(graph.num_ops)}
+    sizes = message_times(graph, size)
+
+    def played(shared):
+        travels = turns_at_ports(step, cluster, sizes, shared)
+        return oracle.simulate(step.plan, step.assignment, schedule, by_action, travels)
+
+    together, alone = played(True), played(False)
+    for op in range(graph.num_ops):
+        assert ends[op] == pytest.approx(together.end[graph.action(op)], rel=1e-9)  # sums in another order
+        assert ends[op] >= alone.end[graph.action(op)] * (1 - 1e-9)
+    assert run(graph, seconds, lag=lag).seconds == pytest.approx(ends.max(), rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

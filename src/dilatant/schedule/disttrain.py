@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dilatant.plan.depth import path_depths
 from dilatant.schedule.joint_search import order_search
 from dilatant.schedule.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
+from dilatant.schedule.simulate import op_ends
 
 
 def intra_reorder(
@@ -46,8 +47,6 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np
     interval takes p - 1 of them, so that l - 2p + 2 intervals are filled (D3). With l < 2p - 1 microbatches there is
     nothing in between, and the order is searched directly.
     """
-    from dilatant.schedule import graph_kernels as kernels
-
     count = load.shape[1]
     plan = shape.plan()
     shape = replace(shape, depths=path_depths(plan), family=None, ranks=None)
@@ -80,25 +79,12 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np
     backward_op = np.full(count, -1)
     mine = (graph.stage == stage) & (graph.kind == 1)
     backward_op[slot[mine]] = np.flatnonzero(mine)
-    position = np.empty(graph.num_ops, dtype=np.int64)
-    position[graph.order] = np.arange(graph.num_ops)
-    end = np.empty(graph.num_ops)
     cost = np.zeros((shape.num_units, count))
-    nothing = np.empty(0)
     cost[:, : len(placed)] = load[:, placed]
     interval = 1
     while left:
-        kernels.longest_path(
-            graph.order,
-            graph.previous,
-            graph.offsets,
-            graph.source,
-            graph.edge,
-            cost[unit, slot] * share,
-            nothing,
-            end,
-        )
-        volume = _idle_before(backward_op, position, end, cost, share, root, interval) if ratio[root] else 0.0
+        end = op_ends(graph, cost[unit, slot] * share)
+        volume = _idle_before(backward_op, end, cost, share, root, interval) if ratio[root] else 0.0
         best = min(left, key=lambda number: (abs(forward[number] - volume), number))
         cost[:, len(placed)] = load[:, best]
         placed.append(best)
@@ -109,7 +95,6 @@ def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np
 
 def _idle_before(
     backward_op: NDArray[np.int64],
-    position: NDArray[np.int64],
     end: NDArray[np.float64],
     cost: NDArray[np.float64],
     share: NDArray[np.float64],
@@ -118,5 +103,5 @@ def _idle_before(
 ) -> float:
     """Seconds between two neighbouring backwards of the first stage, its forward in between still unknown."""
     this, previous = backward_op[interval], backward_op[interval - 1]
-    start = end[position[this]] - cost[root, interval] * share[this]
-    return float(start - end[position[previous]])
+    start = end[this] - cost[root, interval] * share[this]
+    return float(start - end[previous])

@@ -229,28 +229,6 @@ def renumber(order, position, list_of, offsets, edges, source, list_offsets):
 
 
 @njit(cache=True, nogil=True)
-def longest_path(order, previous, offsets, source, edge, seconds, lag, end):
-    """End of every op, by topological position, into `end`; returns the latest. `lag` is empty or per edge."""
-    latest = 0.0
-    lagged = len(lag) > 0
-    for i in range(len(order)):
-        time = 0.0
-        if previous[i] >= 0:
-            time = end[previous[i]]
-        for at in range(offsets[i], offsets[i + 1]):
-            arrival = end[source[at]]
-            if lagged:
-                arrival += lag[edge[at]]
-            if arrival > time:
-                time = arrival
-        time += seconds[order[i]]
-        end[i] = time
-        if time > latest:
-            latest = time
-    return latest
-
-
-@njit(cache=True, nogil=True)
 def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
     """Start and end of every op, by op number, into `start` and `end`; returns the latest end."""
     latest = 0.0
@@ -271,6 +249,97 @@ def spans(order, previous, offsets, source, edge, seconds, lag, start, end):
         if end[op] > latest:
             latest = end[op]
     return latest
+
+
+@njit(cache=True, nogil=True)
+def port_contention(
+    list_offsets, offsets, edges, target, seconds, size, rest, pair, way_offsets, way, load, num_ways
+):
+    """Ends of all ops, and by message the seconds from its op's end until it arrives.
+
+    Ops end in the order of time, and their messages queue then: on each way of its pair a message waits for those
+    before it, and takes `size * load`. `offsets`, `edges`: CSR of edges by source; `size`, `rest`, `pair`: by message,
+    which are the first edges; a message arrives `rest` after its last way.
+    """
+    num_ops = len(seconds)
+    num_messages = len(size)
+    waiting = np.ones(num_ops, dtype=np.int32)
+    for index in range(len(list_offsets) - 1):
+        if list_offsets[index] < list_offsets[index + 1]:
+            waiting[list_offsets[index]] = 0
+    for edge in range(len(target)):
+        waiting[target[edge]] += 1
+    follows = np.ones(num_ops, dtype=np.int32)  # is there one after it on its rank?
+    for index in range(len(list_offsets) - 1):
+        if list_offsets[index] < list_offsets[index + 1]:
+            follows[list_offsets[index + 1] - 1] = 0
+    end = np.zeros(num_ops)
+    lag = np.zeros(num_messages)
+    free = np.zeros(num_ways)
+    heap = np.empty(num_ops, dtype=np.int32)
+    count = 0
+    for op in range(num_ops):
+        if waiting[op] == 0:
+            end[op] = seconds[op]
+            count = _push(heap, count, end, op)
+    while count > 0:
+        op = heap[0]
+        count = _pop(heap, count, end)
+        now = end[op]
+        for at in range(offsets[op], offsets[op + 1] + follows[op]):
+            arrival = now
+            if at < offsets[op + 1]:
+                edge = edges[at]
+                after = target[edge]
+                if edge < num_messages:
+                    p = pair[edge]
+                    if size[edge] > 0.0:
+                        for k in range(way_offsets[p], way_offsets[p + 1]):
+                            passed = max(now, free[way[k]]) + size[edge] * load[k]
+                            free[way[k]] = passed
+                            arrival = max(arrival, passed)
+                    arrival += rest[edge]
+                    lag[edge] = arrival - now
+            else:
+                after = op + 1
+            end[after] = max(end[after], arrival)
+            waiting[after] -= 1
+            if waiting[after] == 0:
+                end[after] += seconds[after]
+                count = _push(heap, count, end, after)
+    return end, lag
+
+
+@njit(cache=True, nogil=True)
+def _before(end, op, other):
+    return end[op] < end[other] or (end[op] == end[other] and op < other)
+
+
+@njit(cache=True, nogil=True)
+def _push(heap, count, end, op):
+    at = count
+    while at > 0 and _before(end, op, heap[(at - 1) // 2]):
+        heap[at] = heap[(at - 1) // 2]
+        at = (at - 1) // 2
+    heap[at] = op
+    return count + 1
+
+
+@njit(cache=True, nogil=True)
+def _pop(heap, count, end):
+    count -= 1
+    op = heap[count]
+    at = 0
+    while 2 * at + 1 < count:
+        child = 2 * at + 1
+        if child + 1 < count and _before(end, heap[child + 1], heap[child]):
+            child += 1
+        if not _before(end, heap[child], op):
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = op
+    return count
 
 
 @njit(cache=True, nogil=True)

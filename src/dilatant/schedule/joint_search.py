@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.schedule.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
+from dilatant.schedule.simulate import op_ends
 
 START_THRESHOLD = 0.004
 """Changes that lengthen the step by this share of it are accepted at first. Chosen on the "vlm" distribution."""
@@ -45,17 +46,11 @@ class StepModel:
 def step_model(shape: PipelineShape, num_slots: int) -> StepModel:
     """Compile the step. Ops are put in the order of their ends in a uniform step, so that a change to late
     microbatches leaves most of the computation standing."""
-    from dilatant.schedule import graph_kernels as kernels
-
     graph = shape_graph(shape, shared([(slot,) for slot in range(num_slots)], shape.num_units))
     unit, share = op_shares(shape, graph)
     slot = graph.packed.pieces.microbatch[graph.piece]
     count = graph.num_ops
-    ends = np.empty(count)
-    kernels.longest_path(
-        graph.order, graph.previous, graph.offsets, graph.source, graph.edge, share + 0.01, np.empty(0), ends
-    )
-    by_end = np.argsort(ends, kind="stable")
+    by_end = np.argsort(op_ends(graph, share + 0.01)[graph.order], kind="stable")
     rank = np.empty(count + 1, dtype=np.int32)
     rank[by_end] = np.arange(count)
     rank[count] = count

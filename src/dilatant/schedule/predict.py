@@ -1,4 +1,4 @@
-"""From a cost model to a timeline: seconds of actions, bytes of messages and memory, lags of links."""
+"""From a cost model to a timeline: seconds of actions, bytes of messages and memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import StageCosts
+from dilatant.schedule.contention import travel
 from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
@@ -35,13 +36,14 @@ def predict(
 
     `squares[unit][s]` replaces tokens² in the quadratic term, for samples of several images that do not attend to
     each other; `dense` is for packed rows whose samples do (`Workload.dense`). With `cluster`, messages take the time
-    of its links. Raises ScheduleError for a schedule that cannot run.
+    of its links, and turns where they share ports. Raises ScheduleError for a schedule that cannot run.
     """
     graph = build(plan, assignment, schedule)
     sums = piece_sums(graph, tokens, squares, dense)
     size = step_bytes(graph, costs, sums, message_sums(graph, tokens, squares))
-    lag = None if cluster is None else message_lag(graph, size.message, cluster)
-    return run(graph, action_seconds(graph, costs, sums), lag=lag, size=size)
+    seconds = action_seconds(graph, costs, sums)
+    lag = None if cluster is None else travel(graph, seconds, size.message, cluster)[1]
+    return run(graph, seconds, lag=lag, size=size)
 
 
 def piece_sums(
@@ -124,31 +126,6 @@ def step_bytes(
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     message = np.einsum("ij,ij->i", costs.output_bytes[maker], sums_of_messages)
     return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
-
-
-def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
-    """Seconds each message travels: `[messages]`; between nodes through a port for each rank; zero between stages on
-    the same ranks. size: bytes that a rank of the stage which makes the rows has of them.
-
-    All ranks of the stage with fewer of them send or receive an equal share; tensor-parallel ranks gather theirs.
-    """
-    placed = graph.arrays.placed
-    tp, cp = (np.asarray([getattr(entry.stage, name) for entry in placed]) for name in ("tp", "cp"))
-    groups: dict[tuple[int, ...], int] = {}
-    group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
-    node = np.asarray([entry.stage.ranks[0] for entry in placed]) // cluster.gpus_per_node
-    source = graph.stage[graph.edge_source[: graph.num_messages]]
-    target = graph.stage[graph.edge_target[: graph.num_messages]]
-    inside = node[source] == node[target]
-    maker = np.where(graph.kind[graph.edge_source[: graph.num_messages]] == FORWARD, source, target)
-    whole = size * cp[maker]
-    share = whole / np.minimum((tp * cp)[source], (tp * cp)[target])
-    seconds = np.where(inside, cluster.inside.latency, cluster.port.latency) + share / np.where(
-        inside, cluster.inside.bandwidth, cluster.port.bandwidth
-    )
-    gathered = whole / cp[target] * (1 - 1 / tp[target]) / cluster.inside.bandwidth
-    seconds += np.where(tp[target] > 1, cluster.inside.latency + gathered, 0.0)
-    return np.where((group[source] == group[target]) | (size == 0), 0.0, seconds)
 
 
 def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:

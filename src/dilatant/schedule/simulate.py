@@ -49,14 +49,7 @@ def step_seconds(
 
     `seconds`: `[ops]` float64; `lag`: empty, or `[edges]` float64 as `edge_lag` makes it.
     """
-    from dilatant.schedule import graph_kernels as kernels
-
-    end = np.empty(graph.num_ops)
-    return float(
-        kernels.longest_path(
-            graph.order, graph.previous, graph.offsets, graph.source, graph.edge, seconds, lag, end
-        )
-    )
+    return float(op_ends(graph, seconds, lag).max(initial=0.0))
 
 
 def op_ends(

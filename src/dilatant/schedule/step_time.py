@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.workload import Workload
+from dilatant.schedule.contention import travel
 from dilatant.schedule.graph import ScheduleGraph
 from dilatant.schedule.memory_sweep import StepBytes
-from dilatant.schedule.predict import action_seconds, message_lag, message_sums, piece_sums, step_bytes
-from dilatant.schedule.simulate import edge_lag, op_ends, run
+from dilatant.schedule.predict import action_seconds, message_sums, piece_sums, step_bytes
+from dilatant.schedule.simulate import op_ends, run
 from dilatant.schedule.sync_overlap import synced_seconds
 from dilatant.schedule.timeline import Timeline
 
@@ -21,8 +22,9 @@ from dilatant.schedule.timeline import Timeline
 class TimedStep:
     """A compiled schedule of one batch with what its simulation needs.
 
-    sums: as `piece_sums`. durations: [ops] seconds. lag: [messages] seconds, None without links. seconds: until the
-    last action; seconds_synced: until every rank has the sums of its gradients, and all updated weights.
+    sums: as `piece_sums`. durations: [ops] seconds. lag: [messages] seconds that each travels, None without links.
+    seconds: until the last action; seconds_synced: until every rank has the sums of its gradients, and all updated
+    weights.
     """
 
     graph: ScheduleGraph
@@ -43,8 +45,11 @@ def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> Time
     sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
     size = step_bytes(graph, costs.stages, sums, message_sums(graph, samples.tokens, samples.squares))
     durations = action_seconds(graph, costs.stages, sums)
-    lag = None if costs.cluster is None else message_lag(graph, size.message, costs.cluster)
-    ends = op_ends(graph, durations, edge_lag(graph, lag))
+    lag = None
+    if costs.cluster is None:
+        ends = op_ends(graph, durations)
+    else:
+        ends, lag = travel(graph, durations, size.message, costs.cluster)
     seconds = float(ends.max(initial=0.0))
     synced = max(seconds, synced_seconds(graph, costs, durations, ends))
     return TimedStep(graph, sums, durations, lag, size, seconds, synced)
