@@ -74,21 +74,23 @@ class Finals:
     def best(self) -> float:
         return min((one.score.seconds for one in self.ranked), default=math.inf)
 
-    def simulate(self, candidate: Candidate) -> None:
-        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows."""
+    def simulate(self, candidate: Candidate) -> bool:
+        """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows; does a
+        plan of it fit?"""
         if any((option, candidate.replicas) in self._overflowing for option in candidate.options):
             self.skipped = min(self.skipped, candidate.bound)
-            return
+            return False
         overflow: tuple[Option, float, str] | None = None
         self.seconds.setdefault(candidate, math.inf)
         for plan in sorted(self._plans(candidate), key=self._travel):
             overflow = self._score(candidate, plan)
             if overflow is None:
-                return
+                return True
         if overflow is not None:  # in every order: state is shared by who lies side by side
             culprit, excess, text = overflow
             self.rejected.append((excess, text))
             self._overflowing.add((culprit, candidate.replicas))
+        return False
 
     def reorder(self, most: int = 2) -> None:
         """Simulate the best plans in every other rank order too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections import defaultdict
@@ -15,12 +16,12 @@ from dilatant.cost.model import CostModel
 from dilatant.plan.answer import Answer
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.disaggregated import disaggregated
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import Finals, RankedPlan
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.options import OptionTable
-from dilatant.plan.orchestrate import ModuleCost, orchestrate
 from dilatant.plan.refusals import (
     check_devices,
     does_not_fit,
@@ -136,8 +137,13 @@ def search(
             break
         done += 1
         finals.simulate(candidate)
-    for first in _first_of_modes(space, found, mode, sizes, num_microbatches, all_devices):
-        finals.simulate(first)
+    for fewer in _best_of_fewer(found, finalists):
+        if fewer.bound < finals.best:
+            finals.simulate(fewer)
+    for own in _of_modes(space, found, mode, sizes, num_microbatches, all_devices):
+        for one in own[:FEWEST]:
+            if finals.simulate(one):
+                break
     if not finals.ranked and copies > 1 and not finals.rejected:
         nodes = cluster.num_devices // per_node
         raise PlanError(
@@ -232,7 +238,7 @@ def _candidates(
     space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None
 ) -> Iterator[Candidate]:
     if mode in (Mode.BEST, Mode.DISTTRAIN):
-        for one in _disaggregated(space, sizes):
+        for one in disaggregated(space, sizes):
             if microbatches in (None, one.num_microbatches):
                 yield one
     if mode is Mode.DISTTRAIN:
@@ -244,84 +250,34 @@ def _candidates(
                 yield from shapes(space, mode, replicas, size)
 
 
-def _first_of_modes(
+def _best_of_fewer(found: Sequence[Candidate], most: int) -> list[Candidate]:
+    """Those that promise most on at most as many devices as they take, the most promising first: what searches on fewer
+    devices would simulate, so that more of them never make a plan slower."""
+    taken: list[int] = []
+    chosen = []
+    for candidate in found:
+        if bisect.bisect_right(taken, candidate.gpus) < FEWEST:
+            chosen.append(candidate)
+        bisect.insort(taken, candidate.gpus)
+    return chosen[:most]
+
+
+def _of_modes(
     space: Space,
     found: Sequence[Candidate],
     mode: Mode,
     sizes: Sequence[int],
     microbatches: int | None,
     all_devices: bool,
-) -> Iterator[Candidate]:
-    """What each published system would choose, for a search among all: it is to be no slower than any of them."""
+) -> Iterator[Sequence[Candidate]]:
+    """What each published system would choose, the most promising first, for a search among all: it is to be no slower
+    than any of them."""
     if mode is not Mode.BEST:
         return
-    yield from [one for one in found if one.disaggregated][:1]
-    yield from [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE][
-        :1
-    ]  # Cornstarch's
+    yield [one for one in found if one.disaggregated]
+    yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE]  # Cornstarch's
     for other in (Mode.ENTRAIN, Mode.MEGATRON):
-        yield from enumerate_candidates(space, other, sizes, microbatches, all_devices)[:1]
-
-
-def _disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
-    """DistTrain's optimum for every microbatch size: replicas of its own for every unit."""
-    table, roles = space.table, space.roles
-    for size in sizes:
-        modules = {name: _module(space, name) for name in roles.units}
-        try:
-            answer = orchestrate(
-                [modules[name] for name in roles.encoders],
-                modules[roles.language],
-                [modules[name] for name in roles.generators],
-                space.cluster.num_devices,
-                space.global_batch,
-                size,
-                space.cluster.bytes_per_device,
-            )
-        except PlanError:
-            continue
-        allocations = {module.name: module for module in answer.modules}
-        language = allocations[roles.language]
-        last = max((allocations[name].pp for name in roles.generators), default=0)
-        options = []
-        for name in roles.units:
-            own = allocations[name]
-            behind = 0 if name in roles.generators else last + (language.pp if name in roles.encoders else 0)
-            samples = size * (language.replicas // own.replicas)
-            held = table.shared_by(own.replicas, own.tp * own.pp)
-            options.append(held.chain(name, own.tp, 1, own.pp, samples, answer.num_microbatches, behind))
-        if None in options:
-            continue
-        chains = tuple(option for option in options if option is not None)
-        yield Candidate(
-            encoders_at=EncoderPosition.PARALLEL,
-            replicas=language.replicas,
-            microbatch_size=size,
-            num_microbatches=answer.num_microbatches,
-            options=chains,
-            counts=tuple(allocations[name].replicas for name in roles.units),
-            estimate=answer.seconds,
-            bound=answer.num_microbatches * max(float(option.work.max()) for option in chains),
-            disaggregated=True,
-        )
-
-
-def _module(space: Space, name: str) -> ModuleCost:
-    """A unit as uniform layers under the mean sample, without context parallelism."""
-    degrees = [tp for tp, cp in space.table.units.degrees([name]) if cp == 1]
-    if not degrees:
-        raise PlanError(
-            f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs"
-        )
-    by_degree = {tp: space.table.units.layers(name, tp, 1, 1) for tp in degrees}
-    one = by_degree[degrees[0]]
-    return ModuleCost(
-        name=name,
-        layers=len(one.seconds),
-        seconds={tp: float(layers.seconds.sum()) for tp, layers in by_degree.items()},
-        state_bytes=float(one.static.sum()) * degrees[0],
-        activation_bytes=float(one.kept.sum()) * degrees[0],
-    )
+        yield enumerate_candidates(space, other, sizes, microbatches, all_devices)
 
 
 def _all_trainable(model: ModelSpec) -> ModelSpec:
