@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,59 +18,69 @@ GAPS = 1.08
 """What interleaved steps take more in simulations than by these sums."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChainTimes:
+    """What a chain adds to the step of equal pipelines. stages: the least that its stages take after what comes before
+    its first microbatch; path: the least of the heaviest sample's way; exposed_sync: seconds that a rank sums gradients
+    after its last backward, on rings over replicas that lie side by side."""
+
+    stages: float
+    path: float
+    exposed_sync: float
+
+
+def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:
+    """The times of one option in `replicas` pipelines with so many microbatches.
+
+    No schedule beats a stage's work, before the least that comes after its last microbatch; nor the sum of a stage's
+    gradients, which nothing precedes but its forwards.
+    """
+    busy = microbatches * option.work
+    if option.chunks == 1:
+        busy = busy + np.cumsum(option.light) - option.light
+    held = option.gradient_bytes
+    last = 1.0 / np.maximum(
+        1.0, np.ceil(held / BUCKET_BYTES)
+    )  # of its gradients, what is left behind a backward
+    exposed = _ring_seconds(space, replicas * option.cp, option.tp, held)
+    backward = option.backward[: len(held)]  # of the chunk that comes last
+    exposed_sync = float(np.maximum(exposed - backward, exposed * last).max())
+    if option.ep > 1:  # of experts there may be no other holder
+        return ChainTimes(float(busy.max()), option.heavy, exposed_sync)
+    sums = least_sync(held, replicas * option.cp, option.tp, space.cluster, space.table.units.rules)
+    stages = np.maximum(busy + sums * last, microbatches * option.forward + sums)
+    return ChainTimes(float(stages.max()), option.heavy + float((sums * last).min()), exposed_sync)
+
+
 def estimate(
     space: Space,
     samples: int,
-    replicas: int,
     microbatches: int,
     fill: float,
     slowest: float,
     options: Sequence[Option],
+    times: Sequence[ChainTimes],
 ) -> float:
-    """Seconds of a step of `replicas` pipelines with so many microbatches of `samples`, of which the first takes `fill`
-    and each of the others `slowest`. The heaviest delays those behind it on its way through the stages, by about half
-    in simulations. Gradients are summed beside the last backward, and after it what that leaves."""
+    """Seconds of a step of so many microbatches of `samples`, of which the first takes `fill` and each of the others
+    `slowest`. The heaviest delays those behind it on its way through the stages, by about half in simulations."""
     heavy = (space.heaviest(samples) - 1.0) / 2 * (fill - slowest)
     rounds = GAPS if any(option.chunks > 1 for option in options) else 1.0
-    exposed = max(_exposed_sync(space, replicas, option) for option in options)
-    return rounds * (fill + (microbatches - 1) * slowest) + heavy + exposed
+    return rounds * (fill + (microbatches - 1) * slowest) + heavy + max(one.exposed_sync for one in times)
 
 
-def bound(
-    space: Space, replicas: int, microbatches: int, option: Option, before: Side, language: Option
-) -> float:
-    """Seconds that no schedule of a candidate with this chain beats: each stage's work, after the least that comes
-    before its first microbatch and before the least that comes after its last; the way of the heaviest sample; and the
-    sum of a stage's gradients, which nothing precedes but its forwards."""
-    ahead = (
-        max((float(one.light.sum()) for one in before.options), default=0.0) if option is language else 0.0
+def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
+    """Seconds that no schedule beats; the language model's stages wait for the lightest sample to come to them."""
+    ahead = max((one.lightest for one in before.options), default=0.0)
+    return max(
+        max(own.stages + (ahead if option is language else 0.0), own.path)
+        for option, own in zip(options, times, strict=True)
     )
-    busy = microbatches * option.work
-    if option.chunks == 1:
-        busy = busy + np.cumsum(option.light) - option.light
-    if option.ep > 1:  # of experts there may be no other holder
-        return max(ahead + float(busy.max()), option.heavy)
-    held = option.gradient_bytes
-    sums = least_sync(held, replicas * option.cp, option.tp, space.cluster, space.table.units.rules)
-    alone = ahead + microbatches * option.forward + sums
-    last = sums * _last_bucket(held)
-    return float(max((ahead + busy + last).max(), alone.max(), option.heavy + last.min()))
 
 
-def _exposed_sync(space: Space, replicas: int, option: Option) -> float:
-    """Seconds that a rank sums gradients after its last backward, on rings over replicas that lie side by side."""
-    cluster, group = space.cluster, replicas * option.cp
+def _ring_seconds(space: Space, holders: int, tp: int, held: NDArray[np.float64]) -> NDArray[np.float64]:
+    cluster = space.cluster
     bandwidth = cluster.inside.bandwidth
-    if group * option.tp > cluster.gpus_per_node:
-        near = min(group, max(1, cluster.gpus_per_node // option.tp))
+    if holders * tp > cluster.gpus_per_node:
+        near = min(holders, max(1, cluster.gpus_per_node // tp))
         bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
-    held = option.gradient_bytes
-    seconds = 2 * (group - 1) / group * held / bandwidth
-    groups = len(held)
-    backward = option.backward[:groups]  # of the chunk that comes last
-    return float(np.maximum(seconds - backward, seconds * _last_bucket(held)).max())
-
-
-def _last_bucket(held: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The part of gradients that is there only when the backward is over."""
-    return np.asarray(1.0 / np.maximum(1.0, np.ceil(held / BUCKET_BYTES)))
+    return 2 * (holders - 1) / holders * held / bandwidth

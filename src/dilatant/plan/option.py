@@ -23,7 +23,7 @@ class Option:
     `light` [stages] and `heavy` are the seconds of the lightest sample in each stage and of the heaviest in all.
     `recompute`: as in `Chain`; `ep` that of the unit that is cut.
     `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the first step of
-    a steady state.
+    a steady state. `lightest`: the sum of `light`.
     """
 
     tp: int
@@ -43,6 +43,7 @@ class Option:
     gpus: int = field(init=False)
     slowest: float = field(init=False)
     total: float = field(init=False)
+    lightest: float = field(init=False)
 
     def __post_init__(self) -> None:
         groups = len(self.seconds) // self.chunks
@@ -52,6 +53,7 @@ class Option:
             ("gpus", self.tp * self.cp * groups),
             ("slowest", slowest),
             ("total", total if self.chunks == 1 else slowest + (total - slowest) / self.chunks),
+            ("lightest", float(self.light.sum())),
         ):
             object.__setattr__(self, name, value)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.errors import PlanError
-from dilatant.plan.estimate import bound, estimate
+from dilatant.plan.estimate import ChainTimes, bound, chain_times, estimate
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.option import UNLIMITED, Option
 from dilatant.plan.options import OptionTable
@@ -49,6 +49,7 @@ class _Shape:
     replicas: int
     samples: int
     microbatches: int
+    _times: dict[Option, ChainTimes] = field(default_factory=dict)
     _known: dict[tuple[object, ...], list[Option]] = field(default_factory=dict)
     _sides: dict[tuple[object, ...], tuple[int, list[list[Side]]]] = field(default_factory=dict)
 
@@ -207,7 +208,7 @@ class _Shape:
         options = (*before.options, language, *after.options)
         slowest = max(before.slowest, language.slowest, after.slowest)
         fill = before.fill + language.total + after.fill
-        counts = self.samples, self.replicas, self.microbatches
+        times = [self._times_of(option) for option in options]
         return Candidate(
             encoders_at=encoders_at,
             replicas=self.replicas,
@@ -215,6 +216,11 @@ class _Shape:
             num_microbatches=self.microbatches,
             options=options,
             counts=(self.replicas,) * len(options),
-            estimate=estimate(self.space, *counts, fill, slowest, options),
-            bound=max(bound(self.space, *counts[1:], option, before, language) for option in options),
+            estimate=estimate(self.space, self.samples, self.microbatches, fill, slowest, options, times),
+            bound=bound(before, language, options, times),
         )
+
+    def _times_of(self, option: Option) -> ChainTimes:
+        if option not in self._times:
+            self._times[option] = chain_times(self.space, self.replicas, self.microbatches, option)
+        return self._times[option]
