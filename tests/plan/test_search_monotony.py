@@ -178,10 +178,11 @@ def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
         machine = cluster(draw.choice([1, 2]), devices)
         halves = draw.random() < 0.3
         families = {"zb-h1": zero_bubble_h1} if halves else None
-        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES, families=families)
+        rules = replace(RULES, zero=draw.choice(["none", "node", "all"]), ranks_per_node=devices)
+        scorer = plan_scorer(spec, costs, machine, workload, batch, rules=rules, families=families)
 
         def found(finalists):
-            asked = Mode.BEST, (1, 2), RULES, finalists
+            asked = Mode.BEST, (1, 2), rules, finalists
             return search(spec, costs, machine, workload, batch, scorer, *asked, halves=halves)
 
         early, every = found(1), found(10_000)

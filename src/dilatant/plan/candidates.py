@@ -14,7 +14,8 @@ class Candidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
     `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
-    of this candidate beats: the work of its slowest stage. `disaggregated`: found by DistTrain's search.
+    of this candidate beats: the work of its slowest stage. `disaggregated`: the seconds by which
+    DistTrain's search found it, 0 for others.
     """
 
     encoders_at: EncoderPosition
@@ -25,7 +26,7 @@ class Candidate:
     counts: tuple[int, ...]
     estimate: float
     bound: float
-    disaggregated: bool = False
+    disaggregated: float = 0.0
 
     @property
     def gpus(self) -> int:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.errors import PlanError
+from dilatant.plan.estimate import chain_times, estimate
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
 from dilatant.plan.space import Space
@@ -55,16 +56,24 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate |
     if None in options:
         return None
     chains = tuple(option for option in options if option is not None)
+    count = answer.num_microbatches
+    times = [
+        chain_times(space, allocations[name].replicas, count, one) for name, one in zip(roles.units, chains)
+    ]
+    totals = {name: one.total for name, one in zip(roles.units, chains)}
+    fill = totals[roles.language] + sum(
+        max((totals[name] for name in side), default=0.0) for side in (roles.encoders, roles.generators)
+    )
     return Candidate(
         encoders_at=EncoderPosition.PARALLEL,
         replicas=language.replicas,
         microbatch_size=size,
-        num_microbatches=answer.num_microbatches,
+        num_microbatches=count,
         options=chains,
         counts=tuple(allocations[name].replicas for name in roles.units),
-        estimate=answer.seconds,
-        bound=answer.num_microbatches * max(float(option.work.max()) for option in chains),
-        disaggregated=True,
+        estimate=estimate(space, size, count, fill, max(one.slowest for one in chains), chains, times),
+        bound=count * max(float(option.work.max()) for option in chains),
+        disaggregated=answer.seconds,
     )
 
 

@@ -137,8 +137,11 @@ def search(
             break
         done += 1
         finals.simulate(candidate)
-    for fewer in _best_of_fewer(found, finalists):
-        if fewer.bound < finals.best:
+    simulated = len(finals.seconds)
+    for fewer in _best_of_fewer(found):
+        if len(finals.seconds) >= simulated + finalists:
+            break
+        if fewer not in finals.seconds and fewer.bound < finals.best:
             finals.simulate(fewer)
     for own in _of_modes(space, found, mode, sizes, num_microbatches, all_devices):
         for one in own[:FEWEST]:
@@ -240,7 +243,7 @@ def _candidates(
     if mode in (Mode.BEST, Mode.DISTTRAIN):
         for one in disaggregated(space, sizes):
             if microbatches in (None, one.num_microbatches):
-                yield one
+                yield one if mode is Mode.BEST else replace(one, estimate=one.disaggregated)
     if mode is Mode.DISTTRAIN:
         return
     for replicas in range(1, space.cluster.num_devices + 1):
@@ -250,7 +253,7 @@ def _candidates(
                 yield from shapes(space, mode, replicas, size)
 
 
-def _best_of_fewer(found: Sequence[Candidate], most: int) -> list[Candidate]:
+def _best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
     """Those that promise most on at most as many devices as they take, the most promising first: what searches on fewer
     devices would simulate, so that more of them never make a plan slower."""
     taken: list[int] = []
@@ -259,7 +262,7 @@ def _best_of_fewer(found: Sequence[Candidate], most: int) -> list[Candidate]:
         if bisect.bisect_right(taken, candidate.gpus) < FEWEST:
             chosen.append(candidate)
         bisect.insort(taken, candidate.gpus)
-    return chosen[:most]
+    return chosen
 
 
 def _of_modes(
@@ -274,7 +277,7 @@ def _of_modes(
     than any of them."""
     if mode is not Mode.BEST:
         return
-    yield [one for one in found if one.disaggregated]
+    yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
     yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE]  # Cornstarch's
     for other in (Mode.ENTRAIN, Mode.MEGATRON):
         yield enumerate_candidates(space, other, sizes, microbatches, all_devices)
