@@ -73,12 +73,25 @@ def drawn(draw, parameters=0, free=False, activation=2.0):
 
 @often
 def test_more_devices_never_give_a_slower_plan(cases):
+    """Where all candidates are looked at; some of the time with few of them, which are simulated."""
+
     def one(seed):
         draw = random.Random(seed)
-        spec, costs, tokens = drawn(draw)
-        devices, batch = draw.randint(2, 9), draw.choice([4, 12])
-        fewer, more = (find(spec, costs, tokens, count, batch) for count in (devices, devices + 1))
+        few = draw.random() < 0.25
+        spec, costs, tokens = drawn(draw, parameters=draw.choice([0, 400_000_000]) if few else 0)
+        devices, batch = draw.randint(2, 7 if few else 9), draw.choice([4, 12])
+        if few:
+            unlike = {name: np.array([float(draw.randint(1, 9)) for _ in range(batch)]) for name in tokens}
+            fewer, more = (simulated(spec, costs, unlike, count) for count in (devices, devices + 1))
+        else:
+            fewer, more = (find(spec, costs, tokens, count, batch) for count in (devices, devices + 1))
         assert more.seconds <= fewer.seconds * ROUNDING
+
+    def simulated(spec, costs, tokens, devices):
+        machine, workload = cluster(1, devices), Workload(tokens)
+        scorer = plan_scorer(spec, costs, machine, workload, workload.num_samples, rules=RULES)
+        asked = workload, workload.num_samples, scorer, Mode.BEST, (1, 2), RULES
+        return search(spec, costs, machine, *asked, finalists=6)
 
     check(cases, one)
 

@@ -96,7 +96,7 @@ def _ways(
     return _Ways(
         np.searchsorted(codes, np.arange(len(source) + 1) * count),
         codes % count,
-        np.bincount(at, np.concatenate([load, load]), len(codes)),
+        np.bincount(at, np.concatenate([load, load]), len(codes)).astype(np.float64),
         count,
         ~same.astype(bool),
         latency,
