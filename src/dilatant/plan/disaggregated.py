@@ -7,9 +7,10 @@ from contextlib import suppress
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.errors import PlanError
-from dilatant.plan.estimate import chain_times, estimate
+from dilatant.plan.estimate import bound, chain_times, estimate
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.orchestrate import ModuleAllocation, ModuleCost, Orchestration, orchestrate
+from dilatant.plan.sides import Side
 from dilatant.plan.space import Space
 
 MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
@@ -72,7 +73,7 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate |
         options=chains,
         counts=tuple(allocations[name].replicas for name in roles.units),
         estimate=estimate(space, size, count, fill, max(one.slowest for one in chains), chains, times),
-        bound=count * max(float(option.work.max()) for option in chains),
+        bound=bound(Side(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times),
         disaggregated=answer.seconds,
     )
 

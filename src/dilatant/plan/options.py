@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ class OptionTable:
         self.units = units
         self._capacity = capacity_bytes
         self._options: dict[tuple[object, ...], Option | None] = {}
+        self._free_cuts: dict[tuple[_Asked, bool], tuple[tuple[int, ...], MeanCosts]] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
@@ -77,9 +78,7 @@ class OptionTable:
     def _chain(self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None) -> Option | None:
         free = asked, balance is None
         if free not in self._options:
-            layers = self._merged(asked)
-            cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
-            self._options[free] = self._option(asked, layers, cuts)
+            self._options[free] = self._option(asked, *self._free_cut(asked, balance))
         option = self._options[free]
         assert option is not None, "cut without memory"
         if option.room >= behind or asked.chunks > 1:
@@ -89,8 +88,22 @@ class OptionTable:
             layers = self._merged(asked)
             weights = layers.seconds if balance is None else balance
             tight = cuts_in_memory(weights, *self._memory(layers, asked, behind))
-            self._options[bound] = None if tight is None else self._option(asked, layers, tight)
+            self._options[bound] = (
+                None if tight is None else self._option(asked, tight, layers.by_stage(tight))
+            )
         return self._options[bound]
+
+    def _free_cut(
+        self, asked: _Asked, balance: NDArray[np.float64] | None
+    ) -> tuple[tuple[int, ...], MeanCosts]:
+        """Cuts for the fastest slowest stage, and what the stages take: without extra units in the first, for any
+        number of microbatches."""
+        key = asked if asked.extra else replace(asked, microbatches=0), balance is None
+        if key not in self._free_cuts:
+            layers = self._merged(asked)
+            cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
+            self._free_cuts[key] = cuts, layers.by_stage(cuts)
+        return self._free_cuts[key]
 
     def _relaxed(self, asked: _Asked, option: Option, behind: int) -> Option:
         """The option with as many layers of each stage, from its last one on, not recomputed as fit beside the
@@ -118,7 +131,7 @@ class OptionTable:
             recompute = self.units.recomputed(asked.unit, asked.level, again)
             others = {other: self.units.recomputed(other, asked.level) for other in asked.extra}
             self._options[key] = replace(
-                self._option(asked, mixed, cuts), recompute={asked.unit: recompute, **others}
+                self._option(asked, cuts, mixed.by_stage(cuts)), recompute={asked.unit: recompute, **others}
             )
         found = self._options[key]
         assert found is not None
@@ -186,11 +199,11 @@ class OptionTable:
         others = [self.units.layers(other, *degree).on(1) for other in asked.extra]
         return own.ahead_of(others, asked.microbatches, asked.stages)
 
-    def _option(self, asked: _Asked, layers: MeanCosts, cuts: tuple[int, ...]) -> Option:
+    def _option(self, asked: _Asked, cuts: tuple[int, ...], stages: MeanCosts) -> Option:
         again = {unit: self.units.recomputed(unit, asked.level) for unit in (asked.unit, *asked.extra)}
         return self._from_stages(
             {**dict.fromkeys(asked.extra, (0,)), asked.unit: cuts},
-            layers.by_stage(cuts),
+            stages,
             asked,
             again if asked.level != "none" else {},
         )
@@ -202,32 +215,33 @@ class OptionTable:
         asked: _Asked,
         recompute: Mapping[str, tuple[Recompute, ...]],
     ) -> Option:
-        shape = asked.chunks, len(stages.seconds) // asked.chunks
-        by_group = {  # of devices
-            one.name: getattr(stages, one.name).reshape(shape).sum(axis=0) for one in fields(stages)
-        }
-        static, kept, gradient = by_group["static"], by_group["kept"], by_group["gradient"]
-        transient = stages.transient.reshape(shape).max(axis=0)
-        groups, room = shape[1], UNLIMITED
-        for s in range(groups):
-            free = self._capacity - static[s] - transient[s]
-            if free < 0.0:
-                room = -1 - len(stages.seconds)
-            elif asked.chunks == 1:
-                if kept[s] * asked.microbatches > free:
-                    room = min(room, int(free / kept[s]) - (groups - s))
-            elif kept[s] * asked.microbatches > free:
+        groups = len(stages.seconds) // asked.chunks
+        sums = stages.work, stages.forward, stages.static, stages.kept, stages.gradient
+        transient = stages.transient
+        if asked.chunks > 1:  # several stages are on the same devices
+            sums = tuple(column.reshape(asked.chunks, groups).sum(axis=0) for column in sums)
+            transient = transient.reshape(asked.chunks, groups).max(axis=0)
+        work, forward, static, kept, gradient = sums
+        free = self._capacity - static - transient
+        full = kept * asked.microbatches > free
+        room = UNLIMITED
+        if (free < 0.0).any():
+            room = -1 - len(stages.seconds)
+        elif full.any():
+            behind = groups - 1 - np.arange(groups)
+            flying = free[full] // (kept[full] / asked.chunks)
+            if asked.chunks > 1:
                 # Forwards of chunks that run before the first backward, see `schedule.families.interleaved`.
-                most = int(free / (kept[s] / asked.chunks))
-                room = min(room, (most - (asked.chunks - 1) * groups - 1) // 2 - (groups - s - 1))
+                flying = (flying - (asked.chunks - 1) * groups - 1) // 2 + 1
+            room = int((flying - 1 - behind[full]).min())
         return Option(
             asked.tp,
             asked.cp,
             dict(cuts),
             seconds=stages.seconds,
             backward=stages.backward,
-            work=by_group["work"],
-            forward=by_group["forward"],
+            work=work,
+            forward=forward,
             room=room,
             gradient_bytes=gradient,
             light=stages.light,

@@ -138,7 +138,7 @@ def search(
         done += 1
         finals.simulate(candidate)
     simulated = len(finals.seconds)
-    for fewer in _best_of_fewer(found):
+    for fewer in _best_of_fewer(found) if cluster.num_devices <= MANY else ():
         if len(finals.seconds) >= simulated + finalists:
             break
         if fewer not in finals.seconds and fewer.bound < finals.best:
