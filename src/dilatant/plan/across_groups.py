@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,9 +26,11 @@ from dilatant.plan.candidates import (
 )
 from dilatant.plan.options import Option
 
-MOST_BASES = 3
-"""Of each group, and of those that place units, so many pipelines for each number of microbatches are tried beside
-others on the devices that they leave."""
+MOST_WAYS = 4
+"""To run the units that are on other groups, for each way to run the language model."""
+MOST_KINDS = 8
+"""Of each group, and of those that place units, so many kinds of pipelines are tried beside others, for each number of
+microbatches: the most promising on so many devices or fewer."""
 
 
 def placed_candidates(
@@ -57,9 +59,7 @@ def placed_candidates(
                     count, rest = divmod(space.global_batch, replicas * size)
                     if rest == 0 and microbatches in (None, count):
                         for one in near.candidates(Mode.BEST, replicas, size):
-                            joined = join.with_units_away(one)
-                            if joined is not None:
-                                yield joined
+                            yield from join.with_units_away(one)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +86,8 @@ class _Join:
     away: Mapping[str, int]
     _ways: dict[tuple[int, int, int, int], _Ways | None] = field(default_factory=dict)
 
-    def with_units_away(self, near: Candidate) -> Candidate | None:
-        """The candidate with the chains of the other units that promise most; None where none fits."""
+    def with_units_away(self, near: Candidate) -> Iterator[Candidate]:
+        """The candidate with chains of the other units, those that promise most."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
         at = next(number for number, option in enumerate(near.options) if language in option.cuts)
@@ -95,7 +95,7 @@ class _Join:
         following = max((option.stages for option in after), default=0)
         ways = self._known(near, own.stages + following)
         if ways is None:
-            return None
+            return
         slowest = np.maximum(ways.slowest, max(option.slowest for option in near.options))
         fill = (
             own.total
@@ -109,24 +109,24 @@ class _Join:
         )
         seconds = rounds * (fill + (near.num_microbatches - 1) * slowest) + heavy
         estimates = seconds + np.maximum(ways.sync, sums)
-        best = int(estimates.argmin())
-        chosen = ways.options[best]
-        away = dict(zip(self.away, chosen, strict=True))
-        ends = [option.stages for unit, option in away.items() if unit in roles.generators]
-        behind = max([following, *ends])
-        ahead = [*before, *(option for unit, option in away.items() if unit in roles.encoders)]
-        rooms = [(own, behind), *((option, own.stages + behind) for option in ahead)]
-        if any(option.room < stages for option, stages in rooms):
-            return None
-        return replace(
-            near,
-            encoders_at=near.encoders_at if before or len(own.cuts) > 1 else EncoderPosition.PARALLEL,
-            options=(*near.options, *chosen),
-            counts=(*near.counts, *ways.counts[best]),
-            groups=(*(self.home for _ in near.options), *self.away.values()),
-            estimate=float(estimates[best]),
-            bound=max(near.bound, ways.bound),
-        )
+        for best in np.argsort(estimates, kind="stable")[:MOST_WAYS].tolist():
+            chosen = ways.options[best]
+            away = dict(zip(self.away, chosen, strict=True))
+            ends = [option.stages for unit, option in away.items() if unit in roles.generators]
+            behind = max([following, *ends])
+            ahead = [*before, *(option for unit, option in away.items() if unit in roles.encoders)]
+            rooms = [(own, behind), *((option, own.stages + behind) for option in ahead)]
+            if any(option.room < stages for option, stages in rooms):
+                continue
+            yield replace(
+                near,
+                encoders_at=near.encoders_at if before or len(own.cuts) > 1 else EncoderPosition.PARALLEL,
+                options=(*near.options, *chosen),
+                counts=(*near.counts, *ways.counts[best]),
+                groups=(*(self.home for _ in near.options), *self.away.values()),
+                estimate=float(estimates[best]),
+                bound=max(near.bound, ways.bound),
+            )
 
     def _known(self, near: Candidate, behind: int) -> _Ways | None:
         """The ways beside such pipelines, with so many stages behind the encoders."""
@@ -266,38 +266,40 @@ def mixed_candidates(
     All have as many microbatches; each kind gets samples as fast as it is. bound: seconds that none of them beats.
     """
     devices = [space.cluster.num_devices for space in spaces]
-    batch = spaces[0].global_batch
-    kinds = [_by_count(_in_group(one, group) for one in own) for group, own in enumerate(found)]
-    everywhere = [*kinds, _by_count(placed)]
-    for count in sorted({count for by_count in everywhere for count in by_count}):
-        seen: set[tuple[int, ...]] = set()
-        for base in [one for by_count in everywhere for one in by_count[count][:MOST_BASES]]:
-            members = [base]
-            for group, own in enumerate(kinds):
-                free = devices[group] - _devices(base, group)
-                fitting = (one for one in own[count] if one.gpus <= free)
-                members += itertools.islice(fitting, 1)
-            while len(members) > 1:
-                speeds = [1.0 / one.estimate for one in members]
-                slow = min(range(len(members)), key=lambda k: speeds[k] / members[k].replicas)
-                if speeds[slow] / sum(speeds) * batch >= members[slow].replicas:
-                    break  # there is a sample for every pipeline
-                del members[slow]
-            key = tuple(sorted(id(one) for one in members))
-            if len(members) > 1 and key not in seen:
-                seen.add(key)
-                yield _side_by_side(members, spaces, bound)
+    kinds = [_kinds(_in_group(one, group) for one in own) for group, own in enumerate(found)]
+    both = _kinds(placed)
+    counts = {count for by_count in (*kinds, both) for count in by_count}
+    for count in sorted(counts):
+        beside: list[list[Candidate | None]] = [[None, *own.get(count, ())] for own in kinds]
+        for members in itertools.product([None, *both.get(count, ())], *beside):
+            there = [one for one in members if one is not None]
+            fit = all(
+                sum(_devices(one, group) for one in there) <= most for group, most in enumerate(devices)
+            )
+            if len(there) > 1 and fit and _all_have_samples(there, spaces[0].global_batch):
+                yield _side_by_side(there, spaces, bound)
 
 
-def _by_count(candidates: Iterator[Candidate] | Sequence[Candidate]) -> dict[int, list[Candidate]]:
-    """Those that can stand beside others, by microbatches; the most promising first."""
+def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
+    """Whether the slowest kind of pipeline has one for each."""
+    together = sum(1.0 / one.estimate for one in members)
+    return all(batch / one.estimate / together >= one.replicas for one in members)
+
+
+def _kinds(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
+    """Those that can stand beside others, by microbatches: the most promising on so many devices or fewer."""
     found: dict[int, list[Candidate]] = defaultdict(list)
     for one in candidates:
         if len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options):
             found[one.num_microbatches].append(one)
-    for own in found.values():
+    kept = {}
+    for count, own in found.items():
         own.sort(key=lambda one: (one.estimate, one.gpus))
-    return found
+        kept[count] = []
+        for one in own:
+            if len(kept[count]) < MOST_KINDS and all(one.gpus < other.gpus for other in kept[count]):
+                kept[count].append(one)
+    return kept
 
 
 def _in_group(one: Candidate, group: int) -> Candidate:
