@@ -35,7 +35,7 @@ ROUNDING = 1 + 1e-9
 def often(test):
     """As a few cases by default, and as many among the slow ones."""
     return pytest.mark.parametrize(
-        "cases", [8, pytest.param(150, marks=pytest.mark.slow)], ids=["few", "many"]
+        "cases", [2, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"]
     )(test)
 
 

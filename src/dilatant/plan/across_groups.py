@@ -173,10 +173,16 @@ class _Join:
                 rows = _best_rows(rows, last=number == len(self.away) - 1)
         if not rows:
             return None
-        columns = (
-            np.array([getattr(row, name) for row in rows]) for name in ("slowest", "before", "after", "sync")
+        return _Ways(
+            options=[row.options for row in rows],
+            counts=[row.counts for row in rows],
+            slowest=np.array([row.slowest for row in rows]),
+            before=np.array([row.before for row in rows]),
+            after=np.array([row.after for row in rows]),
+            sync=np.array([row.sync for row in rows]),
+            bound=bound,
+            room=room,
         )
-        return _Ways([row.options for row in rows], [row.counts for row in rows], *columns, bound, room)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,7 +272,7 @@ def mixed_candidates(
     All have as many microbatches; each kind gets samples as fast as it is. bound: seconds that none of them beats.
     """
     devices = [space.cluster.num_devices for space in spaces]
-    kinds = [_kinds(_in_group(one, group) for one in own) for group, own in enumerate(found)]
+    kinds = [_kinds(own) for own in found]
     both = _kinds(placed)
     counts = {count for by_count in (*kinds, both) for count in by_count}
     for count in sorted(counts):
@@ -292,7 +298,7 @@ def _kinds(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
     for one in candidates:
         if len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options):
             found[one.num_microbatches].append(one)
-    kept = {}
+    kept: dict[int, list[Candidate]] = {}
     for count, own in found.items():
         own.sort(key=lambda one: (one.estimate, one.gpus))
         kept[count] = []
@@ -302,7 +308,8 @@ def _kinds(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
     return kept
 
 
-def _in_group(one: Candidate, group: int) -> Candidate:
+def in_group(one: Candidate, group: int) -> Candidate:
+    """The candidate of a group alone as one of the whole cluster."""
     return replace(one, groups=(group,) * len(one.options))
 
 

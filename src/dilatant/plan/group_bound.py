@@ -18,6 +18,8 @@ def least_seconds(spaces: Sequence[Space]) -> float:
     """Seconds of the mean step that no plan beats, whatever its pipelines and whichever groups they are on, one space
     each: each unit's work on a sample may be divided among groups as is best, on all their devices at once.
 
+    The heaviest sample of a unit, too, takes what it takes on the group and at the degree that suit it best.
+
     Of that linear program any prices of the groups' device seconds give a bound (its dual); these are the best found by
     shifting price between pairs of groups.
     """
@@ -30,7 +32,19 @@ def least_seconds(spaces: Sequence[Space]) -> float:
     for _ in range(_ROUNDS if len(spaces) > 2 else 1):
         for one, other in itertools.combinations(range(len(spaces)), 2):
             prices = least.shifted(prices, one, other)
-    return least.at(prices)
+    return max(least.at(prices), _heaviest(spaces))
+
+
+def _heaviest(spaces: Sequence[Space]) -> float:
+    """Seconds of the heaviest sample in the unit in which it takes the longest, where that is fastest."""
+    return max(
+        min(
+            float(space.table.layers(unit, tp, cp, 1).heavy.sum())
+            for space in spaces
+            for tp, cp in space.table.degrees([unit])
+        )
+        for unit in spaces[0].roles.units
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

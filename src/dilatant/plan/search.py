@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -12,7 +13,7 @@ import numpy as np
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
-from dilatant.plan.across_groups import mixed_candidates, placed_candidates
+from dilatant.plan.across_groups import in_group, mixed_candidates, placed_candidates
 from dilatant.plan.answer import Answer
 from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, roles_of
 from dilatant.plan.cluster import Cluster
@@ -233,18 +234,13 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         except PlanError as error:
             refused.append(error)
             continue
-        candidates[group] = own
+        candidates[group] = [in_group(one, group) for one in own]
         alone.append(on_ranks_from(answer, first, cluster.num_devices))
     across: list[Candidate] = []
     least = math.inf
     if how.mode is Mode.BEST:
         least = least_seconds(spaces)
-        placed = list(placed_candidates(spaces, how.sizes, how.num_microbatches))
-        mixed = mixed_candidates(spaces, candidates, placed, least)
-        across = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))
-    if how.all_devices and across:
-        most = max(one.gpus for one in across)
-        across = [one for one in across if one.gpus == most]
+        across = _across(spaces, candidates, how.sizes, how.num_microbatches, how.all_devices)
     best = min((answer.seconds for answer in alone), default=math.inf)
     finals = Finals(replace(spaces[0], cluster=cluster), how.rules, scorer, ceiling=best)
     across = [one for one in across if one.estimate <= CLOSE * best]
@@ -259,6 +255,40 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     if not answers:
         raise refused[0]
     return best_of(answers, how.all_devices)
+
+
+def _across(
+    spaces: Sequence[Space],
+    alone: Sequence[Sequence[Candidate]],
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+) -> list[Candidate]:
+    """The candidates that take devices of several groups, the most promising first; `alone` are those of each."""
+    placed = list(placed_candidates(spaces, sizes, microbatches))
+    mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))
+    found = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))
+    most = max((one.gpus for one in found), default=0)
+    return [one for one in found if not all_devices or one.gpus == most]
+
+
+def all_candidates(
+    spaces: Sequence[Space],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
+) -> list[Candidate]:
+    """As `enumerate_candidates`, over groups of unlike devices with a space for each."""
+    asked = sizes, microbatches, all_devices
+    if len(spaces) == 1:
+        return enumerate_candidates(spaces[0], mode, *asked)
+    alone = [
+        [in_group(one, group) for one in enumerate_candidates(space, mode, *asked)]
+        for group, space in enumerate(spaces)
+    ]
+    across = _across(spaces, alone, *asked) if mode is Mode.BEST else []
+    return sorted([*itertools.chain(*alone), *across], key=lambda one: (one.estimate, -one.gpus))
 
 
 def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:

@@ -80,7 +80,7 @@ def _load(path: Path) -> CostModel:
 def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
     """A cost file that must fit the target and the model; of one with groups that of the target. Raises UserError."""
     costs = _load(path)
-    kinds = {own.hardware: own for own in reversed(costs.groups.values())}
+    kinds = {own.hardware: own for own in reversed([*costs.groups.values()])}
     costs = costs.groups.get(target.cluster.name) or next(
         (own for kind, own in kinds.items() if is_same_hardware(kind, target.requested)), costs
     )

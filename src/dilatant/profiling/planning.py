@@ -167,13 +167,18 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
 def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
     """Why the search of this run chose no layout like `asked`."""
     problem, config = planned.problem, planned.problem.config
-    space = open_space(
-        problem.model.spec, problem.costs, problem.target.cluster, problem.simulated(), problem.global_batch,
-        problem.target.rules, _searched_chunks(config), _splits(config),
-    )  # fmt: skip
+    cluster = problem.target.cluster
+    spaces = [
+        open_space(
+            problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
+            problem.target.rules, _searched_chunks(config), _splits(config),
+        )
+        for group in cluster.groups
+    ]  # fmt: skip
+    space = replace(spaces[0], cluster=cluster)
     return why_not(
         space, asked, planned.result, _scorer(problem), _searched_sizes(config, problem.target),
-        problem.target.rules, config.parallel.microbatches, all_devices,
+        problem.target.rules, config.parallel.microbatches, all_devices, spaces,
     )  # fmt: skip
 
 

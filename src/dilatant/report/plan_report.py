@@ -135,7 +135,7 @@ class PlanReport:
 
     `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
     step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
-    they are, `groups` in numbers. `device_groups`: those of unlike devices; none where all are equal. `reasons` for this
+    they are, `groups` in numbers. `device_groups`: of unlike devices; none where all are equal. `reasons` for this
     plan, `advice` and `warnings` are sentences of whoever planned, shown as they are.
     """
 
