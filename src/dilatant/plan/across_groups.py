@@ -7,6 +7,7 @@ each unit where it runs best, is what is added here.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,20 +27,25 @@ from dilatant.plan.candidates import (
 )
 from dilatant.plan.options import Option
 
+FEW = 16
+"""On no more devices, whatever could help is looked at, so that more of them never hurt."""
 MOST_WAYS = 4
-"""To run the units that are on other groups, for each way to run the language model."""
+"""On many devices, to run the units that are on other groups, for each way to run the language model."""
 MOST_KINDS = 8
-"""Of each group, and of those that place units, so many kinds of pipelines are tried beside others, for each number of
-microbatches: the most promising on so many devices or fewer."""
+"""On many devices so many kinds of pipelines of each group, and of those that place units, are tried beside others, for
+each number of microbatches: the most promising on so many devices or fewer."""
 
 
 def placed_candidates(
-    spaces: Sequence[Space], sizes: Sequence[int], microbatches: int | None = None
+    spaces: Sequence[Space],
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    most_seconds: float = math.inf,
 ) -> Iterator[Candidate]:
     """Candidates of which some units are on other groups of devices than the language model; one space for each group.
 
     For each way to run the language model, and units beside it, the other units' chains that promise most with it; they
-    may have fewer or more replicas. The bound is that of all of these.
+    may have fewer or more replicas. The bound is that of all of these. Left out are estimates above `most_seconds`.
     """
     roles = spaces[0].roles
     others = [unit for unit in roles.units if unit != roles.language]
@@ -59,7 +65,7 @@ def placed_candidates(
                     count, rest = divmod(space.global_batch, replicas * size)
                     if rest == 0 and microbatches in (None, count):
                         for one in near.candidates(Mode.BEST, replicas, size):
-                            yield from join.with_units_away(one)
+                            yield from join.with_units_away(one, most_seconds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +91,9 @@ class _Join:
     home: int
     away: Mapping[str, int]
     _ways: dict[tuple[int, int, int, int], _Ways | None] = field(default_factory=dict)
+    _known_chains: dict[tuple[str, int, int, int], list[Option]] = field(default_factory=dict)
 
-    def with_units_away(self, near: Candidate) -> Iterator[Candidate]:
+    def with_units_away(self, near: Candidate, most_seconds: float) -> Iterator[Candidate]:
         """The candidate with chains of the other units, those that promise most."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
@@ -109,7 +116,10 @@ class _Join:
         )
         seconds = rounds * (fill + (near.num_microbatches - 1) * slowest) + heavy
         estimates = seconds + np.maximum(ways.sync, sums)
-        for best in np.argsort(estimates, kind="stable")[:MOST_WAYS].tolist():
+        most = None if _are_few(self.spaces) else MOST_WAYS
+        for best in np.argsort(estimates, kind="stable")[:most].tolist():
+            if estimates[best] > most_seconds:
+                break
             chosen = ways.options[best]
             away = dict(zip(self.away, chosen, strict=True))
             ends = [option.stages for unit, option in away.items() if unit in roles.generators]
@@ -147,7 +157,12 @@ class _Join:
         bound, room = 0.0, float("inf")
         for number, (unit, group) in enumerate(self.away.items()):
             space = self.spaces[group]
-            own = list(_chains(space, unit, replicas, size, microbatches, behind * (unit in roles.encoders)))
+            far = behind * (unit in roles.encoders)
+            own = [
+                (option, count)
+                for count in _counts(replicas, size)
+                for option in self._chains(unit, count, replicas * size, microbatches, far)
+            ]
             if not own:
                 return None
             bound = max(
@@ -160,7 +175,7 @@ class _Join:
             )
             if unit in roles.encoders:
                 room = min([room, *(option.room for option, _ in own)])
-            alone = [*self.away.values()].count(group) == 1
+            alone = [*self.away.values()].count(group) == 1 and not _are_few(self.spaces)
             own = _undominated(own, alone)
             place = [*left].index(group)
             rows = [
@@ -183,6 +198,29 @@ class _Join:
             bound=bound,
             room=room,
         )
+
+    def _chains(self, unit: str, count: int, samples: int, microbatches: int, behind: int) -> list[Option]:
+        """The chains of `count` replicas of a unit that share so many samples of each microbatch."""
+        key = unit, count, microbatches, behind
+        if key not in self._known_chains:
+            space = self.spaces[self.away[unit]]
+            budget, most = space.cluster.num_devices // count, len(space.model.unit(unit).layers)
+            table = space.table.shared_by(count, budget) if budget else space.table
+            found = (
+                table.chain(unit, tp, cp, stages, samples / count, microbatches, behind, ep=ep)
+                for tp, cp in table.degrees([unit])
+                for ep in table.expert_degrees(unit, tp, cp)
+                for stages in range(1, min(most, budget // (tp * cp)) + 1)
+            )
+            self._known_chains[key] = [option for option in found if option is not None]
+        return self._known_chains[key]
+
+
+def _counts(replicas: int, size: int) -> list[int]:
+    """Replicas of a unit for so many of the language model: a part of them, as many, or a multiple that shares each of
+    their microbatches of `size` samples."""
+    parts = [part for part in range(1, replicas + 1) if replicas % part == 0]
+    return [*parts, *(replicas * share for share in range(2, size + 1) if size % share == 0)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,26 +247,6 @@ class _Row:
             max(self.sync, ring_seconds(option, count, space.cluster)),
             tuple(left),
         )
-
-
-def _chains(
-    space: Space, unit: str, replicas: int, size: int, microbatches: int, behind: int
-) -> Iterator[tuple[Option, int]]:
-    """(chain, replicas) of a unit for `replicas` of the language model: as many, a part of them, or a multiple that
-    shares each of their microbatches."""
-    devices, most = space.cluster.num_devices, len(space.model.unit(unit).layers)
-    parts = [part for part in range(1, replicas + 1) if replicas % part == 0]
-    multiples = [replicas * share for share in range(2, size + 1) if size % share == 0]
-    for count in (*parts, *multiples):
-        budget = devices // count
-        table = space.table.shared_by(count, budget) if budget else space.table
-        samples = size * replicas / count
-        for tp, cp in table.degrees([unit]):
-            for stages in range(1, min(most, budget // (tp * cp)) + 1):
-                for ep in table.expert_degrees(unit, tp, cp):
-                    option = table.chain(unit, tp, cp, stages, samples, microbatches, behind, ep=ep)
-                    if option is not None:
-                        yield option, count
 
 
 def _undominated(own: Sequence[tuple[Option, int]], alone: bool) -> list[tuple[Option, int]]:
@@ -272,8 +290,9 @@ def mixed_candidates(
     All have as many microbatches; each kind gets samples as fast as it is. bound: seconds that none of them beats.
     """
     devices = [space.cluster.num_devices for space in spaces]
-    kinds = [_kinds(own) for own in found]
-    both = _kinds(placed)
+    most_kinds = None if _are_few(spaces) else MOST_KINDS
+    kinds = [_kinds(own, len(spaces), most_kinds) for own in found]
+    both = _kinds(placed, len(spaces), most_kinds)
     counts = {count for by_count in (*kinds, both) for count in by_count}
     for count in sorted(counts):
         beside: list[list[Candidate | None]] = [[None, *own.get(count, ())] for own in kinds]
@@ -292,8 +311,13 @@ def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
     return all(batch / one.estimate / together >= one.replicas for one in members)
 
 
-def _kinds(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
-    """Those that can stand beside others, by microbatches: the most promising on so many devices or fewer."""
+def _are_few(spaces: Sequence[Space]) -> bool:
+    return sum(space.cluster.num_devices for space in spaces) <= FEW
+
+
+def _kinds(candidates: Iterable[Candidate], groups: int, most: int | None) -> dict[int, list[Candidate]]:
+    """Those that can stand beside others, by microbatches: the most promising on so many devices of each group or
+    fewer."""
     found: dict[int, list[Candidate]] = defaultdict(list)
     for one in candidates:
         if len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options):
@@ -302,9 +326,14 @@ def _kinds(candidates: Iterable[Candidate]) -> dict[int, list[Candidate]]:
     for count, own in found.items():
         own.sort(key=lambda one: (one.estimate, one.gpus))
         kept[count] = []
+        taken: list[list[int]] = []
         for one in own:
-            if len(kept[count]) < MOST_KINDS and all(one.gpus < other.gpus for other in kept[count]):
+            devices = [_devices(one, group) for group in range(groups)]
+            if not any(all(a <= b for a, b in zip(other, devices)) for other in taken):
                 kept[count].append(one)
+                taken.append(devices)
+            if len(kept[count]) == most:
+                break
     return kept
 
 

@@ -36,8 +36,9 @@ MANY, FEWEST = 128, 6
 """On more devices than this fewer plans are simulated than were asked for, but not fewer than these."""
 LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on many devices fewer, as above."""
-CLOSE = 1.25
-"""Candidates across groups whose estimate is above the best by more are not simulated."""
+CLOSE, FAR = 1.25, 2.0
+"""Candidates across groups that promise to take so many times as long as the best on one group are not simulated, and
+not looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,9 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     least = math.inf
     if how.mode is Mode.BEST:
         least = least_seconds(spaces)
-        across = _across(spaces, candidates, how.sizes, how.num_microbatches, how.all_devices)
+        best = min((answer.seconds for answer in alone), default=math.inf)
+        asked = how.sizes, how.num_microbatches, how.all_devices
+        across = _across(spaces, candidates, *asked, most_seconds=FAR * best)
     best = min((answer.seconds for answer in alone), default=math.inf)
     finals = Finals(replace(spaces[0], cluster=cluster), how.rules, scorer, ceiling=best)
     across = [one for one in across if one.estimate <= CLOSE * best]
@@ -263,9 +266,11 @@ def _across(
     sizes: Sequence[int],
     microbatches: int | None,
     all_devices: bool,
+    most_seconds: float = math.inf,
 ) -> list[Candidate]:
-    """The candidates that take devices of several groups, the most promising first; `alone` are those of each."""
-    placed = list(placed_candidates(spaces, sizes, microbatches))
+    """The candidates that take devices of several groups, the most promising first; `alone` are those of each.
+    most_seconds: units are not placed where that promises to take longer."""
+    placed = list(placed_candidates(spaces, sizes, microbatches, most_seconds))
     mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))
     found = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))
     most = max((one.gpus for one in found), default=0)
