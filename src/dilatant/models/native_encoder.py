@@ -211,7 +211,7 @@ class NativeEncoderUnit(EncoderUnit):
             rows_of=partial(_rows, self.unit, self.merged if is_output else 1),
         )
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         raise UserError(
             f"{self.unit}: its images have unlike sizes, and ranks cannot share them yet; give it cp: 1"
         )

@@ -22,13 +22,8 @@ from dilatant.config.errors import UserError
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.language import LanguageUnit
-from dilatant.models.picture_nets import (
-    build_diffusion,
-    look_at,
-    read_source,
-    scheduler_settings,
-    write_json,
-)
+from dilatant.models.net_source import read_source, scheduler_settings, write_json
+from dilatant.models.picture_nets import build_diffusion, look_at
 
 
 def save_generators(
@@ -44,8 +39,8 @@ def save_generators(
             )
         net: Any = unit.model.net
         net.save_pretrained(folder / name)
-        if unit.model.vae is not None:
-            unit.model.vae.save_pretrained(folder / name / "vae")
+        if unit.model.encoder is not None:
+            unit.model.encoder.save_pretrained(folder / name / "vae")
         settings = scheduler_settings(unit.model.objective)
         write_json(folder / name / "scheduler" / "scheduler_config.json", settings)
         (folder / "connectors").mkdir(exist_ok=True)

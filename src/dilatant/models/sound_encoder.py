@@ -164,7 +164,7 @@ class SoundEncoderUnit(EncoderUnit):
             rows_of=partial(_halved, self.unit, self.placeholder_id) if halved else partial(_rows, self.unit),
         )
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         raise UserError(
             f"{self.unit}: its sounds have unlike lengths, and ranks cannot share them; give it cp: 1"
         )
