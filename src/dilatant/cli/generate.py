@@ -127,7 +127,7 @@ def generate(
         (answer,) = generate_answers(model, exported.tokenizer, [encoded], device, max_new_tokens, **sampling)
         print(json.dumps({"answer": answer}) if as_json else answer)
         return
-    assert isinstance(model, MultimodalModel)  # whole models draw nothing
+    assert isinstance(model, MultimodalModel)  # whatever draws is
     parts = answer_with_pictures(
         model,
         exported.tokenizer,

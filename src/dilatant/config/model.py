@@ -101,6 +101,9 @@ class GeneratorConfig(Section):
     vae: str | dict[str, Any] | None = None
     """The frozen autoencoder whose latents the net draws: an id or folder, or a diffusers config. Default: that of the
     pipeline; without any the net draws pixels."""
+    cache_latents: bool = False
+    """Keep what the autoencoder says of each picture (mean and log-variance) beside the index of the data, and decode
+    no picture again, in this run or another. It needs an autoencoder with weights of its own."""
     objective: Literal["flow", "epsilon", "velocity"] | None = None
     """What the net learns to say: the direction from picture to noise (rectified flow), the noise, or the velocity.
     Default: what the pipeline's scheduler says, else flow."""
@@ -208,10 +211,6 @@ class ModelConfig(Section):
             raise ValueError("'config' needs 'model_type', for example model_type: llava")
         if self.is_whole and self.encoders:
             raise ValueError("'encoders' belong to 'language_model'; a whole model brings its own")
-        if self.is_whole and self.generators:
-            raise ValueError(
-                "'generators' belong to 'language_model' with its 'encoders'; a whole model cannot be given any yet"
-            )
         alone = [k for k in ("tokenizer", "processor", "attn_implementation") if getattr(self, k) is not None]
         if not self.is_whole and alone:
             raise ValueError(
@@ -222,10 +221,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_of_parts(self) -> Self:
+        if self.lora is not None and self.generators:
+            raise ValueError("'lora' beside 'generators' is not there yet; leave one of them out")
         if self.lora is None or self.is_whole:
             return self
-        if self.generators:
-            raise ValueError("'lora' beside 'generators' is not there yet; leave one of them out")
         if not self.lora.merge:
             raise ValueError(
                 "'lora.merge: false' is for whole models; parts are exported merged, adapters beside them"

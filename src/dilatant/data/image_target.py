@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dilatant.data.errors import MediaError
 from dilatant.data.image_unit import PixelProcessor
+from dilatant.data.latents import NAME, Latents
 from dilatant.data.media import decode_image
-from dilatant.data.pixels import EncoderInput
+from dilatant.data.pixels import EncoderInput, as_array
 from dilatant.data.sample import Media, MediaKind, MediaSize
 
 
@@ -17,7 +22,7 @@ class ImageTarget:
 
     In the text stand `start`, which the assistant writes, and `tokens_per_item` times `placeholder_id`, behind which
     the language model says what to draw. processor: makes pictures of one size, with values of -1 to 1. marker: stands
-    for a picture in an assistant's text.
+    for a picture in an assistant's text. latents: those that are kept, by which pictures need not be decoded.
     """
 
     name: str
@@ -26,6 +31,7 @@ class ImageTarget:
     start: str
     processor: PixelProcessor
     marker: str = "<image>"
+    latents: Latents | None = None
     kind: MediaKind = "image"
 
     @property
@@ -42,8 +48,25 @@ class ImageTarget:
         return self.tokens_per_item
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        """Decode one item: `pixel_values` [1, channels, height, width]."""
-        return dict(self.processor(decode_image(media, self.processor.channels)))
+        """One item: its `latents` [1, parts, channels, height, width] where they are kept, else decoded `pixel_values`
+        [1, channels, height, width]. Raises MediaError, also where latents that were kept are not there any more."""
+        if self.latents is None:
+            return dict(self.processor(decode_image(media, self.processor.channels)))
+        found = self.latents.load(media)
+        if found is None:
+            self.pixels(media)  # raises, where there cannot be any
+            raise MediaError(
+                f"the latents of {media.name!r} in {str(self.latents.folder)!r} are damaged or gone, or the file was "
+                "changed",
+                "start again, which makes them anew",
+                may_pass=True,
+            )
+        return {NAME: found}
+
+    def pixels(self, media: Media) -> NDArray[np.float32]:
+        """One item as an autoencoder sees it, [1, channels, height, width]. Raises MediaError."""
+        (pixels,) = self.processor(decode_image(media, self.processor.channels)).values()
+        return np.asarray(as_array(pixels), np.float32)
 
 
 def image_target(

@@ -173,7 +173,8 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
     """What each generator draws, from configs alone. Raises UserError that names the key."""
     if not config.generators:
         return ()
-    first = _vocabulary(config, len(tokenizer)) + len(config.encoders)
+    encoders = open_whole(config).family.towers if config.is_whole else config.encoders
+    first = _vocabulary(config, len(tokenizer)) + len(encoders)
     targets = []
     for position, (name, seen) in enumerate(picture_nets(config).items()):
         entry = config.generators[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
 from dilatant.data.encode import EncodedPrompt
 from dilatant.data.image_target import ImageTarget
 from dilatant.models.diffusion import Diffusion, generator_of
@@ -18,7 +20,7 @@ from dilatant.models.generator import GeneratorUnit
 from dilatant.models.language_stage import MultimodalOutput
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sampling import Drawing, draw
-from dilatant.models.stage import in_dtype_of
+from dilatant.models.stage import StepData, in_dtype_of
 from dilatant.training.generation import encoder_inputs
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ def answer_with_pictures(
 ) -> list[str | Image]:
     """What the model answers, in order; texts without what announces a picture. Greedy unless `generation` says
     otherwise. seed: of the noise. Raises UserError for a prompt of so many pictures that it cannot be an answer."""
+    if model.whole is not None and not model.whole.reads_as_text:
+        return [_picture_at_once(model, tokenizer, prompt, targets, how, seed)]
     ids = torch.as_tensor(prompt.sample.input_ids)[None].to(device)
     inputs = encoder_inputs([prompt], device)
     parts: list[str | Image] = []
@@ -85,6 +89,37 @@ def answer_with_pictures(
         rows = rows_behind(model, ids, inputs, target)
         parts.append(to_image(draw_items(model[target.name], rows, how, [f"picture {number}"], seed)[0]))
     raise UserError(f"the model draws more than {MOST_PICTURES} pictures in one answer")
+
+
+def _picture_at_once(
+    model: MultimodalModel,
+    tokenizer: Any,
+    prompt: EncodedPrompt,
+    targets: Sequence[ImageTarget],
+    how: Drawing,
+    seed: int,
+) -> Image:
+    """A picture as the whole answer, of a whole model whose positions or masks `generate` does not know: its own stages
+    read the prompt, as in training. Raises UserError for one that draws in several ways."""
+    if len(targets) > 1:
+        raise UserError("a whole model of such a family draws at once, and this one has several generators")
+    (target,) = targets
+    start = tokenizer.encode(target.start, add_special_tokens=False)
+    places = [target.placeholder_id] * target.tokens_per_item
+    ids = np.array([*prompt.sample.input_ids.tolist(), *start, *places])
+    sizes = {**prompt.sample.sizes, LANGUAGE: len(ids)}
+    asked = replace(prompt.sample, input_ids=ids, labels=np.full(len(ids), -100), sizes=sizes)
+    data = StepData.of([asked], model.graph.losses, model.language.model.device, draws=["prompt"])
+    model.eval()
+    rows: dict[str, Tensor] = {}
+    for name in model.encoders:
+        if asked.sizes.get(name):
+            made = model[name].run(data, (0,), {}).rows_for(LANGUAGE)
+            assert made is not None
+            rows[name] = made
+    told = model.language.run(data, (0,), rows).rows_for(target.name)
+    assert told is not None
+    return to_image(draw_items(model[target.name], told[None], how, ["picture 0"], seed)[0])
 
 
 def rows_behind(

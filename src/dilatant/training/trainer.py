@@ -38,6 +38,7 @@ from dilatant.training.commit import ALONE, Membership, gradient_hashes
 from dilatant.training.evaluation import Evaluation, Judging, evaluate
 from dilatant.training.feed import agree_on_bad, merge_found
 from dilatant.training.inputs import Inputs, Steps
+from dilatant.training.latents import with_latents
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.master_weights import MOMENTS
@@ -162,6 +163,7 @@ class Trainer:
         ema = config.train.optimizer.ema
         self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
         self.best = Best()
+        samples = with_latents(self.comm, config, samples, worker.device)
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
