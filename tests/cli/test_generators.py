@@ -14,7 +14,11 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_project import Dilatant, tiny_config, write_images
+from transformers import CLIPVisionModel
 
+from dilatant.models.sampling import Drawing
+from dilatant.training.drawing import draw_items
+from dilatant.training.export import load_exported
 from tiny_nets import KL, NETS, SD3
 from tiny_wholes import save_as_the_hub_does
 
@@ -79,7 +83,8 @@ def test_an_export_draws_what_was_trained_and_diffusers_alone_reads_it(
     (trained,) = (drawing / "run" / "checkpoints").glob("step-*/part-*/model.safetensors")
     stored = load_file(trained)
     for key, tensor in net.state_dict().items():
-        (found,) = (own for name, own in stored.items() if f"image.generator.net.{key}" in name)
+        ends = (f".net.{key}", f"image.{key.replace('transformer_blocks', 'layers')}")
+        (found,) = (own for name, own in stored.items() if name.endswith(ends))
         assert torch.equal(tensor, found), key
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(export / "image" / "scheduler")
     assert scheduler.config.shift == 1.0
@@ -224,6 +229,11 @@ def test_a_whole_model_learns_to_draw_and_leaves_as_its_class_and_a_net(
 ) -> None:
     """In stages, the net cut in two; transformers and diffusers each load their half, and the export draws."""
     source = save_as_the_hub_does(family, drawing / "whole")
+    lines = [json.loads(line) for line in (drawing / "train.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):  # it sees a picture, and draws one
+        seen = [{"type": "image", "image": f"images/{number}.png"}, {"type": "text", "text": "draw l"}]
+        line["messages"][0]["content"] = seen
+    (drawing / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     config = configure(drawing, steps=2, save_steps=None)
     tree = yaml.safe_load(config.read_text())
     generators = tree["model"]["generators"]
@@ -238,16 +248,19 @@ def test_a_whole_model_learns_to_draw_and_leaves_as_its_class_and_a_net(
         assert step == pytest.approx(wanted, rel=1e-4)  # fp32 sums in another order, over two updates
     export = drawing / "run" / "export"
     after = type(source).from_pretrained(export).state_dict()
-    frozen = [key for key in after if ".vision_tower." in key or ".visual.patch_embed." in key]
+    frozen = [key for key in after if ".vision_tower." in key or (".visual." in key and "merger" not in key)]
     assert frozen
-    for key, tensor in source.state_dict().items():
-        assert torch.equal(after[key], tensor) == (key in frozen) or "head" in key, key
+    for key, parameter in source.named_parameters():
+        assert torch.equal(after[key], parameter) == (key in frozen), key
     diffusers.SD3Transformer2DModel.from_pretrained(export / "image")
     asked = ("generate", export, "--prompt", "draw l", "--max-new-tokens", "3", "--out", drawing / "l.png")
+    asked += ("--image", drawing / "images" / "1.png")
     code, _, err = dilatant(*asked, "--json")
     assert code == 0, err
     if family != "llava":  # which draws at once; the other would have to write what announces a picture
         assert np.asarray(Image.open(drawing / "l.png")).shape == (4, 4)
+
+
 @pytest.mark.parametrize("family", ["pixart"])
 def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
     family: str, drawing: Path, dilatant: Dilatant
@@ -255,7 +268,9 @@ def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
     """Equal losses; nothing is decoded again by a resume or another layout; what is damaged, cut off or of another
     picture is made anew."""
     settings, vae = NETS[family]
-    getattr(diffusers, settings["_class_name"]).from_config(settings).save_pretrained(drawing / "p/transformer")
+    getattr(diffusers, settings["_class_name"]).from_config(settings).save_pretrained(
+        drawing / "p/transformer"
+    )
     diffusers.AutoencoderKL.from_config(vae).save_pretrained(drawing / "p/vae")
     config = configure(drawing, {"config": None, "id": "p"}, steps=2)
     cached = ("--set", "model.generators.image.cache_latents=true", "--set", "data.cache_dir=cache")
@@ -290,3 +305,51 @@ def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
     assert code == 0, err
     assert "made the latents of 3 pictures" in err
     assert [file.read_bytes() for file in kept] == before
+
+
+def test_features_of_a_frozen_encoder_are_learned_in_any_layout_and_given_out(
+    drawing: Path, dilatant: Dilatant
+) -> None:
+    """What the net is shown are the encoder's own patches; without a decoder no picture is made."""
+    seen = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 8, "patch_size": 2}  # fmt: skip
+    net = {**SD3, "in_channels": 8, "out_channels": 8, "patch_size": 1}
+    config = configure(drawing, {"config": net, "target": {"encoder": seen}}, steps=2)
+    code, _, err = dilatant("train", config, "--set", "parallel=single")
+    assert code == 0, err
+    apart = ("--set", "parallel={units: {language: {pp: 2}, image: {pp: 2}}, microbatches: 2}")
+    code, _, err = dilatant("train", config, "--set", "output_dir=apart", *apart)
+    assert code == 0, err
+    for step, wanted in zip(losses(drawing / "apart"), losses(drawing / "run"), strict=True):
+        assert step == pytest.approx(wanted, rel=1e-4)  # fp32 sums in another order, over two updates
+    exports = [drawing / folder / "export" for folder in ("run", "apart")]
+    encoders = [CLIPVisionModel.from_pretrained(export / "image" / "target") for export in exports]
+    pixels = torch.randn(2, 3, 8, 8)
+    patches = [encoder(pixels).last_hidden_state[:, 1:] for encoder in encoders]
+    assert torch.equal(*patches)  # frozen, so as it began
+    unit = load_exported(exports[0]).model["image"]
+    drawn = unit.model.encode(pixels)
+    assert torch.equal(drawn, patches[0].transpose(1, 2).unflatten(2, (4, 4)))
+    rows = rows_of_start(unit)
+    found = draw_items(unit, rows, Drawing(2), ["a"])
+    assert found.shape == (1, 8, 4, 4)
+    asked = ("generate", exports[0], "--prompt", "draw l", "--out")
+    code, _, err = dilatant(*asked, drawing / "l.png")
+    assert code != 0
+    assert "it draws features of clip_vision_model, and making pictures of them takes a decoder" in err
+    assert dilatant(*asked, drawing / "l.npy")[0] == 0
+    for wrong, said in (
+        ({"vae": KL}, "with 'target' the net draws features"),
+        ({"config": SD3}, "set in_channels and out_channels to 8 and sample_size to 4"),
+        ({"target": {"encoder": {"model_type": "whisper"}}}, "model.generators.image.target.encoder"),
+    ):
+        code, _, err = dilatant(
+            "train", configure(drawing, {"config": net, "target": {"encoder": seen}, **wrong})
+        )
+        assert code != 0
+        assert said in " ".join(err.split())
+        assert "Traceback" not in err
+
+
+def rows_of_start(unit: Any) -> torch.Tensor:
+    return torch.randn(1, unit.tokens_per_item, unit.width_in)

@@ -78,6 +78,14 @@ class EncoderConfig(Source):
         return self.placeholder or f"<{self.kind}>"
 
 
+class TargetConfig(Section):
+    """What a generator learns to draw, if not pictures."""
+
+    encoder: str | dict[str, Any]
+    """A vision model of transformers, as id, folder or config: the net draws its features, patch by patch. Its channels
+    are their width, its `sample_size` the patches of a side."""
+
+
 class GeneratorConfig(Section):
     """A net of diffusers that draws what the language model asks for. Needs the extra `generators`."""
 
@@ -101,6 +109,9 @@ class GeneratorConfig(Section):
     vae: str | dict[str, Any] | None = None
     """The frozen autoencoder whose latents the net draws: an id or folder, or a diffusers config. Default: that of the
     pipeline; without any the net draws pixels."""
+    target: TargetConfig | None = None
+    """What the net draws instead of pictures: features of a frozen vision model. Making pictures of them takes a
+    decoder, which is not part of the model."""
     cache_latents: bool = False
     """Keep what the autoencoder says of each picture (mean and log-variance) beside the index of the data, and decode
     no picture again, in this run or another. It needs an autoencoder with weights of its own."""
@@ -120,6 +131,10 @@ class GeneratorConfig(Section):
             if isinstance(settings, dict) and "_class_name" not in settings:
                 example = "AutoencoderKL" if key == "vae" else "SD3Transformer2DModel"
                 raise ValueError(f"{key!r} needs '_class_name', for example _class_name: {example}")
+        if self.target is not None and (self.vae is not None or self.cache_latents):
+            raise ValueError(
+                "'vae' and 'cache_latents' are for pictures; with 'target' the net draws features"
+            )
         return self
 
     @property

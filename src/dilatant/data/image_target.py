@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.errors import MediaError
-from dilatant.data.image_unit import PixelProcessor
+from dilatant.data.image_unit import ImageProcessor, PixelProcessor
 from dilatant.data.latents import NAME, Latents
 from dilatant.data.media import decode_image
 from dilatant.data.pixels import EncoderInput, as_array
-from dilatant.data.sample import Media, MediaKind, MediaSize
+from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class ImageTarget:
     """How one generator is asked for images, and what they are to look like.
 
     In the text stand `start`, which the assistant writes, and `tokens_per_item` times `placeholder_id`, behind which
-    the language model says what to draw. processor: makes pictures of one size, with values of -1 to 1. marker: stands
+    the language model says what to draw. processor: makes pictures of one size. marker: stands
     for a picture in an assistant's text. latents: those that are kept, by which pictures need not be decoded.
     """
 
@@ -29,7 +28,7 @@ class ImageTarget:
     placeholder_id: int
     tokens_per_item: int
     start: str
-    processor: PixelProcessor
+    processor: ImageProcessor
     marker: str = "<image>"
     latents: Latents | None = None
     kind: MediaKind = "image"
@@ -37,7 +36,7 @@ class ImageTarget:
     @property
     def fingerprint(self) -> str:
         parts = [self.name, self.placeholder_id, self.tokens_per_item, self.start, self.marker]
-        return hashlib.sha256(repr([*parts, self.processor.fingerprint]).encode()).hexdigest()
+        return digest_of([*parts, self.processor.fingerprint])
 
     def encoder_tokens(self, size: MediaSize) -> int:
         """Rows of the language model that the generator takes for one item."""
@@ -77,13 +76,16 @@ def image_target(
     start: str,
     marker: str,
     pixels: tuple[int, int, int],
+    processor: ImageProcessor | None = None,
 ) -> ImageTarget:
-    """A target whose pictures have `pixels` [channels, height, width]: squares are cropped, others stretched."""
+    """A target whose pictures have `pixels` [channels, height, width]. processor: None crops squares, stretches
+    others, and gives values of -1 to 1."""
     channels, height, width = pixels
-    processor = PixelProcessor(
-        height=height,
-        width=width,
-        channels=channels,
-        shortest_edge=height if height == width else None,
-    )
+    if processor is None:
+        processor = PixelProcessor(
+            height=height,
+            width=width,
+            channels=channels,
+            shortest_edge=height if height == width else None,
+        )
     return ImageTarget(name, placeholder_id, tokens_per_item, start, processor, marker)

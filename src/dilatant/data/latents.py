@@ -57,6 +57,7 @@ class Latents:
 
     def keep(self, key: str, values: NDArray[np.float32]) -> None:
         """Raises UserError where the folder does not take it."""
+        values = np.ascontiguousarray(values)  # files take memory as it lies
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,5 +107,5 @@ def data_fingerprint(parts: Iterable[str]) -> str:
 
 
 def _about(key: str, values: NDArray[np.float32]) -> dict[str, str]:
-    digest = blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).hexdigest()
+    digest = blake2b(values.tobytes(), digest_size=16).hexdigest()
     return {"picture": key, "digest": digest}

@@ -25,7 +25,7 @@ from dilatant.models.geometry import encoder_geometry
 from dilatant.models.lora import inject_parts, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.net_source import read_source
+from dilatant.models.net_source import source_of_entry
 from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
 from dilatant.models.whole import Whole
@@ -160,7 +160,7 @@ def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
 def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
     """What each generator draws, told without weights. Raises UserError that names the key."""
     return {
-        name: look_at(read_source(where, entry.id, entry.config, entry.vae), where)
+        name: look_at(source_of_entry(entry, where), where)
         for name, entry in config.generators.items()
         for where in [f"model.generators.{name}"]
     }

@@ -173,7 +173,7 @@ class Diffusion(nn.Module):
         latents: Tensor | None = None,
     ) -> tuple[Mixed, Tensor]:
         """What the net is shown and is to say, and the rows that it is told: those of dropped conditions are zeros."""
-        noise = draw_noise(seed, keys, self.shape, self.drop, place, self.encoder is not None)
+        noise = draw_noise(seed, keys, self.shape, self.drop, place, self._of_spread is not None)
         device = rows.device
         drawn = None if noise.latent is None else noise.latent.to(device)
         if latents is not None:
@@ -189,6 +189,11 @@ class Diffusion(nn.Module):
             )
         mixed = mix(self.objective, picture, noise.values.to(device), noise.moments.to(device))
         return mixed, rows * noise.kept.to(rows)[:, None, None]
+
+    @property
+    def draws_features(self) -> bool:
+        """Whether what it draws are features of an encoder, of which nobody here makes a picture."""
+        return self.encoder is not None and self._of_spread is None
 
     def example(self, items: int, device: torch.device) -> dict[str, Any]:
         """Targets and keys to measure it with."""

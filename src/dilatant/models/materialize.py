@@ -166,12 +166,12 @@ def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, transformers draws nothing for these."""
     kept = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
     for parameter in kept:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        vars(parameter)["_is_hf_initialized"] = True
     try:
         yield
     finally:
         for parameter in kept:
-            del parameter._is_hf_initialized  # type: ignore[attr-defined]
+            del vars(parameter)["_is_hf_initialized"]
 
 
 def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:

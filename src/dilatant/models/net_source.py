@@ -11,7 +11,9 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError
+from dilatant.config.model import GeneratorConfig
 from dilatant.models.diffusion import Objective
+from dilatant.models.image_features import FeatureSource
 
 _SUBFOLDERS = ("transformer", "unet")
 """Where a pipeline of diffusers keeps its net."""
@@ -23,21 +25,34 @@ _PREDICTIONS: dict[str, Objective] = {
 @dataclass(frozen=True, slots=True)
 class PictureSource:
     """What a net is made of. settings, vae_settings: of diffusers, with `_class_name`. folder, vae_folder: what their
-    pretrained weights are in, as (id or folder, subfolder); None begins at random. objective: what the net was trained
+    pretrained weights are in, as (id or folder, subfolder); None begins at random. features: of what vision model's it
+    draws, instead of an autoencoder's latents. objective: what the net was trained
     for, as far as its source says."""
 
     settings: Mapping[str, Any]
     folder: tuple[str, str] | None = None
     vae_settings: Mapping[str, Any] | None = None
     vae_folder: tuple[str, str] | None = None
+    features: FeatureSource | None = None
     objective: Objective | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether any of it is stored."""
+        features = self.features is not None and self.features.id is not None
+        return self.folder is not None or self.vae_folder is not None or features
 
 
 def read_source(
-    where: str, id: str | None, config: Mapping[str, Any] | None, vae: str | Mapping[str, Any] | None
+    where: str,
+    id: str | None,
+    config: Mapping[str, Any] | None,
+    vae: str | Mapping[str, Any] | None,
+    encoder: str | Mapping[str, Any] | None = None,
 ) -> PictureSource:
     """The settings of a net: of a folder or hub id, one net's or a whole pipeline's, or given. vae: an id, a folder or
-    settings; None takes the pipeline's own, if there is one. Raises UserError."""
+    settings; None takes the pipeline's own, if there is one. encoder: a vision model of transformers, whose features
+    are drawn instead. Raises UserError."""
     if config is not None:
         settings, folder, objective, own_vae = dict(config), None, None, None
     else:
@@ -47,6 +62,9 @@ def read_source(
         objective = None if scheduler is None else _objective_of(scheduler)
         own_vae = _stored_json(id, "vae/config.json")
     vae_settings, vae_folder = None, None
+    if encoder is not None:
+        seen = FeatureSource.read(encoder, f"{where}.target.encoder")
+        return PictureSource(settings, folder, None, None, seen, objective)
     if isinstance(vae, str):
         vae_settings, vae_folder = _settings_of(f"{where}.vae", vae, ("vae",))
     elif vae is not None:
@@ -54,7 +72,13 @@ def read_source(
     elif own_vae is not None:
         assert id is not None
         vae_settings, vae_folder = own_vae, (id, "vae")
-    return PictureSource(settings, folder, vae_settings, vae_folder, objective)
+    return PictureSource(settings, folder, vae_settings, vae_folder, None, objective)
+
+
+def source_of_entry(entry: GeneratorConfig, where: str) -> PictureSource:
+    """What the config says of a generator. Raises UserError."""
+    encoder = None if entry.target is None else entry.target.encoder
+    return read_source(where, entry.id, entry.config, entry.vae, encoder)
 
 
 def _settings_of(

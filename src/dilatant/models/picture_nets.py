@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.autoencoder import encode, latents_of, spread_of
 from dilatant.models.diffusion import Diffusion, Objective
+from dilatant.models.image_features import features
 from dilatant.models.net_families import AUTOENCODERS, FAMILIES, Family
 from dilatant.models.net_source import PictureSource
 from dilatant.models.sources import MOST_BLOCKS
@@ -49,6 +50,7 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
         vae = None
         if source.vae_settings is not None:
             vae = _build(source.vae_settings, f"{where}.vae", AUTOENCODERS)
+        drawn = None if source.features is None else source.features.shapes(f"{where}.target.encoder")
     name = type(net).__name__
     family = FAMILIES[name]
     config = net.config
@@ -67,7 +69,12 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
     height, width = _pair(config.sample_size)
     shape = (channels, height, width)
     _draw_nothing(net, family, shape, where)
-    pixels = shape if vae is None else _pixels_of(vae, shape, where)
+    if drawn is not None and drawn[0] != shape:
+        raise UserError(
+            f"{where}: {name} draws {list(shape)}, but the features of target.encoder are {list(drawn[0])}; set "
+            f"in_channels and out_channels to {drawn[0][0]} and sample_size to {drawn[0][1]}"
+        )
+    pixels = drawn[1] if drawn is not None else shape if vae is None else _pixels_of(vae, shape, where)
     if pixels[0] not in (1, 3):
         raise UserError(
             f"{where}: {name} draws {channels} channels, which is no picture; name the autoencoder whose latents they "
@@ -128,14 +135,13 @@ def build_diffusion(
     source = seen.source
 
     def fresh() -> tuple[nn.Module, nn.Module | None]:
-        vae = source.vae_settings
-        return (
-            _build(source.settings, where, tuple(FAMILIES)),
-            None if vae is None else _build(vae, f"{where}.vae", AUTOENCODERS),
-        )
+        net, vae = _build(source.settings, where, tuple(FAMILIES)), source.vae_settings
+        if source.features is not None:
+            return net, source.features.build(f"{where}.target.encoder")
+        return net, None if vae is None else _build(vae, f"{where}.vae", AUTOENCODERS)
 
     with torch.device("meta"):
-        net, vae = fresh()
+        net, encoder = fresh()
         pool = None
         if seen.pooled is not None:
             pool = nn.Identity() if seen.pooled == seen.width else nn.Linear(seen.width, seen.pooled)
@@ -148,43 +154,58 @@ def build_diffusion(
         objective,
         drop,
         pool,
-        vae,
-        None if vae is None else encode,
-        None if vae is None else latents_of,
+        encoder,
+        *_seen_by(source),
         fresh,
         seen.family.cut if seen.family.cut is not None and seen.family.cut.fits(config) else None,
         keeps_latents,
     )
-    if not hollow and source.folder is not None:
+    if not hollow and source.has_weights:
         module.to_empty(device="cpu")
         module.draw_weights()
         module.load_state_dict(pretrained_weights(source, where), strict=False)
     return module
 
 
+def _seen_by(source: PictureSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
+    """`encode` and `of_spread` of a `Diffusion`."""
+    if source.features is not None:
+        return features, None
+    return (None, None) if source.vae_settings is None else (encode, latents_of)
+
+
 def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
     """The stored weights of net and autoencoder, as `Diffusion` calls them. Raises UserError."""
     weights: dict[str, Tensor] = {}
     net = _pretrained(source.settings, source.folder, where)
-    for part, model in (("net", net), ("encoder", pretrained_autoencoder(source, where))):
+    if source.features is None:
+        encoder = pretrained_autoencoder(source, where)
+    else:
+        encoder = source.features.pretrained(f"{where}.target.encoder")
+    for part, model in (("net", net), ("encoder", encoder)):
         if model is not None:
             weights |= {f"{part}.{key}": tensor for key, tensor in model.state_dict().items()}
     return weights
 
 
-def pretrained_autoencoder(source: PictureSource, where: str) -> nn.Module | None:
+def pretrained_autoencoder(
+    source: PictureSource, where: str, dtype: torch.dtype = torch.float32
+) -> nn.Module | None:
     """The autoencoder with its stored weights; None where it has none. Raises UserError."""
-    return _pretrained(source.vae_settings, source.vae_folder, where)
+    return _pretrained(source.vae_settings, source.vae_folder, where, dtype)
 
 
 def _pretrained(
-    settings: Mapping[str, Any] | None, folder: tuple[str, str] | None, where: str
+    settings: Mapping[str, Any] | None,
+    folder: tuple[str, str] | None,
+    where: str,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module | None:
     if folder is None or settings is None:
         return None
     kind = _class_of(settings, where, (*FAMILIES, *AUTOENCODERS))
     try:
-        return kind.from_pretrained(folder[0], subfolder=folder[1] or None, torch_dtype=torch.float32)
+        return kind.from_pretrained(folder[0], subfolder=folder[1] or None, torch_dtype=dtype)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {reason}") from None

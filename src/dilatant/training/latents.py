@@ -22,7 +22,7 @@ from dilatant.data.image_target import ImageTarget
 from dilatant.data.latents import Latents, data_fingerprint
 from dilatant.data.sample import Media
 from dilatant.models.autoencoder import spread_of
-from dilatant.models.net_source import read_source
+from dilatant.models.net_source import source_of_entry
 from dilatant.models.picture_nets import look_at, pretrained_autoencoder
 from dilatant.profiling.assemble import Samples
 from dilatant.runtime.precision import pick_precision
@@ -81,18 +81,18 @@ def with_latents(comm: Comm, config: Config, samples: Samples, device: torch.dev
 
 def _open(config: Config, name: str, device: torch.device) -> tuple[Latents, Any]:
     entry, where = config.model.generators[name], f"model.generators.{name}"
-    seen = look_at(read_source(where, entry.id, entry.config, entry.vae), where)
-    autoencoder = pretrained_autoencoder(seen.source, where)
+    seen = look_at(source_of_entry(entry, where), where)
+    dtype = pick_precision(config.train.precision, device)
+    autoencoder = pretrained_autoencoder(seen.source, where, dtype)
     if autoencoder is None:
         raise UserError(
             f"{where}.cache_latents needs an autoencoder with weights of its own; name one: {where}.vae"
         )
-    dtype = pick_precision(config.train.precision, device)
     digest = blake2b(repr((sorted(seen.source.vae_settings or {}), seen.pixels, str(dtype))).encode())
     for key, tensor in sorted(autoencoder.state_dict().items()):
         digest.update(key.encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    autoencoder = autoencoder.to(device=device, dtype=dtype).eval()
+    autoencoder = autoencoder.to(device).eval()
     with torch.no_grad():
         parts = len(spread_of(autoencoder, torch.zeros(1, *seen.pixels, device=device)))
     folder = open_cache(config.data.cache_dir).folder / "latents" / digest.hexdigest()[:24]

@@ -23,7 +23,7 @@ from dilatant.config.model import GeneratorConfig
 from dilatant.models.lora import is_adapter, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.net_source import read_source
+from dilatant.models.net_source import source_of_entry
 from dilatant.models.picture_nets import pretrained_weights
 from dilatant.models.sources import load_encoder, load_language_model, without_bars
 from dilatant.models.unit import Unit
@@ -90,8 +90,8 @@ def _of_generator(
     unit = model.units[name]
     wanted = [weight for weight in unit.weights if weight.part == "model" and weight.name in held]
     where = f"model.generators.{name}"
-    source = read_source(where, entry.id, entry.config, entry.vae)
-    if not wanted or (source.folder is None and source.vae_folder is None):
+    source = source_of_entry(entry, where)
+    if not wanted or not source.has_weights:
         return {}
     stored = pretrained_weights(source, where)
     return {w.name: part(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
