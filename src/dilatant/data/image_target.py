@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.errors import MediaError
+from dilatant.data.image_file import decode_image
 from dilatant.data.image_unit import ImageProcessor, PixelProcessor
 from dilatant.data.latents import NAME, Latents
-from dilatant.data.media import decode_image
 from dilatant.data.pixels import EncoderInput, as_array
 from dilatant.data.sample import Media, MediaKind, MediaSize, digest_of
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import MediaError, may_pass
-from dilatant.data.media import open_media
+from dilatant.data.open_media import open_media
 from dilatant.data.sample import Media
 
 NAME = "latents"
