@@ -44,7 +44,11 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
             if not guess:
                 raise
             shapes[entry.kind] = _plain_shape(entry)
-        shapes[entry.kind] = replace(shapes[entry.kind], trained_share=_trained_share(entry))
+        shapes[entry.kind] = replace(
+            shapes[entry.kind],
+            trained_share=_trained_share(entry),
+            divided=entry.unit.structure is not None,
+        )
     return shapes
 
 
