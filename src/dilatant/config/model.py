@@ -135,6 +135,10 @@ class GeneratorConfig(Section):
             raise ValueError(
                 "'vae' and 'cache_latents' are for pictures; with 'target' the net draws features"
             )
+        if self.cache_latents and (isinstance(self.vae, dict) or (self.vae is None and self.id is None)):
+            raise ValueError(
+                "'cache_latents' needs an autoencoder with weights of its own; name one as 'vae'"
+            )
         return self
 
     @property
