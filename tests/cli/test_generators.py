@@ -19,7 +19,7 @@ from transformers import CLIPVisionModel
 from dilatant.models.sampling import Drawing
 from dilatant.training.drawing import draw_items
 from dilatant.training.export import load_exported
-from tiny_nets import KL, NETS, SD3
+from tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3
 from tiny_wholes import save_as_the_hub_does
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
@@ -182,6 +182,9 @@ def test_a_token_of_the_vocabulary_asks_as_well_as_queries(drawing: Path, dilata
         ({"id": "nowhere"}, "either 'id'"),
         ({"config": None, "id": "./nowhere"}, "model.generators.image: './nowhere' is not here in diffusers' layout"),
         ({"vae": KL}, "model.generators.image.vae: its latents have 4 channels, but the net draws 1"),
+        ({"target": {"encoder": CLIP}, "vae": KL}, "with 'target' the net draws features"),
+        ({"target": {"encoder": CLIP}}, "set in_channels and out_channels to 8 and sample_size to 4"),
+        ({"target": {"encoder": {"model_type": "llama"}}}, "model.generators.image.target.encoder"),
         ({"cache_latents": True}, "'cache_latents' needs an autoencoder with weights of its own"),
         ({"token": "two"}, "model.generators.image.token: 'two' is 3 tokens"),
         ({"drop": 2}, "model.generators.image.drop"),
@@ -306,14 +309,12 @@ def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
     assert [file.read_bytes() for file in kept] == before
 
 
+@pytest.mark.slow
 def test_features_of_a_frozen_encoder_are_learned_in_any_layout_and_given_out(
     drawing: Path, dilatant: Dilatant
 ) -> None:
     """What the net is shown are the encoder's own patches; without a decoder no picture is made."""
-    seen = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "image_size": 8, "patch_size": 2}  # fmt: skip
-    net = {**SD3, "in_channels": 8, "out_channels": 8, "patch_size": 1}
-    config = configure(drawing, {"config": net, "target": {"encoder": seen}}, steps=2)
+    config = configure(drawing, {"config": OF_FEATURES, "target": {"encoder": CLIP}}, steps=2)
     code, _, err = dilatant("train", config, "--set", "parallel=single")
     assert code == 0, err
     apart = ("--set", "parallel={units: {language: {pp: 2}, image: {pp: 2}}, microbatches: 2}")
@@ -337,17 +338,6 @@ def test_features_of_a_frozen_encoder_are_learned_in_any_layout_and_given_out(
     assert code != 0
     assert "it draws features of clip_vision_model, and making pictures of them takes a decoder" in err
     assert dilatant(*asked, drawing / "l.npy")[0] == 0
-    for wrong, said in (
-        ({"vae": KL}, "with 'target' the net draws features"),
-        ({"config": SD3}, "set in_channels and out_channels to 8 and sample_size to 4"),
-        ({"target": {"encoder": {"model_type": "whisper"}}}, "model.generators.image.target.encoder"),
-    ):
-        code, _, err = dilatant(
-            "train", configure(drawing, {"config": net, "target": {"encoder": seen}, **wrong})
-        )
-        assert code != 0
-        assert said in " ".join(err.split())
-        assert "Traceback" not in err
 
 
 def rows_of_start(unit: Any) -> torch.Tensor:

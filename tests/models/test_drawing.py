@@ -19,7 +19,7 @@ from dilatant.models.materialize import materialize
 from dilatant.models.net_source import read_source, scheduler_settings
 from dilatant.models.picture_nets import build_diffusion, look_at
 from dilatant.models.sampling import Drawing, draw
-from tiny_nets import KL, NETS, PIXART, SD3, UNET
+from tiny_nets import CLIP, KL, NETS, OF_FEATURES, PIXART, SD3, UNET
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
@@ -86,6 +86,24 @@ def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -
     torch.testing.assert_close(
         drawn, seen.clamp(-1, 1), rtol=1e-3, atol=1e-3
     )  # its table of noise is float32
+
+
+def test_the_features_of_a_frozen_encoder_are_its_patches_and_are_drawn_as_they_are() -> None:
+    seen = look_at(read_source("net", None, OF_FEATURES, None, CLIP), "net")
+    module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
+    generator = Generator(module, None, seen.width, "linear", 2)
+    net = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=0, generators={"image": generator})[
+        "image"
+    ].model
+    assert net.encoder is not None
+    assert not any(p.requires_grad for p in net.encoder.parameters())
+    pixels = torch.randn(2, 3, 8, 8)
+    patches = net.encoder(pixels).last_hidden_state[:, 1:]  # without the class token, row by row
+    for row, column in ((0, 0), (1, 3), (3, 2)):
+        assert torch.equal(net.encode(pixels)[:, :, row, column], patches[:, 4 * row + column])
+    drawn = draw(net.eval(), torch.randn(2, 2, 12), 50 * torch.randn(2, *net.shape), Drawing(2))
+    assert drawn.shape == (2, 8, 4, 4)
+    assert drawn.abs().max() > 1  # no picture, which would end there
 
 
 def test_noise_hangs_on_seed_key_and_place_alone() -> None:

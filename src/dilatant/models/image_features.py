@@ -31,7 +31,8 @@ class FeatureSource:
 
     def build(self, where: str) -> nn.Module:
         """With the weights that it begins with; on the meta device inside of `torch.device`. Raises UserError."""
-        return load_encoder(self.config, where)
+        hollow: Any = load_encoder(self.config, where)
+        return type(hollow)(hollow.config)
 
     def pretrained(self, where: str) -> nn.Module | None:
         """With its stored weights; None where it has none. Raises UserError."""
