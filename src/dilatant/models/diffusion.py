@@ -158,8 +158,8 @@ class Diffusion(nn.Module):
         rows: [items, k, width]; keys: of the items. target: `pixel_values` [items, channels, height, width], or what
         the autoencoder said of them, `latents` [items, parts, channels, height, width].
         """
-        mixed, told = self.shown(rows, seed=seed, keys=keys, place=place, **target)
-        said = self.say(mixed.seen, mixed.times, told)
+        mixed, condition = self.shown(rows, seed=seed, keys=keys, place=place, **target)
+        said = self.say(mixed.seen, mixed.times, condition)
         return (said.float() - mixed.target).square().flatten(1).mean(dim=1)
 
     def shown(

@@ -19,11 +19,11 @@ BLOCKS = "transformer_blocks"
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What passes between blocks. patches: [items, patches, width]; told: [items, k, width], the condition; times:
-    [items, n, width], the moment as blocks and the end are told it."""
+    """What passes between blocks. patches: [items, patches, width]; condition: [items, k, width]; times: [items, n,
+    width], the embedded moment that blocks and the end are given."""
 
     patches: Tensor
-    told: Tensor
+    condition: Tensor
     times: Tensor
 
 
@@ -31,7 +31,7 @@ class Between:
 class Cut:
     """Of a family. enter(net, seen, times, rows, pooled): arguments as of `Family.say`. block(net, block, between).
     leave(net, patches, times): [items, patches, numbers of a patch]. last: the modules and weights that only `leave`
-    uses. moments: rows of `Between.times`. problems(config): whether the settings allow it."""
+    uses. moments: rows of `Between.times`. fits(config): whether the settings allow it."""
 
     enter: Callable[..., Between]
     block: Callable[[Any, Any, Between], Between]
@@ -65,10 +65,12 @@ def _enter_sd3(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tens
 
 
 def _block_sd3(net: Any, block: Any, between: Between) -> Between:
-    told, patches = block(
-        hidden_states=between.patches, encoder_hidden_states=between.told, temb=between.times[:, 0]
+    condition, patches = block(
+        hidden_states=between.patches, encoder_hidden_states=between.condition, temb=between.times[:, 0]
     )
-    return replace(between, patches=patches, told=between.told if told is None else told)  # none of the last
+    if condition is None:  # of the last block, behind which nobody needs it
+        condition = between.condition
+    return replace(between, patches=patches, condition=condition)
 
 
 def _leave_sd3(net: Any, patches: Tensor, times: Tensor) -> Tensor:
@@ -77,15 +79,16 @@ def _leave_sd3(net: Any, patches: Tensor, times: Tensor) -> Tensor:
 
 def _enter_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
     patches = net.pos_embed(seen)
-    told = size_of_pictures(net, seen)
-    six, one = net.adaln_single(times, told, batch_size=len(seen), hidden_dtype=patches.dtype)
+    six, one = net.adaln_single(
+        times, size_of_pictures(net, seen), batch_size=len(seen), hidden_dtype=patches.dtype
+    )
     if net.caption_projection is not None:
         rows = net.caption_projection(rows)
     return Between(patches, rows, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
 
 
 def size_of_pictures(net: Any, seen: Tensor) -> dict[str, Tensor | None]:
-    """What PixArt is told of the size of its pictures."""
+    """What PixArt is given of the size of its pictures."""
     if not net.use_additional_conditions:
         return {"resolution": None, "aspect_ratio": None}
     height, width = 8.0 * seen.shape[-2], 8.0 * seen.shape[-1]  # in pixels of its autoencoder
@@ -97,7 +100,7 @@ def size_of_pictures(net: Any, seen: Tensor) -> dict[str, Tensor | None]:
 
 def _block_pixart(net: Any, block: Any, between: Between) -> Between:
     moment = between.times[:, :6].flatten(1)
-    patches = block(between.patches, encoder_hidden_states=between.told, timestep=moment)
+    patches = block(between.patches, encoder_hidden_states=between.condition, timestep=moment)
     return replace(between, patches=patches)
 
 
@@ -110,15 +113,15 @@ def _enter_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Ten
     patches = net.patch_embed(seen)
     moments = times * net.config.timestep_scale
     six, one = net.time_embed(moments, batch_size=len(seen), hidden_dtype=patches.dtype)
-    told = net.caption_norm(net.caption_projection(rows))
-    return Between(patches, told, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
+    condition = net.caption_norm(net.caption_projection(rows))
+    return Between(patches, condition, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
 
 
 def _block_sana(net: Any, block: Any, between: Between) -> Between:
     size, patch = net.config.sample_size, net.config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     moment = between.times[:, :6].flatten(1)
-    patches = block(between.patches, None, between.told, None, moment, height // patch, width // patch)
+    patches = block(between.patches, None, between.condition, None, moment, height // patch, width // patch)
     return replace(between, patches=patches)
 
 

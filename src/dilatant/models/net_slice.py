@@ -64,7 +64,7 @@ class NetSlice(nn.Module):
         if self.enters and not self.leaves:
             target = pack(target, value.dtype, self._width)
         if not self.leaves:
-            return torch.cat([between.patches, between.told, between.times, target], dim=1)
+            return torch.cat([between.patches, between.condition, between.times, target], dim=1)
         wanted = target if self.enters else unpack(target, self._whole[0].shape)
         return (self.leave(between) - wanted).square().flatten(1).mean(dim=1)
 
