@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from tiny_project import Dilatant, tiny_config, write_images
 from transformers import CLIPVisionModel
 
@@ -305,7 +305,9 @@ def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
     code, _, err = dilatant("train", config, *again, "--overwrite")
     assert code == 0, err
     assert "made the latents of 3 pictures" in err
-    assert [file.read_bytes() for file in kept] == before
+    for file, first in zip(kept, before, strict=True):
+        # An autoencoder's sums of a picture among fewer others.
+        np.testing.assert_allclose(load_file(file)["latents"], load(first)["latents"], atol=1e-5)
 
 
 @pytest.mark.slow
