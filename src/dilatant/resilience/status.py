@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.resilience.coordinator_process import EVENTS, read_record
+from dilatant.resilience.coordinator_process import COMMIT, EVENTS, read_record
+from dilatant.resilience.protocol.values import Task
+
+REBUILDS = "rebuilds.jsonl"
+"""In the run's folder for recovery: how long its first rank took for each generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,21 @@ def read_status(run: Path) -> RunStatus:
             workers = tuple(document["workers"].values())
             name = document["node"]
             nodes.append(Node(name, host, document["pid"], workers, name in record.members, alive))
-    task = events[-1]["task"] if events else "wait"
+    task = events[-1]["task"] if events else Task.WAIT.value
+    task = Task.RUN.value if task == COMMIT else task
     return RunStatus(
         record.generation, task, read_last_step(run) or None, record.stopped, tuple(nodes), events
     )
+
+
+def read_rebuilds(run: Path) -> Iterator[dict[str, Any]]:
+    """What the first ranks wrote of each generation; what else is in the file is passed over."""
+    kinds: dict[str, Any] = {"generation": int, "step": int, "seconds": dict}
+    for line in _lines(run / "resilience" / REBUILDS):
+        if all(isinstance(line.get(key), kind) for key, kind in kinds.items()) and all(
+            isinstance(seconds, int | float) for seconds in line["seconds"].values()
+        ):
+            yield line
 
 
 def _is_event(line: dict[str, Any]) -> bool:
