@@ -96,7 +96,7 @@ def recoveries(
             )
             print(f"  {found[-1]['kill to committed step'] * 1e3:6.0f} ms", end="", flush=True)
     finally:
-        _end(run)
+        _end(run, folder)
         print()
     steps = [line["step_seconds"] for line in _lines(folder / "run" / "metrics.jsonl")]
     return found, statistics.median(steps)
@@ -130,12 +130,14 @@ def restarts(folder: Path, kills: int) -> list[float]:
             again = time.time()
             _await(run, lambda: last() > again)  # noqa: B023
             first = next(
-                float(line.split()[0]) for line in steps.read_text().splitlines() if float(line.split()[0]) > again
+                float(line.split()[0])
+                for line in steps.read_text().splitlines()
+                if float(line.split()[0]) > again
             )
             found.append(first - killed)
             print(f"  {found[-1]:6.2f} s", end="", flush=True)
     finally:
-        _end(run)
+        _end(run, folder)
         print()
     return found
 
@@ -166,11 +168,13 @@ def _await(run: subprocess.Popen[bytes], is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONGEST_SECONDS
     while not is_so():
         if run.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit("the run has ended, or does not go on; what it wrote is lost with its folder")
+            raise RuntimeError("the run has ended, or does not go on")
         time.sleep(0.02)
 
 
-def _end(run: subprocess.Popen[bytes]) -> None:
+def _end(run: subprocess.Popen[bytes], folder: Path) -> None:
+    if run.poll() is not None:
+        print(f"\n{(folder / 'output').read_text(errors='replace')[-2000:]}")
     run.terminate()
     try:
         run.wait(30.0)
@@ -214,7 +218,9 @@ def main() -> None:
         ratio = again / summary["kill to committed step"]["median"]
         print(f"{'torchrun, started again':24} {again:6.2f} s; {ratio:.0f} times as long")
     has_torchft = importlib.util.find_spec("torchft") is not None
-    print("torchft: " + ("installed, but not compared here" if has_torchft else "not installed, not compared"))
+    print(
+        "torchft: " + ("installed, but not compared here" if has_torchft else "not installed, not compared")
+    )
     if options.json:
         document = {
             "machine": machine(),

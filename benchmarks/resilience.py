@@ -73,9 +73,7 @@ def paired_steps(nodes: int, turns: int, pace: float) -> tuple[list[float], list
         agents = [Child(AGENT, replace(start, node=f"node{node}")) for node in range(nodes)]
         barrier, seconds = context.Barrier(nodes), context.Queue()
         workers = [
-            context.Process(
-                target=_work, args=(agent.port, barrier, turns, pace, None if node else seconds)
-            )
+            context.Process(target=_work, args=(agent.port, barrier, turns, pace, None if node else seconds))
             for node, agent in enumerate(agents)
         ]
         for worker in workers:
@@ -161,7 +159,9 @@ def hash_bytes_per_second() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes")
+    parser.add_argument(
+        "--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes"
+    )
     parser.add_argument("--pace", type=float, default=0.1, help="seconds that a step computes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

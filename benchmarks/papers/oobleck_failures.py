@@ -330,7 +330,7 @@ def templates_of(name: str) -> dict[int, Template]:
         state += [16.0 * part.shape.parameters] * part.count
         kept += [4.0 * model.microbatch * model.tokens * part.shape.output_width] * part.count
     memory = LayerMemory({1: state}, {1: kept}, 0.9 * hardware.memory)
-    return plantemplates_of({1: layers}, range(1, _NODES + 1), 1, model.microbatches, memory)
+    return plan_templates({1: layers}, range(1, _NODES + 1), 1, model.microbatches, memory)
 
 
 _TF32 = 2.0  # an A40's bf16 peak over its TF32 peak (74.8 TFLOP/s, data sheet)
@@ -349,7 +349,7 @@ def _own_reaction(name: str, known: Mapping[str, Any]) -> tuple[Reaction, float]
     model = MODELS[name]
     seconds_of_30 = _composed(templates_of(name), _NODES, model.microbatches)
     level = known["throughput_by_nodes"][name][str(_NODES)] * seconds_of_30 / model.batch
-    reaction = fromtemplates_of(templates_of(name), FAULTS, model.microbatches)
+    reaction = from_templates(templates_of(name), FAULTS, model.microbatches)
     return _scaled(reaction, name, known["global_batch"][name]), level
 
 

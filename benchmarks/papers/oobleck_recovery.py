@@ -1,4 +1,4 @@
-"""Oobleck (thesis chapter 2): spot traces with the seconds that recovery takes here, against what no cost would leave."""
+"""Oobleck (thesis, chapter 2): spot traces with recovery as long as it is here, against what no cost would leave."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
     ]
     rebuilds = [{"generation": 3, "step": 7, "seconds": {"plan": 0.1, "copy": 0.75}}]
     write(tmp_path, "\n".join(map(json.dumps, events)), json.dumps(AGENT))
-    (tmp_path / "resilience" / REBUILDS).write_text("\n".join(map(json.dumps, [*rebuilds, {"generation": 2}])))
+    (tmp_path / "resilience" / REBUILDS).write_text(
+        "\n".join(map(json.dumps, [*rebuilds, {"generation": 2}]))
+    )
     first, second, third = generations(read_status(tmp_path).events, read_rebuilds(tmp_path))
     assert (first.left, first.joined, dict(first.lost)) == ((), (), {})
     assert (second.left, second.joined, dict(second.lost)) == (("b",), (), {})

@@ -93,7 +93,7 @@ class Comm:
 
     @property
     def attempt(self) -> str:
-        """A name for this attempt of the generation that all its ranks know and no other has; empty of a single rank."""
+        """What only the ranks of this attempt of the generation know it by; empty of a single rank."""
         return self._membership.id
 
     @property

@@ -19,6 +19,7 @@ from dilatant.comm.store import Store
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """One attempt of a generation. inboxes, machines: by rank. A machine is its host name and its boot, since names

@@ -56,7 +56,9 @@ def render_generations_page(generations: Sequence[Generation], title: str, stopp
 def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str, ...]:
     """The history in sentences."""
     changes = generations[1:]
-    left, joined = (sum(len(names) for names in nodes) for nodes in zip(*((g.left, g.joined) for g in changes)))
+    left, joined = (
+        sum(len(names) for names in nodes) for nodes in zip(*((g.left, g.joined) for g in changes))
+    )
     sentences = [
         f"{counted(len(changes), 'change')} of membership: {counted(left, 'node')} left, "
         f"{counted(joined, 'node')} joined."
@@ -73,7 +75,11 @@ def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str
 
 
 def _row(one: Generation, longest: float) -> dict[str, Any]:
-    happened = [f"{listed(list(names))} {what}" for names, what in ((one.left, "left"), (one.joined, "joined")) if names]
+    happened = [
+        f"{listed(list(names))} {what}"
+        for names, what in ((one.left, "left"), (one.joined, "joined"))
+        if names
+    ]
     return {
         "number": one.number,
         "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)),

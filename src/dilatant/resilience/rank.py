@@ -22,11 +22,11 @@ from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder
+from dilatant.resilience.history import write_history
 from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
-from dilatant.resilience.history import write_history
 from dilatant.resilience.status import REBUILDS, read_last_step
 from dilatant.resilience.transfer import Lost, transfer
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
