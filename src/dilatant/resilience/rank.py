@@ -134,6 +134,7 @@ class _Rank:
         self._trainers: list[Trainer] = []
         self._opened: list[Comm] = []
         self._is_joining = False
+        self._later: threading.Timer | None = None
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
         self._node_of: list[str] = []
@@ -181,9 +182,9 @@ class _Rank:
         late = None if self._held is None else self._not_logged(self._held.trainer, made.trainer)
         old, self._held, self._pending = self._held, made, None
         del old  # only now is nobody to go back to it
-        later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.rank,))
-        later.daemon = True
-        later.start()
+        self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.rank,))
+        self._later.daemon = True
+        self._later.start()
         return train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
 
     def _do_later(self, rank: int) -> None:
@@ -191,7 +192,7 @@ class _Rank:
         if self._spare is None:
             self._spare = copy.deepcopy(self._prepared.model)
         if rank == 0:
-            write_history(self._folder.path, str(self._folder.path))
+            write_history(self._folder.path, self._config.output_dir)
 
     def _await_rebuild(self) -> Rebuild:
         """Stand still with what is held; apply what turned out to be committed."""
@@ -362,6 +363,8 @@ class _Rank:
 
     def _still(self) -> None:
         """End all communication and what works in the background; what is held stays."""
+        if self._later is not None:
+            self._later.cancel()
         for trainer in self._trainers:
             with contextlib.suppress(Exception):
                 trainer.close()
