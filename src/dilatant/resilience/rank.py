@@ -33,6 +33,7 @@ from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoint import list_checkpoints, newest_valid
 from dilatant.training.checkpoint_boxes import pieces_of
 from dilatant.training.commit import Membership
+from dilatant.training.decoding import decoding_of, stand_by
 from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.training.master_weights import MOMENTS
 from dilatant.training.prepare import Prepared, prepare, with_costs
@@ -182,16 +183,18 @@ class _Rank:
         late = None if self._held is None else self._not_logged(self._held.trainer, made.trainer)
         old, self._held, self._pending = self._held, made, None
         del old  # only now is nobody to go back to it
-        self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.rank,))
+        self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
         self._later.daemon = True
         self._later.start()
         return train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
 
-    def _do_later(self, rank: int) -> None:
-        """Make the copy of the model that the next generation is built in, and show what has happened."""
+    def _do_later(self, comm: Comm) -> None:
+        """Make the copy of the model that the next generation is built in, show what has happened, and be ready to
+        decode for the machine."""
         if self._spare is None:
             self._spare = copy.deepcopy(self._prepared.model)
-        if rank == 0:
+        stand_by(comm, decoding_of(self._config.data))
+        if comm.rank == 0:
             write_history(self._folder.path, self._config.output_dir)
 
     def _await_rebuild(self) -> Rebuild:

@@ -17,7 +17,7 @@ from dilatant.data.pool_owner import PoolOwner
 from dilatant.data.pool_source import join
 from dilatant.data.ray_cluster import Connection, cluster_address
 from dilatant.data.ray_source import RaySource
-from dilatant.data.workers import workers_of_machine
+from dilatant.data.workers import warm_up, workers_of_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,13 @@ class MachineSource:
         self._source.close()
         if self._owner is not None:
             self._owner.close()
+
+
+def stand_by(comm: Comm, how: Decoding) -> None:
+    """Where this rank would own the pool of its machine if the first one there were lost, start the server that workers
+    come from, which takes seconds."""
+    if how.cluster is None and how.workers != 0 and comm.ranks_here[1:2] == (comm.rank,):
+        warm_up()
 
 
 def _report(rank: int, waiting: Waiting) -> None:
