@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +61,32 @@ def train(folder: Path, data: Path, restarts: int) -> subprocess.Popen[bytes]:
     return _start(command, folder)
 
 
-def recoveries(
-    folder: Path, data: Path, kills: int, seed: int, pause: float
-) -> tuple[list[dict[str, float]], float]:
-    """Seconds of each recovery, with its parts; and of a median step."""
+@dataclass
+class Recoveries:
+    """kills: seconds of each recovery, by part. step_seconds: of a median step. held: what the one process that is never
+    killed has before each kill: open files, threads, MiB of memory."""
+
+    kills: list[dict[str, float]]
+    step_seconds: float
+    held: list[dict[str, int]]
+
+
+def recoveries(folder: Path, data: Path, kills: int, seed: int, pause: float) -> Recoveries:
     run = train(folder, data, kills)
     history, draw = folder / "run" / "resilience", random.Random(seed)
-    found = []
+    found: list[dict[str, float]] = []
+    held: list[dict[str, int]] = []
     try:
         for _ in range(kills):
             _await(run, lambda: _is_complete(_lines(history / "events.jsonl")))
             time.sleep(pause)
             before = _lines(history / "events.jsonl")[-1]
-            victim = json.loads((history / f"{draw.choice(before['members'])}.json").read_text())
+            *others, spared = sorted(before["members"])  # it has its first name still, so it is the last
+            held.append(_held(_worker(history, spared)))
+            victim = _worker(history, draw.choice(others))
             generation = before["generation"] + 1
             killed = time.time()
-            os.kill(victim["workers"]["0"], signal.SIGKILL)
+            os.kill(victim, signal.SIGKILL)
             _await(run, lambda: "commit" in _times(history, generation))  # noqa: B023  # called at once
             when = _times(history, generation)
             rebuild = next(
@@ -99,7 +110,7 @@ def recoveries(
         _end(run, folder)
         print()
     steps = [line["step_seconds"] for line in _lines(folder / "run" / "metrics.jsonl")]
-    return found, statistics.median(steps)
+    return Recoveries(found, statistics.median(steps), held)
 
 
 def restarts(folder: Path, kills: int) -> list[float]:
@@ -140,6 +151,16 @@ def restarts(folder: Path, kills: int) -> list[float]:
         _end(run, folder)
         print()
     return found
+
+
+def _worker(history: Path, node: str) -> int:
+    return int(json.loads((history / f"{node}.json").read_text())["workers"]["0"])
+
+
+def _held(pid: int) -> dict[str, int]:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    files, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+    return {"files": files, "threads": threads, "MiB": pages * os.sysconf("SC_PAGE_SIZE") >> 20}
 
 
 def _is_complete(events: list[dict[str, Any]]) -> bool:
@@ -204,9 +225,11 @@ def main() -> None:
         theirs.mkdir()
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
-        kills, step_seconds = recoveries(ours, data, options.kills, options.seed, options.pause)
+        recovered = recoveries(ours, data, options.kills, options.seed, options.pause)
         restarted = restarts(theirs, options.restarts) if options.restarts else []
-    print(f"a step takes {step_seconds * 1e3:.0f} ms with {REPLICAS} processes")
+    kills, held = recovered.kills, recovered.held
+    print(f"a step takes {recovered.step_seconds * 1e3:.0f} ms with {REPLICAS} processes")
+    print(f"a process that is never killed has {held[0]} before the first kill, {held[-1]} before the last")
     print(f"{'after a kill':24} {'median':>8} {'p90':>8}")
     summary = {}
     for part in kills[0]:
@@ -225,7 +248,8 @@ def main() -> None:
         document = {
             "machine": machine(),
             "load_before": load,
-            "step_seconds": step_seconds,
+            "step_seconds": recovered.step_seconds,
+            "held": held,
             "kills": kills,
             "summary": summary,
             "torchrun_restart_seconds": restarted,

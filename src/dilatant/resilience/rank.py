@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommTimeout
@@ -379,8 +380,9 @@ class _Rank:
     def _unblock(self, generation: int) -> None:
         """From the link's thread: whoever waits for others in this generation waits no more."""
         is_joining = self._is_joining  # before looking at what is open: it turns from the one into the other
-        for comm in tuple(self._opened):
-            comm.abort("this generation is over", tell_others=False)
+        for comm in tuple(self._opened):  # from threads of their own: the link has to hear what comes next
+            end = partial(comm.abort, "this generation is over", tell_others=False)
+            threading.Thread(target=end, name="dilatant-end", daemon=True).start()
         if is_joining:
             with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:
                 end_generation(store, generation, self._rank, "this generation is over")

@@ -318,23 +318,25 @@ class Trainer:
         return TrainResult(self.step, self.total_steps, seconds, finished, evaluation)
 
     def decide_ahead(self) -> None:
-        """Let the coming steps be decided and decoded in the background before `run` wants them; called by all ranks
-        together, when it is known where to go on."""
-        with contextlib.ExitStack() as stack:
-            ahead = self.step, self.total_steps
-            steps = stack.enter_context(
-                self._inputs.training(self._sampler, self._position, *ahead, self._left_out)
-            )
-            self._ahead = stack.pop_all(), steps
+        """Let the coming steps be decided and decoded in the background before `run` wants them, once it is known where
+        to go on. Of a stream nothing is: its ranks begin and end together."""
+        if not self._inputs.is_stream:
+            stack = contextlib.ExitStack()
+            self._ahead = stack, stack.enter_context(self._open_steps())
 
     @contextlib.contextmanager
     def _begin_steps(self) -> Iterator[Steps]:
         if self._ahead is None:
-            self.decide_ahead()
-        assert self._ahead is not None
+            with self._open_steps() as steps:
+                yield steps
+            return
         stack, steps = self._ahead
         with stack:
             yield steps
+
+    def _open_steps(self) -> contextlib.AbstractContextManager[Steps]:
+        ahead = self.step, self.total_steps
+        return self._inputs.training(self._sampler, self._position, *ahead, self._left_out)
 
     @property
     def published(self) -> Path | None:
