@@ -63,7 +63,7 @@ def train(folder: Path, data: Path, restarts: int) -> subprocess.Popen[bytes]:
 
 @dataclass
 class Recoveries:
-    """kills: seconds of each recovery, by part. step_seconds: of a median step. held: what the one process that is never
+    """kills: seconds of each recovery, by part. step_seconds: of a median step. held: what a process that is never
     killed has before each kill: open files, threads, MiB of memory."""
 
     kills: list[dict[str, float]]

@@ -333,6 +333,11 @@ def templates_of(name: str) -> dict[int, Template]:
     return plan_templates({1: layers}, range(1, _NODES + 1), 1, model.microbatches, memory)
 
 
+def layer_bytes(name: str) -> list[int]:
+    """Of every layer's weights and optimizer state, which a node that takes it over has to be sent."""
+    return [16 * int(part.shape.parameters) for part in MODELS[name].parts for _ in range(part.count)]
+
+
 _TF32 = 2.0  # an A40's bf16 peak over its TF32 peak (74.8 TFLOP/s, data sheet)
 
 
