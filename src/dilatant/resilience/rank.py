@@ -22,13 +22,13 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
-from dilatant.report.run_folder import RunFolder
+from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.resilience.history import write_history
 from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
-from dilatant.resilience.status import REBUILDS, read_last_step
+from dilatant.resilience.status import REBUILDS
 from dilatant.resilience.transfer import Lost, transfer
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoint import list_checkpoints, newest_valid
@@ -363,7 +363,7 @@ class _Rank:
             return None
         if new.step % self._config.train.logging_steps:
             return None
-        return metrics if read_last_step(self._folder.path) < new.step else None
+        return metrics if last_step(self._folder.path / "metrics.jsonl") < new.step else None
 
     def _still(self) -> None:
         """End all communication and what works in the background; what is held stays."""

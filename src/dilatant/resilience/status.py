@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
+from dilatant.report.run_folder import last_step
 from dilatant.resilience.coordinator_process import COMMIT, EVENTS, read_record
 from dilatant.resilience.protocol.values import Task
 
@@ -70,7 +71,12 @@ def read_status(run: Path) -> RunStatus:
     task = events[-1]["task"] if events else Task.WAIT.value
     task = Task.RUN.value if task == COMMIT else task
     return RunStatus(
-        record.generation, task, read_last_step(run) or None, record.stopped, tuple(nodes), events
+        record.generation,
+        task,
+        last_step(run / "metrics.jsonl") or None,
+        record.stopped,
+        tuple(nodes),
+        events,
     )
 
 
@@ -103,12 +109,6 @@ def _is_introduction(line: dict[str, Any]) -> bool:
     if not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
         return False
     return all(isinstance(pid, int) for pid in line["workers"].values())
-
-
-def read_last_step(run: Path) -> int:
-    """The last step in metrics.jsonl; 0 before the first."""
-    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
-    return steps[-1] if steps else 0
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
