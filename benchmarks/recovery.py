@@ -5,8 +5,7 @@ drawn. When the loss was noticed, when all stood still and when they ran again i
 (resilience/events.jsonl, rebuilds.jsonl); the clock ends when the coordinator commits the first step of the survivors.
 Beside it torchrun's restart: a plain data-parallel loop of the same model, killed alike, up to its first finished step.
 
-torchft is left out where it is not installed: its wheels are of Lighthouse and manager, and it wants a GPU build's
-process groups besides.
+And torchft with its defaults, where it is installed (`pip install torchft` brings OpenTelemetry along).
 
     python benchmarks/recovery.py --kills 50 --json benchmarks/results/recovery.json
 """
@@ -153,6 +152,42 @@ def restarts(folder: Path, kills: int) -> list[float]:
     return found
 
 
+def torchft_recoveries(folder: Path, kills: int) -> list[float]:
+    """Seconds from a kill to the survivors' next committed step under torchft, with its defaults."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    steps, found = folder / "steps", []
+
+    def begin(replica: int) -> subprocess.Popen[bytes]:
+        loop = str(ROOT / "benchmarks" / "torchft_loop.py")
+        return _start([sys.executable, loop, str(CONFIG), str(folder), str(replica)], folder)
+
+    def done(after: float, by: int) -> list[float]:
+        lines = [line.split() for line in steps.read_text().splitlines()] if steps.exists() else []
+        return [float(at) for at, number, _ in lines if float(at) > after and int(number) == by]
+
+    runs = {replica: begin(replica) for replica in range(REPLICAS)}
+    try:
+        for number in range(kills):
+            victim, since = number % REPLICAS, time.time()
+            _await(runs[victim], lambda: len(done(since, REPLICAS)) > 3 * REPLICAS)  # noqa: B023
+            killed = time.time()
+            runs[victim].kill()
+            runs[victim].wait()
+            _await(runs[(victim + 1) % REPLICAS], lambda: bool(done(killed, REPLICAS - 1)))  # noqa: B023
+            found.append(min(done(killed, REPLICAS - 1)) - killed)
+            print(f"  {found[-1]:6.2f} s", end="", flush=True)
+            runs[victim] = begin(victim)
+    finally:
+        for run in runs.values():
+            _end(run, folder)
+        lighthouse.shutdown()
+        print()
+    return found
+
+
 def _worker(history: Path, node: str) -> int:
     return int(json.loads((history / f"{node}.json").read_text())["workers"]["0"])
 
@@ -212,7 +247,9 @@ def percentile(values: list[float], share: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=10, help="about 9 s each")
-    parser.add_argument("--restarts", type=int, default=3, help="of torchrun; about 15 s each on two cores")
+    parser.add_argument(
+        "--restarts", type=int, default=3, help="of torchrun and torchft; about 20 s each on two cores"
+    )
     parser.add_argument("--pause", type=float, default=1.5, help="seconds of training before each kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -220,13 +257,15 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as name:
-        data, ours, theirs = (Path(name) / part for part in ("digits", "ours", "torchrun"))
-        ours.mkdir()
-        theirs.mkdir()
+        data, ours, theirs, others = (Path(name) / part for part in ("digits", "ours", "torchrun", "torchft"))
+        for folder in (ours, theirs, others):
+            folder.mkdir()
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
         recovered = recoveries(ours, data, options.kills, options.seed, options.pause)
         restarted = restarts(theirs, options.restarts) if options.restarts else []
+        has_torchft = importlib.util.find_spec("torchft") is not None and options.restarts > 0
+        under_torchft = torchft_recoveries(others, options.restarts) if has_torchft else []
     kills, held = recovered.kills, recovered.held
     print(f"a step takes {recovered.step_seconds * 1e3:.0f} ms with {REPLICAS} processes")
     print(f"a process that is never killed has {held[0]} before the first kill, {held[-1]} before the last")
@@ -240,10 +279,10 @@ def main() -> None:
         again = statistics.median(restarted)
         ratio = again / summary["kill to committed step"]["median"]
         print(f"{'torchrun, started again':24} {again:6.2f} s; {ratio:.0f} times as long")
-    has_torchft = importlib.util.find_spec("torchft") is not None
-    print(
-        "torchft: " + ("installed, but not compared here" if has_torchft else "not installed, not compared")
-    )
+    if under_torchft:
+        print(f"{'torchft, its defaults':24} {statistics.median(under_torchft):6.2f} s")
+    else:
+        print("torchft is not installed, or was not asked for")
     if options.json:
         document = {
             "machine": machine(),
@@ -253,6 +292,7 @@ def main() -> None:
             "kills": kills,
             "summary": summary,
             "torchrun_restart_seconds": restarted,
+            "torchft_seconds": under_torchft,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
