@@ -64,6 +64,14 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _recovers_equal_devices(self) -> Self:
+        if self.resilience.enabled and self.cluster.groups:
+            raise ValueError(
+                "resilience.enabled and cluster.groups: recovery makes pipelines for equal devices; leave one out"
+            )
+        return self
+
     @property
     def row_tokens(self) -> int:
         """The token budget: most tokens of the language model in one microbatch, hence in one sample."""
