@@ -51,7 +51,7 @@ MORE_LANGUAGES = {
                   "head_dim": 8, "norm_topk_prob": True},
 }  # fmt: skip
 """Families that are not drawn."""
-UNDIVIDED = ("olmo2", "stablelm", "qwen3_5_text")
+UNDIVIDED = ("olmo2", "stablelm")
 """Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {

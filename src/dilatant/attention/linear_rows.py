@@ -26,7 +26,10 @@ from dilatant.attention.context_parallel import ContextParallelRow, Pending
 from dilatant.attention.mask import PADDING, SAMPLE, AttentionMask
 from dilatant.attention.scores import AttentionError
 
-_ATTRIBUTES = ("conv1d", "conv_dim", "conv_kernel_size", "A_log", "num_v_heads", "head_k_dim", "head_v_dim")
+_ATTRIBUTES = (
+    *("conv1d", "conv_dim", "conv_kernel_size", "A_log"),
+    *("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+)
 """What the layers have that are known here."""
 
 
@@ -40,7 +43,12 @@ class State(NamedTuple):
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of linear attention that packed rows can run through."""
-    return [module for module in model.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
+    return [module for module in model.modules() if is_linear_attention(module)]
+
+
+def is_linear_attention(module: nn.Module) -> bool:
+    """Whether this is such a layer."""
+    return all(hasattr(module, name) for name in _ATTRIBUTES)
 
 
 def run_over_rows(model: nn.Module, keyword: str) -> None:
