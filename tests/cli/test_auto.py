@@ -114,7 +114,7 @@ def test_experts_that_fit_no_device_are_divided_by_a_plan_that_nobody_wrote(
         "cluster.memory_gib=1",
     )
     assert one[0] == 0, one[2]
-    code, out, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS)
+    code, _, err = dilatant("train", project / "config.yaml", *AUTO, *COSTS)
     assert code == 0, err
     stages = [
         stage
