@@ -305,6 +305,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
             update={
                 "id": local(entry.id),
                 "vae": local(entry.vae) if isinstance(entry.vae, str) else entry.vae,
+                "target": entry.target.model_copy(update={"encoder": local(entry.target.encoder)})
+                if entry.target is not None and isinstance(entry.target.encoder, str)
+                else entry.target,
             }
         )
         for name, entry in config.model.generators.items()
