@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from step_cases import random_order, random_step
 
 from dilatant.plan import Cluster, Link, Plan, Replica, Stage, UnitPlan
+from dilatant.plan.cluster import cluster_of_groups
 from dilatant.schedule import (
     Action,
     ActionKind,
@@ -88,24 +89,34 @@ def turns_at_ports(step, cluster, size, shared):
             link = cluster.link(giver, taker)
             latency = max(latency, link.latency)
             if cluster.node_of(giver) == cluster.node_of(taker):
-                ways = ("link out", giver), ("link in", taker)
+                ways = {("link out", giver): link.bandwidth, ("link in", taker): link.bandwidth}
             else:
-                ways = [
-                    (way, cluster.node_of(rank), cluster.port_of(rank))
+                ways = {
+                    (way, cluster.node_of(rank), cluster.port_of(rank)): cluster.at(rank).port.bandwidth
                     for way, rank in (("port out", giver), ("port in", taker))
-                ]
-            for way in ways:
-                passing[way] = passing.get(way, 0.0) + whole / parts / link.bandwidth
+                }
+            for way, bandwidth in ways.items():
+                passing[way] = passing.get(way, 0.0) + whole / parts / bandwidth
         there = now
         for way, seconds in passing.items():
             free[way] = max(now, free.get(way, 0.0) if shared else 0.0) + seconds
             there = max(there, free[way])
         gathered = 0.0
         if len(takers) > 1:
-            gathered = cluster.inside.latency + whole * (1 - 1 / len(takers)) / cluster.inside.bandwidth
+            inside = cluster.at(takers[0]).inside
+            gathered = inside.latency + whole * (1 - 1 / len(takers)) / inside.bandwidth
         return there - now + latency + gathered
 
     return lag
+
+
+def random_group(rng, devices=0):
+    gpus = int(rng.integers(1, 5))
+    bandwidths = (
+        Link(float(rng.integers(1, 30)), float(rng.choice([0.01, 0.02]))),
+        Link(float(rng.integers(1, 30)), float(rng.choice([0.1, 0.2]))),
+    )
+    return Cluster(max(1, -(-devices // gpus)), gpus, 1e12, *bandwidths, ports=int(rng.integers(1, gpus + 1)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -115,10 +126,12 @@ def test_messages_take_turns_at_ports_as_in_the_event_simulator(seed):
     step = random_step(seed)
     schedule = random_schedule(step, rng)
     graph = build(step.plan, step.assignment, schedule)
-    gpus = int(rng.integers(1, 5))
-    ports = int(rng.integers(1, gpus + 1))
-    bandwidths = Link(float(rng.integers(1, 30)), 0.01), Link(float(rng.integers(1, 30)), 0.1)
-    cluster = Cluster(-(-(max(step.plan.ranks) + 1) // gpus), gpus, 1e12, *bandwidths, ports)
+    devices = max(step.plan.ranks) + 1
+    groups = [random_group(rng, devices)]
+    if rng.random() < 0.5:  # of unlike devices
+        first = random_group(rng, int(rng.integers(1, devices + 1)))
+        groups = [first, random_group(rng, devices - first.num_devices)]
+    cluster = cluster_of_groups(groups)
     seconds = rng.random(graph.num_ops)
     size = rng.random(graph.num_messages) * rng.integers(0, 9, graph.num_messages)
     ends, lag = travel(graph, seconds, size, cluster)

@@ -14,8 +14,9 @@ class Candidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
     `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
-    of this candidate beats: the work of its slowest stage. `disaggregated`: the seconds by which
-    DistTrain's search found it, 0 for others.
+    of this candidate beats: the work of its slowest stage. `disaggregated`: the seconds by which DistTrain's search
+    found it, 0 for others. `groups`: by option, the group of unlike devices that it takes its devices of; then several
+    options may hold the same unit, each some of its replicas. Of a cluster of equal devices nothing.
     """
 
     encoders_at: EncoderPosition
@@ -27,6 +28,7 @@ class Candidate:
     estimate: float
     bound: float
     disaggregated: float = 0.0
+    groups: tuple[int, ...] = ()
 
     @property
     def gpus(self) -> int:

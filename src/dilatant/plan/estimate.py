@@ -39,17 +39,19 @@ def chain_times(space: Space, replicas: int, microbatches: int, option: Option) 
     if option.chunks == 1:
         busy = busy + np.cumsum(option.light) - option.light
     held = option.gradient_bytes
-    last = 1.0 / np.maximum(
-        1.0, np.ceil(held / BUCKET_BYTES)
-    )  # of its gradients, what is left behind a backward
-    exposed = _ring_seconds(space, replicas * option.cp, option.tp, held)
-    backward = option.backward[: len(held)]  # of the chunk that comes last
-    exposed_sync = float(np.maximum(exposed - backward, exposed * last).max())
+    last = _last_bucket(option)
+    exposed_sync = exposed_seconds(option, _ring_seconds(space, replicas * option.cp, option.tp, held))
     if option.ep > 1:  # of experts there may be no other holder
         return ChainTimes(float(busy.max()), option.heavy, exposed_sync)
     sums = least_sync(held, replicas * option.cp, option.tp, space.cluster, space.table.units.rules)
     stages = np.maximum(busy + sums * last, microbatches * option.forward + sums)
     return ChainTimes(float(stages.max()), option.heavy + float((sums * last).min()), exposed_sync)
+
+
+def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
+    """Seconds left after a last backward, the most of any group of devices, of `sums` [groups] of gradients."""
+    backward = option.backward[: len(sums)]  # of the chunk that comes last
+    return float(np.maximum(sums - backward, sums * _last_bucket(option)).max())
 
 
 def estimate(
@@ -75,6 +77,11 @@ def bound(before: Side, language: Option, options: Sequence[Option], times: Sequ
         max(own.stages + (ahead if option is language else 0.0), own.path)
         for option, own in zip(options, times, strict=True)
     )
+
+
+def _last_bucket(option: Option) -> NDArray[np.float64]:
+    """[groups]: the part of the gradients that leaves behind a backward."""
+    return 1.0 / np.maximum(1.0, np.ceil(option.gradient_bytes / BUCKET_BYTES))
 
 
 def _ring_seconds(space: Space, holders: int, tp: int, held: NDArray[np.float64]) -> NDArray[np.float64]:

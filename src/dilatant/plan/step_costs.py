@@ -73,10 +73,7 @@ class StepCosts:
                 document["sync"] if "sync" in document else {"beside": document["sync_seconds"]}
             )  # older files
             if cluster is not None:
-                links = {name: Link(**cluster[name]) for name in ("inside", "between")}
-                cluster = Cluster(
-                    **{**cluster, **links, "reserve": MemoryReserve(**cluster.get("reserve", {}))}
-                )
+                cluster = Cluster.from_document(cluster)
             costs = cls(
                 StageCosts(**arrays),
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
@@ -108,9 +105,10 @@ class StepCosts:
 def _check_numbers(costs: StepCosts) -> None:
     """Raise ValueError for what is no number, or below 0. A link may be without bounds."""
     cluster = costs.cluster
-    places = () if cluster is None else (cluster, cluster.inside, cluster.between, cluster.reserve)
+    groups = () if cluster is None else (cluster, *cluster.parts)
+    places = [place for one in groups for place in (one, one.inside, one.between, one.reserve)]
     values = [getattr(place, field.name) for place in places for field in fields(place)]
-    numbers = [value for value in values if not isinstance(value, Link | MemoryReserve)]
+    numbers = [value for value in values if not isinstance(value, Link | MemoryReserve | str | tuple)]
     numbers += [*costs.item_tokens.values(), *costs.dense.values()]
     numbers += [*costs.sync.beside.values(), *costs.sync.after.values()]
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):

@@ -86,10 +86,11 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
 
     A ring passes `(n - 1) / n` of its bytes a round through each of its n members: over the links inside nodes, and in
     and out of each node once, spread over the ports of the members that are there. Small ones wait for as many messages
-    as a tree is high. All run at the same time, so what several send through one port adds up.
+    as a tree is high. All run at the same time, so what several send through one port adds up. Of unlike devices the
+    slowest on a ring decides.
     """
     inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    through: dict[tuple[int, int], float] = defaultdict(float)  # bytes by node and port
+    through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port
     crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
     used: dict[int, set[int]] = defaultdict(set)  # those rings by rank
     for ring in rings:
@@ -101,21 +102,23 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
         for rank in ring.ranks:
             ports[cluster.node_of(rank)].add(cluster.port_of(rank))
         crosses = len(ports) > 1
-        latency = cluster.between.latency if crosses else cluster.inside.latency
+        groups = [cluster.at(rank) for rank in ring.ranks] if cluster.parts else [cluster]
+        latency = max((group.between if crosses else group.inside).latency for group in groups)
         for rank in ring.ranks:
             waits[rank] += ring.rounds * math.ceil(math.log2(count)) * latency
             # The only one of a node sends past its neighbours, straight through the port.
             if count > len(ports):
-                inside[rank] += passed / cluster.inside.bandwidth
+                inside[rank] += passed / cluster.at(rank).inside.bandwidth
             if crosses:
                 used[rank].add(len(crossing))
         if not crosses:
             continue
         for node, own in ports.items():
+            bandwidth = cluster.at(cluster.ranks_of(node)[0]).port.bandwidth
             for port in own:
-                through[node, port] += passed / len(own)
+                through[node, port] += passed / len(own) / bandwidth
         crossing.append([(node, port) for node, own in ports.items() for port in own])
-    slowest = [max(through[port] for port in ring) / cluster.port.bandwidth for ring in crossing]
+    slowest = [max(through[port] for port in ring) for ring in crossing]
     return {
         rank: waits[rank] + max(own, max((slowest[ring] for ring in used[rank]), default=0.0))
         for rank, own in inside.items()

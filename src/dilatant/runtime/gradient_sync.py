@@ -155,12 +155,14 @@ class GradientSync:
     def _start_ready(self) -> None:
         while len(self._started) < len(self._shares) and self._missing[len(self._started)] == 0:
             self._started.append(self._start(self._shares[len(self._started)]))
+            if self._beside is not None:  # a GPU needs collectives of all groups in one order everywhere
+                self._cross()
         self._cross()
 
     @torch.no_grad()
     def _cross(self, wait: bool = False) -> None:
-        """Sum across nodes what a node has the sum of, in the order of buckets. A GPU does so beside what it computes;
-        a host looks whenever a bucket may start, and with `wait` waits."""
+        """Sum across nodes what a node has the sum of, in the order of buckets. A GPU does so beside what it computes,
+        of each bucket before the next starts; a host looks whenever a bucket may start, and with `wait` waits."""
         while self._crossed < len(self._started):
             one = self._started[self._crossed]
             if one.across:

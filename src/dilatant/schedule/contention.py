@@ -6,6 +6,7 @@ when the last of the ways it takes has passed its part; so it is never quicker t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ def travel(
     ops take `seconds` [ops]; zero between stages on the same ranks. size: bytes that a rank of the stage which makes
     the rows has of each message.
 
-    The ranks of both stages send and receive equal shares of it; tensor-parallel ranks then gather theirs.
+    The ranks of both stages send and receive equal shares of it; tensor-parallel ranks then gather theirs. Of
+    unlike devices every port passes bytes at its own pace, and the slower decides when they are there.
     """
     from dilatant.schedule import graph_kernels as kernels
 
@@ -39,8 +41,10 @@ def travel(
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     taker = graph.stage[target]
     whole = size * cp[maker]
-    gathered = whole / cp[taker] * (1 - 1 / tp[taker]) / cluster.inside.bandwidth
-    rest = ways.latency[pair] + np.where(tp[taker] > 1, cluster.inside.latency + gathered, 0.0)
+    near = [cluster.at(entry.stage.ranks[0]).inside for entry in placed]
+    latency, bandwidth = np.asarray([(link.latency, link.bandwidth) for link in near]).T
+    gathered = whole / cp[taker] * (1 - 1 / tp[taker]) / bandwidth[taker]
+    rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, 0.0)
     stays = ~ways.moves[pair] | (size == 0)
     # By source, and of one source by target: the order in which they are sent.
     by_target = kernels.group_by_target(graph.edge_target, graph.num_ops)[1]
@@ -69,35 +73,58 @@ def _ways(
     placed: tuple[PlacedStage, ...], source: NDArray[np.int64], target: NDArray[np.int64], cluster: Cluster
 ) -> _Ways:
     """Ways in order: out of each rank inside its node, in, out of each port, in."""
+    ends = _ends_of([rank for entry in placed for rank in entry.stage.ranks], cluster)
     widths = np.asarray([len(entry.stage.ranks) for entry in placed])
-    ranks = np.concatenate([entry.stage.ranks for entry in placed]).astype(np.int64)
     firsts = np.cumsum(widths) - widths
     parcels = np.maximum(widths[source], widths[target])
     pair = np.repeat(np.arange(len(source)), parcels)
     nth = np.arange(len(pair)) - np.repeat(np.cumsum(parcels) - parcels, parcels)
     sender, receiver = (
-        ranks[firsts[end][pair] + nth * widths[end][pair] // parcels[pair]] for end in (source, target)
+        firsts[end][pair] + nth * widths[end][pair] // parcels[pair] for end in (source, target)
     )
-    devices, gpus = cluster.num_devices, cluster.gpus_per_node
-    crosses = sender // gpus != receiver // gpus
-    port_of_sender, port_of_receiver = (
-        rank // gpus * cluster.ports + rank % gpus * cluster.ports // gpus for rank in (sender, receiver)
-    )
-    ports = cluster.nodes * cluster.ports
-    out = np.where(crosses, 2 * devices + port_of_sender, sender)
-    into = np.where(crosses, 2 * devices + ports + port_of_receiver, devices + receiver)
-    load = np.where(crosses, 1 / cluster.port.bandwidth, 1 / cluster.inside.bandwidth) / parcels[pair]
-    load = np.where(sender == receiver, 0.0, load)
+    crosses = (ends.node[sender] != ends.node[receiver]).astype(np.int64)
+    devices, ports = int(ends.rank.max()) + 1, int(ends.port.max()) + 1
+    out = np.where(crosses, 2 * devices + ends.port[sender], ends.rank[sender])
+    into = np.where(crosses, 2 * devices + ports + ends.port[receiver], devices + ends.rank[receiver])
+    moves = ends.rank[sender] != ends.rank[receiver]
+    loads = [
+        np.where(moves, 1 / ends.bandwidth[crosses, end] / parcels[pair], 0.0) for end in (sender, receiver)
+    ]
     count = 2 * (devices + ports)
     codes, at = np.unique(np.concatenate([pair * count + out, pair * count + into]), return_inverse=True)
     same = np.asarray([placed[a].stage.ranks == placed[b].stage.ranks for a, b in zip(source, target)])
     latency = np.zeros(len(source))
-    np.maximum.at(latency, pair, np.where(crosses, cluster.port.latency, cluster.inside.latency))
+    np.maximum.at(latency, pair, np.maximum(ends.latency[crosses, sender], ends.latency[crosses, receiver]))
     return _Ways(
         np.searchsorted(codes, np.arange(len(source) + 1) * count),
         codes % count,
-        np.bincount(at, np.concatenate([load, load]), len(codes)).astype(np.float64),
+        np.bincount(at, np.concatenate(loads), len(codes)).astype(np.float64),
         count,
         ~same.astype(bool),
         latency,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ends:
+    """Of ranks: their numbers among those of the plan, their nodes, and the numbers of their ports, [ranks]; and
+    bandwidth and latency of the way inside the node and of the port, [2, ranks]."""
+
+    rank: NDArray[np.int64]
+    node: NDArray[np.int64]
+    port: NDArray[np.int64]
+    bandwidth: NDArray[np.float64]
+    latency: NDArray[np.float64]
+
+
+def _ends_of(ranks: Sequence[int], cluster: Cluster) -> _Ends:
+    own, rank = np.unique(np.asarray(ranks, dtype=np.int64), return_inverse=True)
+    places = [(cluster.node_of(one), cluster.port_of(one), cluster.at(one)) for one in own.tolist()]
+    numbers: dict[tuple[int, int], int] = {}
+    port = np.asarray([numbers.setdefault((node, port), len(numbers)) for node, port, _ in places])
+    links = [[group.inside for *_, group in places], [group.port for *_, group in places]]
+    bandwidth, latency = (
+        np.asarray([[getattr(link, name) for link in row] for row in links])[:, rank]
+        for name in ("bandwidth", "latency")
+    )
+    return _Ends(rank, np.asarray([node for node, *_ in places])[rank], port[rank], bandwidth, latency)
