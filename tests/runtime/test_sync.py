@@ -166,7 +166,7 @@ def test_a_sum_starts_inside_the_last_backward_and_not_before_it(workers: Worker
     assert workers.run(_starts_within_the_backward, 2) == [[0, 1]] * 2
 
 
-def _crosses_within_the_backward(worker: Worker) -> tuple[int, list[float]]:
+def _crosses_within_the_backward(worker: Worker) -> tuple[bool, list[float]]:
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("first", "middle", "last")}
     shared = share(worker, parameters, bucket_bytes=1, zero="node", node_of=[0, 0, 1, 1])
     sync = shared.sync
@@ -187,11 +187,12 @@ def _crosses_within_the_backward(worker: Worker) -> tuple[int, list[float]]:
     sync.left_last_backward(0)
     sync.finish()
     close(shared)
-    return crossed[0], [float(one.grad) for one in shared.owned.parameters.values()]
+    # The second bucket's sum of the node may be done as soon as it has started.
+    return crossed[0] >= 1, [float(one.grad) for one in shared.owned.parameters.values()]
 
 
 def test_a_node_s_sums_are_on_their_way_to_others_while_the_backward_runs(workers: WorkerPool) -> None:
-    assert workers.run(_crosses_within_the_backward, 4) == [(1, [4.0] * 3)] * 4
+    assert workers.run(_crosses_within_the_backward, 4) == [(True, [4.0] * 3)] * 4
 
 
 def _adds_to_what_is_there(worker: Worker) -> list[float]:
