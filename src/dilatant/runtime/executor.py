@@ -7,12 +7,12 @@ routes name; after it, it sends what others need.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
@@ -25,6 +25,7 @@ from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.unfinished_step import Ledger, set_aside
 from dilatant.runtime.weight_gradients import Deferred, WeightGradients, accumulate
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
@@ -72,15 +73,23 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Piece:
-    """A forward whose backward is still to come."""
+    """A forward whose backward is still to come; with `samples` only the second half of it."""
 
     inputs: dict[str, Tensor]
     rows: dict[str, Tensor]
     losses: Mapping[str, Tensor]
     deferred: list[Deferred] = field(default_factory=list)
+    samples: tuple[int, ...] | None = None
 
 
+Covered = Callable[[int, tuple[int, ...]], Sequence[nn.Parameter]]
+"""From stage and samples to the weights of which somebody has these samples' gradients already."""
 PieceKey = tuple[int, int, tuple[int, ...] | None]
+
+
+def nothing_covered(stage: int, samples: tuple[int, ...]) -> tuple[nn.Parameter, ...]:
+    """Of a step that begins anew."""
+    return ()
 
 
 class Executor:
@@ -106,6 +115,8 @@ class Executor:
         self._pieces: dict[PieceKey, _Piece] = {}
         self._agreement: Agreement
         self._owners: RowOwners
+        self._ledger = Ledger()
+        self._covered: Covered = nothing_covered
 
     def run(
         self,
@@ -114,17 +125,21 @@ class Executor:
         data: StepData,
         agreement: Agreement,
         owners: RowOwners,
+        ledger: Ledger | None = None,
+        covered: Covered = nothing_covered,
     ) -> list[Outcome]:
         """Run `actions`; returns the losses of their forwards, or the predictions, where `data` asks for these
         (`actions` are forwards only, and leave no gradients).
 
         agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited. owners:
-        who has which rows.
+        who has which rows. ledger: notes what is finished. covered: what must not be added to gradients.
         Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, CommAborted when another rank
         failed, and CommTimeout when one is silent.
         """
         self._agreement = agreement
         self._owners = owners
+        self._ledger = ledger or Ledger()
+        self._covered = covered
         self._pieces.clear()
         last = {
             action.stage: index
@@ -148,7 +163,7 @@ class Executor:
                     agreement.require()  # gradients are summed over ranks as soon as they are there
                     is_last = last[action.stage] == index
                     if action.kind == ActionKind.W:
-                        self._weight_gradients(action)
+                        self._weight_gradients(action, samples)
                     else:
                         self._backward(stage, action, samples, routes, is_last)
                     if is_last:
@@ -189,6 +204,11 @@ class Executor:
                 output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes)
         self._recorder.done()
+        outcomes = [
+            Outcome(name, loss.detach(), samples, output.sample_losses.get(name))
+            for name, loss in (output.losses.items() if stage.speaks else ())
+        ]
+        self._ledger.forwards.append((action.stage, samples, outcomes))
         if needs_backward:
             self._pieces[_key(action)] = _Piece(inputs, made, output.losses)
         for unit, boundary in stage.outbound.items():
@@ -196,12 +216,7 @@ class Executor:
             self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
             return [Outcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
-        if not stage.speaks:
-            return []
-        return [
-            Outcome(name, loss.detach(), samples, output.sample_losses.get(name))
-            for name, loss in output.losses.items()
-        ]
+        return outcomes
 
     def _made(
         self,
@@ -254,15 +269,19 @@ class Executor:
                 gradients.append(None if weight == 1.0 else torch.full_like(loss, weight))
         self._recorder.computing()
         splits = action.kind == ActionKind.I
+        covered = self._covered(action.stage, samples)
         if outputs:
-            if is_last:
+            if is_last and not covered:
                 self._sync.entering_last_backward(action.stage)
-            if splits:
-                with stage.gradients.deferring():
+            with self._ledger.adding(action.stage), set_aside(covered):
+                if splits:
+                    with stage.gradients.deferring():
+                        torch.autograd.backward(outputs, gradients)
+                    piece.deferred = stage.gradients.take()
+                else:
                     torch.autograd.backward(outputs, gradients)
-                piece.deferred = stage.gradients.take()
-            else:
-                torch.autograd.backward(outputs, gradients)
+        if not splits:
+            self._ledger.added[action.stage].update(samples)
         self._recorder.done()
         for unit, (boundary, needs_gradient) in stage.inbound.items():
             if needs_gradient:
@@ -271,7 +290,7 @@ class Executor:
                 counts = self._counts(stage, samples, unit, boundary)
                 self._send(self._to(unit, routes.sent.get(action, ())), counts, gradient)
         if splits:
-            piece.inputs, piece.rows, piece.losses = {}, {}, {}
+            piece.inputs, piece.rows, piece.losses, piece.samples = {}, {}, {}, samples
         else:
             del self._pieces[_key(action)]
 
@@ -281,10 +300,23 @@ class Executor:
     def _to(self, unit: str, messages: Sequence[Message]) -> list[Message]:
         return [m for m in messages if self._unit_of_stage[m.consumer.stage] == unit]
 
-    def _weight_gradients(self, action: Action) -> None:
+    def _weight_gradients(self, action: Action, samples: tuple[int, ...]) -> None:
         self._recorder.computing()
-        accumulate(self._pieces.pop(_key(action)).deferred)
+        self._add_deferred(action.stage, samples, self._pieces.pop(_key(action)))
         self._recorder.done()
+
+    def _add_deferred(self, stage: int, samples: tuple[int, ...], piece: _Piece) -> None:
+        with self._ledger.adding(stage), set_aside(self._covered(stage, samples)):
+            accumulate(piece.deferred)
+        self._ledger.added[stage].update(samples)
+
+    def settle(self) -> None:
+        """After a step that was ended: finish the second halves of backwards, for which nobody is needed, and let go of
+        what waits for others."""
+        for (stage, _, _), piece in self._pieces.items():
+            if piece.samples is not None and stage not in self._ledger.open:
+                self._add_deferred(stage, piece.samples, piece)
+        self._pieces.clear()
 
     def _counts(
         self, stage: LocalStage, samples: tuple[int, ...], other: str, boundary: Boundary

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Pending
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import BucketShare
@@ -67,6 +68,28 @@ class GradientSync:
         self._started: list[_Sum] = []
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
+        self._failed: CommAborted | CommTimeout | None = None
+        self.keeps = False
+        """Whether this rank's own gradients stay beside the sums until `forget`, for those who do without others' in
+        the end: as many numbers as it has trainable weights."""
+        self._kept: dict[str, Tensor] = {}
+        self._to_begin_with: Mapping[str, Tensor] = {}
+
+    def begin_with(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gradients of the next step that this rank has already, by logical name; backwards add to them."""
+        self._to_begin_with = gradients
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's own gradients of the step in hand, by logical name; those not kept are not there."""
+        return {
+            name: gradient
+            for name, weight in self._owned.weights.items()
+            if (gradient := weight.grad if self._unpacked.get(name, 1) else self._kept.get(name)) is not None
+        }
+
+    def forget(self) -> None:
+        """The step is applied, or never will be: let go of this rank's own gradients."""
+        self._kept = {}
 
     def begin(self, stages: Iterable[int]) -> None:
         """Start a step in which `stages` run a backward. Gradients that are there are kept and added to at the end."""
@@ -82,6 +105,11 @@ class GradientSync:
         ]
         self._unpacked = {name: len(numbers) for name, numbers in self._shares_of.items()}
         self._started = []
+        self._failed = None
+        self._kept = {}
+        for name, gradient in self._to_begin_with.items():
+            self._owned.weights[name].grad = gradient
+        self._to_begin_with = {}
         self._start_ready()
 
     def entering_last_backward(self, stage: int) -> None:
@@ -89,8 +117,10 @@ class GradientSync:
         self._current = stage
 
     def left_last_backward(self, stage: int) -> None:
-        """No gradient of `stage` is still to come."""
+        """No gradient of `stage` is still to come. Raises what a sum that began in its last backward has raised."""
         self._current = None
+        if self._failed is not None:
+            raise self._failed
         for name, waiting in self._unfinished.items():
             if stage in waiting:
                 self._complete(name, stage)
@@ -143,9 +173,12 @@ class GradientSync:
     def _hook(self, name: str):
         def accumulated(parameter: nn.Parameter) -> None:
             stage = self._current
-            if stage is not None and stage in self._unfinished[name]:
+            if stage is not None and stage in self._unfinished[name] and self._failed is None:
                 self._complete(name, stage)
-                self._start_ready()
+                try:
+                    self._start_ready()
+                except (CommAborted, CommTimeout) as error:  # the backward itself is as good as ever
+                    self._failed = error
 
         return accumulated
 
@@ -165,7 +198,10 @@ class GradientSync:
         for name in share.bucket.names:
             self._unpacked[name] -= 1
             if not self._unpacked[name]:
-                self._owned.weights[name].grad = None
+                weight = self._owned.weights[name]
+                if self.keeps and weight.grad is not None:
+                    self._kept[name] = weight.grad
+                weight.grad = None
         what = _named(share)
         if _is_scattered(share):
             flat, group = numbers, group_of(self._comm, share.sharing)

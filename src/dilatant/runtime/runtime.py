@@ -26,16 +26,18 @@ from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.executor import Executor, LocalStage, Outcome
+from dilatant.runtime.executor import Covered, Executor, LocalStage, Outcome, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.row_owners import RowOwners
+from dilatant.runtime.salvage import Finished, LayerWeights, Salvage, Salvaged
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
 from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
@@ -95,6 +97,7 @@ class Runtime:
     gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
     those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
+    keeps_gradients: so that they may be salvaged when ranks are lost, a rank's own gradients stay until `forget`.
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
     communication, too. num_sources: data sets that samples are of, whose losses are told apart where there are several.
 
@@ -123,6 +126,7 @@ class Runtime:
         zero: Zero = "none",
         node_of: Sequence[int] | None = None,
         keeps_masters: bool = True,
+        keeps_gradients: bool = False,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
@@ -163,6 +167,15 @@ class Runtime:
             model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights, keeps_masters
         )
         self._sync = self._shared.sync
+        self._sync.keeps = self._keeps = keeps_gradients
+        self._unfinished = UnfinishedStep(
+            comm.rank,
+            self._placed,
+            trained_by_layer(model.units),
+            speaking_layers(model.units),
+            model.graph.anchor,
+            num_sources,
+        )
         self._shared.require_equal()
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
@@ -214,7 +227,12 @@ class Runtime:
         by the same costs, and at most `cost_correction.INTERVAL` steps ahead. By default the one to be executed next.
         Raises RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
         """
-        return self._planner.plan_step(samples, self._number(step_number), forwards)
+        number, salvage = self._number(step_number), self._unfinished.salvage
+        if salvage is not None and not forwards and salvage.is_of(number, samples):
+            unfinished = self._unfinished
+            salvaged = self._planner.missing(samples, salvage, unfinished.weights, unfinished.speaking)
+            return self._planner.plan_missing(samples, salvaged)
+        return self._planner.plan_step(samples, number, forwards)
 
     def prepare(
         self,
@@ -280,6 +298,31 @@ class Runtime:
                 for number, (tokens, losses) in zip(made.samples, parts, strict=True):
                     predicted[number] = Predicted(tokens.tolist(), losses.tolist())
             return predicted
+
+    def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
+        """Salvage a step: when it is planned and executed next, only what is missing runs. gradients: this rank's part,
+        by logical name. Where the step's samples turn out to be others, all of it runs."""
+        self._unfinished.take_up(salvage, gradients)
+
+    @property
+    def trained_by_layer(self) -> LayerWeights:
+        """Unit → of each layer the weights that train, wherever they are held."""
+        return self._unfinished.weights
+
+    def finished(self) -> Finished | None:
+        """What this rank has of the step in hand, and of what was taken up for it; None where there is nothing. The
+        gradients are those of `local_gradients`."""
+        self._executor.settle()
+        return self._unfinished.finished(self.local_gradients()) if self._keeps else None
+
+    def local_gradients(self) -> Mapping[str, Tensor]:
+        """This rank's own gradients of that step by logical name: as far as it has any, its sums over samples."""
+        return self._unfinished.gradients if self._unfinished.is_to_come else self._sync.local()
+
+    def forget(self) -> None:
+        """The step in hand is applied: nothing of it is to be salvaged."""
+        self._unfinished.forget()
+        self._sync.forget()
 
     def grad_norm(self) -> float:
         """The norm of all gradients as they are now; the same on every rank, and called by all of them."""
@@ -349,6 +392,8 @@ class Runtime:
 
     def close(self) -> None:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
+        if self._keeps:
+            self._executor.settle()
         self._sync.close()
         for stage in self._stages.values():
             if stage.dropout is not None:
@@ -384,6 +429,10 @@ class Runtime:
         own_losses, nonfinite = _sum_losses(outcomes, data)
         anchor = self.model.graph.anchor
         own_sources = _sum_sources(outcomes, data, anchor, self._num_sources)
+        for share in () if step.salvaged is None else step.salvaged.losses_of(self.comm.rank):
+            for name, value in share.values.items():
+                own_losses[name] = own_losses.get(name, 0.0) + value
+            own_sources = [sum(both) for both in zip(own_sources, share.by_source)]
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
         actions = self._recorder.rows()
@@ -445,7 +494,27 @@ class Runtime:
             agreement.require()
         self._transport.begin(step.routes, owners, agreement.require)
         self._recorder.begin(kept=not data.predicts)
-        return self._executor.run(step.actions, step.routes, data, agreement, owners)
+        if data.predicts:
+            return self._executor.run(step.actions, step.routes, data, agreement, owners)
+        salvaged = step.salvaged
+        ledger, gradients = self._unfinished.begin(
+            number, step.draws, salvaged, [sample.source for sample in samples]
+        )
+        self._sync.begin_with(gradients)
+        covered = self._covering(salvaged)
+        return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
+
+    def _covering(self, salvaged: Salvaged | None) -> Covered:
+        """The weights of a stage whose gradients of some samples are salvaged."""
+        if salvaged is None:
+            return nothing_covered
+        by_layer = salvaged.salvage.covered()
+
+        def covered(stage: int, samples: tuple[int, ...]) -> list[nn.Parameter]:
+            names = self._unfinished.covered(self._placed[stage], samples, by_layer)
+            return [self.parameters[name] for name in sorted(names)]
+
+        return covered
 
     def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
         draws = draws_of(samples, number)
