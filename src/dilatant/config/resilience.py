@@ -35,6 +35,12 @@ class ResilienceConfig(Section):
     drain_seconds: float = Field(600.0, gt=0)
     """What a node that was asked to leave waits for the end of the step; then the others repeat the step without it. A
     cloud gives 30 to 120 s before it takes a machine."""
+    evict_slower: float | None = Field(None, gt=1)
+    """A node with a process so many times slower than others that do the like is left out, as one that was asked to
+    leave, one at a time and while `fewest_nodes` remain. Before that, and without this, slow ones get fewer samples."""
+    salvage: bool = True
+    """After a loss only what the lost processes had not handed on of the step in hand runs again. Every process keeps
+    its own gradients beside their sums until the step counts: 4 bytes for each weight that trains there."""
     fewest_nodes: int = Field(1, ge=1)
     """With fewer the run is saved and ends with exit code 75: start it again when there are more."""
 

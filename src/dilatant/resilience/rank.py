@@ -25,6 +25,7 @@ from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
+from dilatant.resilience.salvage import salvage_step
 from dilatant.resilience.status import read_last_step
 from dilatant.resilience.transfer import Lost, transfer
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
@@ -205,21 +206,30 @@ class _Rank:
         watch.lap("plan")
         trainer = self._trainer(order, planned, weights_follow=order.base != NO_STATE)
         watch.lap("build")
-        copied = 0
+        copied, kept = 0, 0.0
         if order.base == NO_STATE:
             self._begin(trainer, planned)
         else:
             try:
-                copied = self._take_over(trainer, None if held is None else held.trainer)
+                old = None if held is None else held.trainer
+                copied = self._take_over(trainer, old)
+                watch.lap("copy")
+                kept = self._salvage(order, trainer, old)
+                watch.lap("salvage")
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
                 self._still()
                 trainer = self._trainer(order, planned, weights_follow=False)
                 self._begin(trainer, planned)
-        watch.lap("copy")
+                watch.lap("copy")
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
-            trainer.recovery = {"ranks": trainer.comm.size, "bytes_to_first_rank": copied, **costs}
+            trainer.recovery = {
+                "ranks": trainer.comm.size,
+                "bytes_to_first_rank": copied,
+                "salvaged_share": kept,
+                **costs,
+            }
         if trainer.rank == 0:
             self._folder.write_text("plan.json", planned.to_json())
             record = {
@@ -227,6 +237,7 @@ class _Rank:
                 "step": trainer.step,
                 "seconds": watch.laps,
                 "bytes_to_first_rank": copied,
+                "salvaged_share": kept,
             }
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -288,7 +299,13 @@ class _Rank:
             raise Fenced
         places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
         membership = Membership(
-            order.generation, places, weights_follow, self._link, self._opened.append, order.reason
+            order.generation,
+            places,
+            weights_follow,
+            self._link,
+            self._opened.append,
+            order.reason,
+            self._config.resilience.salvage,
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
@@ -330,6 +347,15 @@ class _Rank:
         saved = all_gather_object(trainer.comm, newest[0].step if newest else 0)[0]
         trainer.continue_branch(saved, newest[0].path if newest else None)
         return copied
+
+    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> float:
+        """Bring what is finished of the step in hand to where it counts; how much of the step that is, 0 to 1."""
+        if order.doubted or not self._config.resilience.salvage:
+            return 0.0
+        found = salvage_step(
+            trainer.comm, trainer.step, None if old is None else old.runtime, trainer.runtime
+        )
+        return 0.0 if found is None else found.share(trainer.runtime.trained_by_layer)
 
     def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
         """Of the last step, if its first rank was lost, or left, before it could write it down."""

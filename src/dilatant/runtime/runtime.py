@@ -444,7 +444,7 @@ class Runtime:
             float(should_stop()),
             float(len(own_found)),
             *own_sources,
-            *self.costs.own(step.work, [action.seconds for action in actions]),
+            *self.costs.own(self.comm.rank, step.work, [action.seconds for action in actions]),
             *shares,
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.

@@ -138,6 +138,11 @@ class Salvage:
             found[share.layer] = found.get(share.layer, frozenset()) | frozenset(share.samples)
         return found
 
+    def share(self, weights: LayerWeights) -> float:
+        """Of all pairs of a layer that trains and a sample, how many have their gradients."""
+        layers = sum(bool(names) for of_layers in weights.values() for names in of_layers)
+        return sum(map(len, self.covered().values())) / max(1, layers * len(self.draws))
+
     def missing(
         self,
         tokens: Mapping[str, Sequence[int]],

@@ -89,19 +89,32 @@ def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -
 
 
 def _speeds(plan: Plan, anchor: str, costs: StageCosts, samples: Workload) -> list[float]:
-    """By replica of the anchor: global batches per second of the ranks that have most to do for it, other units' stages
-    on the same ranks included."""
-    busy: list[dict[tuple[int, ...], float]] = [{} for _ in plan.unit(anchor).replicas]
+    """By replica of the anchor: global batches per second of the ranks that have most to do for it: its own, with other
+    units' stages there, and those of replicas that serve it elsewhere (see `distribute`)."""
+    anchors = len(plan.unit(anchor).replicas)
+    busy: list[dict[tuple[int, ...], float]] = [{} for _ in range(anchors)]
     replica_of = {placed.stage.ranks: placed.replica for placed in plan.stages() if placed.unit == anchor}
     for placed in plan.stages():
         ranks = placed.stage.ranks
+        tokens, squares = _sizes(samples, placed.unit)
+        batch = np.array([squares.sum(), tokens.sum(), 0.0])
+        seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
         if ranks in replica_of:
-            tokens, squares = _sizes(samples, placed.unit)
-            batch = np.array([squares.sum(), tokens.sum(), 0.0])
-            seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
-            own = busy[replica_of[ranks]]
-            own[ranks] = own.get(ranks, 0.0) + seconds
+            served = [replica_of[ranks]]
+        else:
+            count = len(plan.unit(placed.unit).replicas)
+            seconds *= anchors / count
+            served = [number for number in range(anchors) if _serves(placed.replica, count, number, anchors)]
+        for number in served:
+            busy[number][ranks] = busy[number].get(ranks, 0.0) + seconds
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
+
+
+def _serves(replica: int, count: int, number: int, anchors: int) -> bool:
+    """Whether a replica, of `count`, has samples of replica `number` of the anchor's (see `distribute`)."""
+    if count <= anchors:
+        return number * count // anchors == replica
+    return replica * anchors // count == number
 
 
 def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:

@@ -26,6 +26,7 @@ class Rebuild:
     committed: int
     first_rank: int
     reason: str
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,15 @@ class Died:
     reason: str
 
 
-Event = Stopped | Made | Computing | Prepared | Broken | Done | Died
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A worker is so many times slower than others, which is too much; 0 when it is no longer."""
+
+    generation: int
+    times: float
+
+
+Event = Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow
 
 
 @dataclass(slots=True)
@@ -151,6 +160,7 @@ class Agent:
         self._prepared: dict[int, Prepared] = {}
         self._done: set[int] = set()
         self._deadlines: dict[int, _Deadline] = {}
+        self._slow: dict[int, float] = {}
         self._fencing_since = 0.0
         self._leaving_since: float | None = None
         self._was_told_to_end = False
@@ -198,6 +208,7 @@ class Agent:
             self._prepared.clear()
             self._done.clear()
             self._deadlines.clear()
+            self._slow.clear()
             self._fencing_since = now
             self._set(
                 generation=order.generation,
@@ -206,6 +217,7 @@ class Agent:
                 broken="",
                 accuses=None,
                 done=False,
+                slow=0.0,
             )
             return [Fence(order.generation)]
         if order.generation < own.generation or own.failed:
@@ -223,6 +235,7 @@ class Agent:
                     order.committed,
                     sum(order.workers[:place]),
                     order.reason,
+                    order.doubted,
                 )
             ]
         if order.task is Task.RUN:
@@ -256,6 +269,9 @@ class Agent:
                     key: value for each in self._prepared.values() for key, value in each.hashes.items()
                 }
                 self._set(prepared=event.step, hashes=hashes)
+        elif isinstance(event, Slow):
+            self._slow[worker] = event.times
+            self._set(slow=max(self._slow.values()))
         elif isinstance(event, Done) and own.phase is Phase.RUNNING:
             self._done.add(worker)
             if len(self._done) == own.workers:
