@@ -99,6 +99,7 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
     coordinator.lost("n2", 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
+    assert all(e.doubted for e in coordinator.tick(1.0) if isinstance(e, Order) and e.task is Task.REBUILD)
 
 
 def test_what_all_survivors_have_prepared_is_kept_when_the_others_are_lost() -> None:

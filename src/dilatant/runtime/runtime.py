@@ -392,8 +392,6 @@ class Runtime:
 
     def close(self) -> None:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
-        if self._keeps:
-            self._executor.settle()
         self._sync.close()
         for stage in self._stages.values():
             if stage.dropout is not None:
@@ -403,6 +401,8 @@ class Runtime:
         self._replaced = []
         if self._owns_comm:
             self.comm.close()
+        if self._keeps:
+            self._executor.settle()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:

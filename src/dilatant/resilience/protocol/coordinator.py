@@ -264,7 +264,9 @@ class Coordinator:
         holders = [s for s in own if s.base == base != NO_STATE]
         committed = max((s.applied for s in holders), default=0)
         ready = [s for s in holders if s.prepared == committed == s.applied]
-        if len(ready) == len(holders) > 0 and not self._disagreeing(ready):
+        if self._disagreeing(ready):
+            self._doubts = True
+        elif len(ready) == len(holders) > 0:
             committed += 1
         self.base, self.committed, self.task, self._ordered_at = base, committed, Task.REBUILD, now
         return self._orders()
@@ -332,7 +334,7 @@ class Coordinator:
     def _disagreeing(self, own: list[Status]) -> set[str]:
         """Nodes whose gradients of a layer are not those of most of its holders."""
         holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        if all(s.hashes == own[0].hashes for s in own):
+        if not own or all(s.hashes == own[0].hashes for s in own):
             return set()
         for s in own:
             for layer, value in s.hashes.items():
