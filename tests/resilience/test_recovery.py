@@ -175,11 +175,12 @@ def test_a_slow_rank_gets_fewer_samples_and_its_node_goes_when_it_is_too_slow(
     # Other sums of the same numbers; differences grow with the steps.
     assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
     if bound == "null":
-        assert ended.events[-1]["members"] == ["node0", "node1"]
+        members = ended.events[-1]["members"]
+        assert sorted(members) == ["node0", "node1"]
         step = MeasuredStep.from_json((project / "run" / "step.json").read_text())
-        fast, slow = (sum(map(len, own)) for own in step.assignment.microbatches["language"])
-        assert fast + slow == 32
-        assert slow <= 13, ended.output
+        shares = [sum(map(len, own)) for own in step.assignment.microbatches["language"]]
+        assert sum(shares) == 32
+        assert shares[members.index("node1")] <= 13, ended.output
     else:
         assert ended.events[-1]["members"] == ["node0"]
         assert any("node1 is" in event["reason"] for event in ended.events)
