@@ -187,6 +187,21 @@ def test_a_slow_rank_gets_fewer_samples_and_its_node_goes_when_it_is_too_slow(
 
 
 @pytest.mark.slow
+def test_a_deterministic_run_has_the_same_bits_with_kills_and_without(tmp_path: Path) -> None:
+    exact = changes("train.deterministic=true")
+    alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=exact)
+    ended = run_with_faults(
+        make_project(tmp_path / "killed", COPIES),
+        Fault(4, "worker:1"),
+        Fault(9, "worker:3", later=0.05),
+        arguments=exact,
+    )
+    assert ended.exit_code == 0, ended.output
+    assert len(ended.events[-1]["members"]) == 2
+    assert ended.losses == alone.losses
+
+
+@pytest.mark.slow
 def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> None:
     """Steps of about a second, so that the kill meets one."""
     size = changes("train.steps=5", "train.global_batch_size=256", "parallel.microbatches=16")

@@ -125,19 +125,18 @@ def test_a_rank_that_is_slower_for_long_gets_fewer_samples_until_it_is_well() ->
 
     assert shares(0) == [20, 20, 20]
     pace(costs, 0, 2 * INTERVAL, 3.0, 3.0, 3.4)  # all of them slow, none of them much more than others
-    assert shares(2 * INTERVAL) == [20, 20, 20]
+    assert shares(3 * INTERVAL) == [20, 20, 20]
     pace(costs, 2 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 2.0)
-    assert shares(4 * INTERVAL) == [24, 24, 12]
+    assert shares(5 * INTERVAL) == [24, 24, 12]
     again = CostCorrection(COPIES, origin())
     again.from_json(costs.to_json())
     assert again.slowness.factors[2] == pytest.approx(2.0, rel=0.05)
     pace(costs, 4 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # between the bounds: still slow, less so
-    first, second, third = shares(6 * INTERVAL)
-    assert first == second > third
+    assert 12 < shares(7 * INTERVAL)[2] < 20
     pace(costs, 6 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.05)
-    assert shares(8 * INTERVAL) == [20, 20, 20]
+    assert shares(9 * INTERVAL) == [20, 20, 20]
     pace(costs, 8 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # and not slow yet
-    assert shares(10 * INTERVAL) == [20, 20, 20]
+    assert shares(11 * INTERVAL) == [20, 20, 20]
 
 
 @settings(max_examples=30)

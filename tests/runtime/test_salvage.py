@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from dilatant.resilience.replan import replan
 from dilatant.resilience.salvage import salvage_step
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.salvage import Finished, LayerShare, LossShare, Salvage, decide, patterns_of
+from dilatant.schedule.step_assignment import Microbatching
 from drawn_steps import cases
 from engine_case import Case, build_model, build_samples
 from oracles.engine_step import expected
@@ -43,7 +45,9 @@ class _Ending:
         return getattr(self._recorder, name)
 
 
-def _run(worker: Worker, case: Case, lost: list[Lost], zero: str) -> dict[str, Any] | None:
+def _run(
+    worker: Worker, case: Case, lost: list[Lost], zero: str, exact: bool = False
+) -> dict[str, Any] | None:
     samples = build_samples(case)
     rank, size, plan = worker.rank, worker.size, case.plan
     old: Runtime | None = None
@@ -60,11 +64,15 @@ def _run(worker: Worker, case: Case, lost: list[Lost], zero: str) -> dict[str, A
             node_of=[rank % 2 for rank in range(size)],
             precision=case.dtype,
             keeps_gradients=True,
+            microbatching=Microbatching(alone=exact),
+            exact=exact,
         )
         if generation:
             salvage_step(comm, 0, old, runtime)
             step = runtime.plan_step(samples)
             shares.append(1.0 if step.salvaged is None else len(step.salvaged.missing) / len(samples))
+        elif exact:
+            step = runtime.plan_step(samples)
         else:
             step = runtime.prepare(samples, case.assignment, case.schedule)
         if generation == len(lost):
@@ -86,6 +94,7 @@ def _run(worker: Worker, case: Case, lost: list[Lost], zero: str) -> dict[str, A
     result = runtime.execute(samples, step, step_number=0)
     owned = runtime.owned
     found = {
+        "loss": result.loss,
         "losses": dict(result.losses),
         "norm": result.grad_norm,
         "gradients": {key: p.grad.clone() for key, p in owned.parameters.items() if p.grad is not None},
@@ -97,10 +106,12 @@ def _run(worker: Worker, case: Case, lost: list[Lost], zero: str) -> dict[str, A
     return found
 
 
-def check(workers: WorkerPool, case: Case, lost: list[Lost], zero: str) -> list[float]:
+def check(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, exact: bool = False
+) -> list[dict[str, Any]]:
     losses, gradients, _ = expected(case)
     allowed = Allowed.of_case(case)
-    results = [r for r in workers.run(_run, len(case.plan.ranks), case, lost, zero) if r is not None]
+    results = [r for r in workers.run(_run, len(case.plan.ranks), case, lost, zero, exact) if r is not None]
     largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
     norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
     for result in results:
@@ -110,7 +121,7 @@ def check(workers: WorkerPool, case: Case, lost: list[Lost], zero: str) -> list[
         for key, gradient in result["gradients"].items():
             wanted = _part(gradients, key)
             _assert_close(gradient, wanted, allowed.of(wanted, largest), f"gradient of {key}")
-    return results[0]["again"]
+    return results
 
 
 WEIGHTS = {"unit": [frozenset({"first", "tied"}), frozenset({"middle"}), frozenset({"last", "tied"})]}
@@ -192,6 +203,28 @@ def _several(case: Case) -> bool:
     return len(case.plan.ranks) > 1
 
 
+def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str) -> None:
+    """The same bits as one rank that nothing happens to."""
+    layers = {name: len(unit.layers) for name, unit in build_model(case, "meta").units.items()}
+    alone = Plan(
+        tuple(
+            UnitPlan(unit.name, (Replica((Stage(0, layers[unit.name], (0,)),)),), unit.feeds)
+            for unit in case.plan.units
+        )
+    )
+    (wanted,) = check(workers, replace(case, plan=alone), [], "none", exact=True)
+    for result in check(workers, case, lost, zero, exact=True):
+        assert result["loss"] == wanted["loss"]
+        assert result["losses"] == wanted["losses"]
+        assert result["norm"] == wanted["norm"]
+        for key, gradient in result["gradients"].items():
+            assert torch.equal(gradient, _part(wanted["gradients"], key)), key
+
+
+def _plain(case: Case) -> bool:
+    return _several(case) and not case.tied and all(len(p.stage.ranks) == 1 for p in case.plan.stages())
+
+
 LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, max_size=2)
 
 
@@ -210,3 +243,20 @@ def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str
 ) -> None:
     check(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+
+
+@settings(max_examples=3, **COMMON)
+@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+def test_a_deterministic_step_has_the_bits_of_one_rank_whatever_is_lost(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+) -> None:
+    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, **COMMON)
+@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+def test_many_deterministic_steps_have_the_bits_of_one_rank(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+) -> None:
+    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero)

@@ -44,7 +44,7 @@ def _moved(comm: Comm, salvage: Salvage, local: dict[str, Tensor], new: Runtime)
             held.append(Piece(Box.of(name, local[move.name].shape), local[move.name]))
         elif move.target == comm.rank:
             weight = new.parameters[move.name]
-            arriving = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype)
+            arriving = torch.empty_like(weight, dtype=new.dtype_of_sums or weight.grad_dtype or weight.dtype)
             parts.setdefault(move.name, []).append(arriving)
             wanted.append(Piece(Box.of(name, arriving.shape), arriving))
     if any(move.source != move.target for move in salvage.moves):

@@ -7,8 +7,8 @@ routes name; after it, it sends what others need.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -111,6 +111,7 @@ class Executor:
         self._transport = transport
         self._sync = sync
         self._recorder = recorder
+        self._exact = sync.exact
         self._device = device
         self._pieces: dict[PieceKey, _Piece] = {}
         self._agreement: Agreement
@@ -150,7 +151,8 @@ class Executor:
             self._sync.begin(last)
         split = {action.stage for action in actions if action.kind == ActionKind.I}
         for number, stage in self._stages.items():
-            stage.gradients.splits = number in split
+            # What is exact does not depend on the schedule either: the same products in the same functions.
+            stage.gradients.splits = number in split or self._exact is not None
         results: list[Outcome] = []
         for index, action in enumerate(actions):
             stage = self._stages[action.stage]
@@ -271,9 +273,9 @@ class Executor:
         splits = action.kind == ActionKind.I
         covered = self._covered(action.stage, samples)
         if outputs:
-            if is_last and not covered:
+            if is_last and not covered and self._exact is None:
                 self._sync.entering_last_backward(action.stage)
-            with self._ledger.adding(action.stage), set_aside(covered):
+            with self._adding(action.stage, covered):
                 if splits:
                     with stage.gradients.deferring():
                         torch.autograd.backward(outputs, gradients)
@@ -306,9 +308,20 @@ class Executor:
         self._recorder.done()
 
     def _add_deferred(self, stage: int, samples: tuple[int, ...], piece: _Piece) -> None:
-        with self._ledger.adding(stage), set_aside(self._covered(stage, samples)):
+        with self._adding(stage, self._covered(stage, samples)):
             accumulate(piece.deferred)
         self._ledger.added[stage].update(samples)
+
+    @contextmanager
+    def _adding(self, number: int, covered: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Around what adds to the gradients of a stage, but for those of the weights that are `covered`."""
+        if self._exact is None:
+            with self._ledger.adding(number), set_aside(covered):
+                yield
+            return
+        parameters = [p for _, p in self._stages[number].module.named_logical_parameters() if p.requires_grad]
+        with self._ledger.adding(number), self._exact.adding(parameters, covered):
+            yield
 
     def settle(self) -> None:
         """After a step that was ended: finish the second halves of backwards, for which nobody is needed, and let go of

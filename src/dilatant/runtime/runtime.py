@@ -26,6 +26,7 @@ from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
+from dilatant.runtime.exact_sums import ExactGradients, rounded_loss, square_sums, squares_of
 from dilatant.runtime.executor import Covered, Executor, LocalStage, Outcome, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
@@ -98,6 +99,8 @@ class Runtime:
     microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
     those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
     keeps_gradients: so that they may be salvaged when ranks are lost, a rank's own gradients stay until `forget`.
+    exact: sums over samples are the same to the bit under any plan whose stages have as many ranks; wants microbatches
+    of one sample (`Microbatching.alone`).
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
     communication, too. num_sources: data sets that samples are of, whose losses are told apart where there are several.
 
@@ -127,6 +130,7 @@ class Runtime:
         node_of: Sequence[int] | None = None,
         keeps_masters: bool = True,
         keeps_gradients: bool = False,
+        exact: bool = False,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
@@ -168,6 +172,9 @@ class Runtime:
         )
         self._sync = self._shared.sync
         self._sync.keeps = self._keeps = keeps_gradients
+        self._exact = exact
+        if exact:
+            self._sync.exact = ExactGradients(self._shared.owned.weights)
         self._unfinished = UnfinishedStep(
             comm.rank,
             self._placed,
@@ -319,6 +326,11 @@ class Runtime:
         """This rank's own gradients of that step by logical name: as far as it has any, its sums over samples."""
         return self._unfinished.gradients if self._unfinished.is_to_come else self._sync.local()
 
+    @property
+    def dtype_of_sums(self) -> torch.dtype | None:
+        """Of `local_gradients`, where that is not each gradient's own."""
+        return torch.int64 if self._exact else None
+
     def forget(self) -> None:
         """The step in hand is applied: nothing of it is to be salvaged."""
         self._unfinished.forget()
@@ -426,11 +438,12 @@ class Runtime:
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:
         outcomes = self._run(data, step, number)
-        own_losses, nonfinite = _sum_losses(outcomes, data)
+        own_losses, nonfinite = _sum_losses(outcomes, data, self._exact)
         anchor = self.model.graph.anchor
         own_sources = _sum_sources(outcomes, data, anchor, self._num_sources)
         for share in () if step.salvaged is None else step.salvaged.losses_of(self.comm.rank):
             for name, value in share.values.items():
+                value = rounded_loss(value) if self._exact else value
                 own_losses[name] = own_losses.get(name, 0.0) + value
             own_sources = [sum(both) for both in zip(own_sources, share.by_source)]
         self._sync.finish()
@@ -438,9 +451,10 @@ class Runtime:
         actions = self._recorder.rows()
         shares = self._shares.own(actions, self._recorder.seconds())
         own_found = list(found())
+        squares = self._own_squares()
         own = (
             *(own_losses.get(name, 0.0) for name in weights),
-            self.owned.squared_norm(),
+            *squares,
             float(should_stop()),
             float(len(own_found)),
             *own_sources,
@@ -452,7 +466,8 @@ class Runtime:
         gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
         sums = gathered.sum(0).tolist()
         losses = dict(zip(weights, sums))
-        squares, stops, num_found, *rest = sums[len(losses) :]
+        squared = sums[len(losses) : len(losses) + len(squares)]
+        stops, num_found, *rest = sums[len(losses) + len(squares) :]
         sources, rest = rest[: len(own_sources)], rest[len(own_sources) :]
         warning = self.costs.finish(number, rest[: self.costs.num_sums])
         loss = sum(weights[name] * value for name, value in losses.items())
@@ -465,7 +480,7 @@ class Runtime:
             loss=loss,
             losses=losses,
             target_tokens=int(data.counts[anchor]),
-            grad_norm=math.sqrt(squares),
+            grad_norm=math.sqrt(squares_of(squared) if self._exact else squared[0]),
             should_stop=stops > 0,
             shares=self._shares.shares(rest[self.costs.num_sums :]),
             nonfinite_samples=samples,
@@ -503,6 +518,13 @@ class Runtime:
         self._sync.begin_with(gradients)
         covered = self._covering(salvaged)
         return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
+
+    def _own_squares(self) -> list[float]:
+        """This rank's part in the square of the gradients' norm, to be added up over ranks."""
+        if not self._exact:
+            return [self.owned.squared_norm()]
+        gradients = {key: parameter.grad for key, parameter in self.owned.parameters.items()}
+        return square_sums(gradient for _, gradient in self.owned.spoken_parts(gradients))
 
     def _covering(self, salvaged: Salvaged | None) -> Covered:
         """The weights of a stage whose gradients of some samples are salvaged."""
@@ -560,7 +582,9 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
     return None if first is None else StepCosts.from_document(first, plan)
 
 
-def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
+def _sum_losses(
+    outcomes: Sequence[Outcome], data: StepData, exact: bool
+) -> tuple[dict[str, float], list[str]]:
     """Loss → the sum of what was computed of it here; and the samples of those that are not finite."""
     scalars = [outcome.value.float() for outcome in outcomes if isinstance(outcome.value, Tensor)]
     values = torch.stack(scalars).tolist() if outcomes else []
@@ -569,7 +593,7 @@ def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, 
     for value, outcome in zip(values, outcomes, strict=True):
         if not math.isfinite(value):
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
-        sums[outcome.name] = sums.get(outcome.name, 0.0) + value
+        sums[outcome.name] = sums.get(outcome.name, 0.0) + (rounded_loss(value) if exact else value)
     return sums, nonfinite
 
 

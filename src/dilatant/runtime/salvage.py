@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from dilatant.plan.plan import Plan, Stage
-from dilatant.schedule.schedule import Assignment, Microbatch
 
 Layer = tuple[str, int]
 """A unit, and the number of a layer of it."""
@@ -229,30 +228,6 @@ def decide(told: Sequence[Finished | None], step: int, plan: Plan, weights: Laye
     if _told_twice(losses):
         losses = ()
     return Salvage(step, having[0][1].draws, layers, losses, tuple(moves)) if layers else None
-
-
-def split_by_pattern(assignment: Assignment, pattern_of: Mapping[int, int]) -> Assignment:
-    """The assignment with every microbatch cut so that all samples of one have the same pattern. Microbatches of one
-    number stay beside each other in all units, since schedules pair them by their order."""
-    depth = max((len(own) for replicas in assignment.microbatches.values() for own in replicas), default=0)
-    patterns: list[list[int]] = []
-    for number in range(depth):
-        here = {
-            pattern_of[sample]
-            for replicas in assignment.microbatches.values()
-            for own in replicas
-            for sample in (own[number] if number < len(own) else ())
-        }
-        patterns.append(sorted(here))
-
-    def cut(own: tuple[Microbatch, ...]) -> tuple[Microbatch, ...]:
-        return tuple(
-            tuple(sample for sample in batch if pattern_of[sample] == pattern)
-            for number, batch in enumerate(own)
-            for pattern in patterns[number]
-        )
-
-    return Assignment({unit: tuple(map(cut, own)) for unit, own in assignment.microbatches.items()})
 
 
 def patterns_of(samples: Collection[int], covered: Mapping[Layer, frozenset[int]]) -> dict[int, int]:

@@ -20,11 +20,12 @@ from dilatant.plan.step_costs import TOKENS
 from dilatant.runtime.agreement import digest
 from dilatant.runtime.cost_correction import CostCorrection, OwnWork
 from dilatant.runtime.routes import Routes, derive_routes
-from dilatant.runtime.salvage import LayerWeights, Salvage, Salvaged, patterns_of, split_by_pattern
+from dilatant.runtime.salvage import LayerWeights, Salvage, Salvaged, patterns_of
 from dilatant.schedule.families import gpipe
 from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.packed import FORWARD
 from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.split_batches import split_by_pattern
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline

@@ -16,6 +16,7 @@ from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.split_batches import split_by_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Microbatching:
 
     num_microbatches: of each replica of the anchor (the language model), or more where the token budget asks for them.
     row_tokens: the token budget, most tokens of the anchor in one microbatch; a longer sample is alone in its own.
+    alone: every sample is; they are grouped as without, to be balanced, and then cut.
     """
 
     num_microbatches: int = 1
@@ -31,6 +33,7 @@ class Microbatching:
     policy: Policy = "balanced"
     seed: int = 0
     row_tokens: int | None = None
+    alone: bool = False
 
 
 DEPENDS_ON_FAMILY: frozenset[Policy] = frozenset({"disttrain", "entrain", "searched"})
@@ -48,7 +51,7 @@ def assign_step(
     """
     seconds = sample_seconds(plan, costs.stages, samples)
     profile = {unit.name: _unit_profile(plan, unit.name, costs.stages, samples) for unit in plan.units}
-    return assign(
+    assignment = assign(
         plan,
         seconds,
         how.num_microbatches,
@@ -62,6 +65,8 @@ def assign_step(
         weight=None if how.row_tokens is None else samples.tokens[anchor],
         capacity=how.row_tokens,
     )
+    count = len(samples.tokens[anchor])
+    return split_by_pattern(assignment, dict(enumerate(range(count)))) if how.alone else assignment
 
 
 def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:

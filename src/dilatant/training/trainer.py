@@ -129,6 +129,7 @@ class Trainer:
             node_of=membership.node_of,
             keeps_masters=not config.train.optimizer.offload,
             keeps_gradients=membership.keeps_gradients,
+            exact=config.train.deterministic,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
             num_sources=len(self._sources),
