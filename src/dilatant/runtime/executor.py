@@ -282,7 +282,9 @@ class Executor:
                     piece.deferred = stage.gradients.take()
                 else:
                     torch.autograd.backward(outputs, gradients)
-        if not splits:
+        if splits:
+            piece.samples = samples
+        else:
             self._ledger.added[action.stage].update(samples)
         self._recorder.done()
         for unit, (boundary, needs_gradient) in stage.inbound.items():
@@ -292,7 +294,7 @@ class Executor:
                 counts = self._counts(stage, samples, unit, boundary)
                 self._send(self._to(unit, routes.sent.get(action, ())), counts, gradient)
         if splits:
-            piece.inputs, piece.rows, piece.losses, piece.samples = {}, {}, {}, samples
+            piece.inputs, piece.rows, piece.losses = {}, {}, {}
         else:
             del self._pieces[_key(action)]
 
