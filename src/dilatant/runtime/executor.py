@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.dropout import KeyedDropout
-from dilatant.models.stage import Boundary, Predictions, Stage, StageOutput, StepData
+from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
+from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.row_owners import RowOwners
@@ -57,18 +58,6 @@ class LocalStage:
     speaks: bool = True
     leads: bool = True
     together: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a forward made for the step's result: of the loss of this name these samples' share (a scalar on the
-    device), or what a unit of this name predicts for them. by_sample: what each adds to the loss before it is divided,
-    [samples], where that is known."""
-
-    name: str
-    value: Tensor | Predictions
-    samples: tuple[int, ...]
-    by_sample: Tensor | None = None
 
 
 @dataclass(slots=True)

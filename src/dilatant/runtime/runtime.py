@@ -27,9 +27,10 @@ from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.exact_sums import ExactGradients, rounded_loss, square_sums, squares_of
-from dilatant.runtime.executor import Covered, Executor, LocalStage, Outcome, nothing_covered
+from dilatant.runtime.executor import Covered, Executor, LocalStage, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import stages_before

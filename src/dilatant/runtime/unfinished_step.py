@@ -7,16 +7,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from dilatant.models.unit import Unit
 from dilatant.plan.plan import PlacedStage
+from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.salvage import Finished, Layer, LayerShare, LayerWeights, LossShare, Salvage, Salvaged
-
-if TYPE_CHECKING:
-    from dilatant.runtime.executor import Outcome
 
 
 @dataclass(slots=True)
