@@ -131,6 +131,8 @@ def test_a_rank_that_is_slower_for_long_gets_fewer_samples_until_it_is_well() ->
     again = CostCorrection(COPIES, origin())
     again.from_json(costs.to_json())
     assert again.slowness.factors[2] == pytest.approx(2.0, rel=0.05)
+    assert costs.slowness.is_sure
+    assert not again.slowness.is_sure  # it may be of other machines
     pace(costs, 4 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # between the bounds: still slow, less so
     assert 12 < shares(7 * INTERVAL)[2] < 20
     pace(costs, 6 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.05)

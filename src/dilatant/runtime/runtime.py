@@ -26,10 +26,11 @@ from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.exact_sums import ExactGradients, rounded_loss, square_sums, squares_of
+from dilatant.runtime.exact_sums import ExactGradients, square_sums, squares_of
 from dilatant.runtime.executor import Covered, Executor, LocalStage, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.loss_sums import sum_losses, sum_sources
 from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
@@ -439,14 +440,10 @@ class Runtime:
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:
         outcomes = self._run(data, step, number)
-        own_losses, nonfinite = _sum_losses(outcomes, data, self._exact)
         anchor = self.model.graph.anchor
-        own_sources = _sum_sources(outcomes, data, anchor, self._num_sources)
-        for share in () if step.salvaged is None else step.salvaged.losses_of(self.comm.rank):
-            for name, value in share.values.items():
-                value = rounded_loss(value) if self._exact else value
-                own_losses[name] = own_losses.get(name, 0.0) + value
-            own_sources = [sum(both) for both in zip(own_sources, share.by_source)]
+        told = () if step.salvaged is None else step.salvaged.losses_of(self.comm.rank)
+        own_losses, nonfinite = sum_losses(outcomes, data, told, self._exact)
+        own_sources = sum_sources(outcomes, data, told, anchor, self._num_sources)
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
         actions = self._recorder.rows()
@@ -581,30 +578,3 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
     own = costs.to_document() if costs is not None and comm.rank == 0 else None
     first = all_gather_object(comm, own)[0]
     return None if first is None else StepCosts.from_document(first, plan)
-
-
-def _sum_losses(
-    outcomes: Sequence[Outcome], data: StepData, exact: bool
-) -> tuple[dict[str, float], list[str]]:
-    """Loss → the sum of what was computed of it here; and the samples of those that are not finite."""
-    scalars = [outcome.value.float() for outcome in outcomes if isinstance(outcome.value, Tensor)]
-    values = torch.stack(scalars).tolist() if outcomes else []
-    sums: dict[str, float] = {}
-    nonfinite: list[str] = []
-    for value, outcome in zip(values, outcomes, strict=True):
-        if not math.isfinite(value):
-            nonfinite += [data.samples[sample].id for sample in outcome.samples]
-        sums[outcome.name] = sums.get(outcome.name, 0.0) + (rounded_loss(value) if exact else value)
-    return sums, nonfinite
-
-
-def _sum_sources(outcomes: Sequence[Outcome], data: StepData, name: str, num_sources: int) -> list[float]:
-    """What samples of each data set add to the loss `name` here, before it is divided; nothing of a single one."""
-    if num_sources < 2:
-        return []
-    sums = [0.0] * num_sources
-    for outcome in outcomes:
-        if outcome.name == name and outcome.by_sample is not None:
-            for sample, loss in zip(outcome.samples, outcome.by_sample.tolist(), strict=True):
-                sums[data.samples[sample].source] += loss
-    return sums

@@ -43,6 +43,12 @@ class Slowness:
         ]
         self._sums = np.zeros((self._ranks, 2))
         self.factors = np.ones(self._ranks)
+        self._decisions = 0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is of these ranks: what was known of a run before may be of other machines, and wears off."""
+        return self._decisions > 1
 
     @property
     def num_sums(self) -> int:
@@ -75,6 +81,7 @@ class Slowness:
             if times > (WELL if self.factors[rank] > 1 else SLOW):
                 factors[rank] = min(times, MOST)
         self.factors = factors
+        self._decisions += 1
         return factors
 
     def by_stage(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -419,7 +419,8 @@ class Trainer:
         bound = self._config.resilience.evict_slower
         if self._gate is None or bound is None:
             return
-        times = float(self.runtime.costs.slowness.factors[self.rank])
+        slowness = self.runtime.costs.slowness
+        times = float(slowness.factors[self.rank]) if slowness.is_sure else 1.0
         told = times if times > bound else 0.0
         if told != self._told_slow:
             self._told_slow = told
