@@ -175,9 +175,9 @@ class GradientSync:
                 start += box.size
         if self.exact is not None:
             for name in self._owned.weights.keys() - self._shares_of.keys():
-                if (own := self.exact.totals.get(name)) is not None:
+                if (total := self.exact.totals.get(name)) is not None:
                     weight = self._owned.weights[name]
-                    weight.grad = to_numbers(own, weight.grad_dtype or weight.dtype)
+                    weight.grad = to_numbers(total, weight.grad_dtype or weight.dtype)
         for key, gradient in self._earlier.items():
             parameter = self._owned.parameters[key]
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
