@@ -228,7 +228,7 @@ def _plain(case: Case) -> bool:
 LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, max_size=2)
 
 
-@settings(max_examples=6, **COMMON)
+@settings(max_examples=2, **COMMON)
 @given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
 def test_a_step_that_lost_ranks_has_the_gradients_of_one_that_did_not(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str
@@ -245,7 +245,7 @@ def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
     check(workers, case, lost[: len(case.plan.ranks) - 1], zero)
 
 
-@settings(max_examples=3, **COMMON)
+@settings(max_examples=1, **COMMON)
 @given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
 def test_a_deterministic_step_has_the_bits_of_one_rank_whatever_is_lost(
     workers: WorkerPool, case: Case, lost: list[Lost], zero: str
