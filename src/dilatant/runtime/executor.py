@@ -260,8 +260,8 @@ class Executor:
                 gradients.append(None if weight == 1.0 else torch.full_like(loss, weight))
         self._recorder.computing()
         splits = action.kind == ActionKind.I
-        covered = self._covered(action.stage, samples)
         if outputs:
+            covered = self._covered(action.stage, samples)
             if is_last and not covered and self._exact is None:
                 self._sync.entering_last_backward(action.stage)
             with self._adding(action.stage, covered):
