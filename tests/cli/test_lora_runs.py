@@ -62,7 +62,9 @@ def losses(folder: Path) -> list[float]:
 
 def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("llava", project / "whole")
-    config = write(project, whole_with_lora())
+    tree = whole_with_lora()
+    tree["model"]["lora"] |= {"use_dora": True, "use_rslora": False}
+    config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err
     middle = project / "run" / "checkpoints" / "step-00000002"
@@ -75,6 +77,13 @@ def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> No
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert losses(project / "again") == losses(project / "run")[2:]
+    # Magnitudes began as the lengths of what was read: four updates move them by 0.01 at most.
+    plain = AutoModelForImageTextToText.from_pretrained(project / "whole").state_dict()
+    magnitudes = {key: tensor for key, tensor in one.items() if "magnitude" in key}
+    assert magnitudes
+    for key, tensor in magnitudes.items():
+        weight = plain[key.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
+        torch.testing.assert_close(tensor, weight.norm(dim=1), rtol=0, atol=0.05)
 
 
 @pytest.mark.slow
@@ -96,7 +105,7 @@ def test_ranks_that_share_layers_share_their_adapters(project: Path, dilatant: D
 
 def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, dilatant: Dilatant) -> None:
     tree = tiny_config(steps=3, device="cpu", optimizer={"learning_rate": 0.02})
-    tree["model"]["lora"] = {"r": 2, "units": ["language", "vision"]}
+    tree["model"]["lora"] = {"r": 2, "units": ["language", "vision"], "use_dora": True}
     tree["model"]["language_model"]["config"]["attention_dropout"] = 0.0
     config = write(project, tree)
     code, _, err = dilatant("train", config)
@@ -134,7 +143,7 @@ def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, di
         ({"merge": False}, "'lora.merge: false' is for whole models"),
         ({"units": ["visoin"]}, "there are language, vision, vision.encoder"),
         ({"target_modules": ["q_porj"]}, "names no linear layer"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dorra": True}, "use_dorra"),
         ({"train": ["language.layers.0"]}, "would train whole ('train') and has an adapter ('units')"),
     ],
 )
@@ -150,8 +159,9 @@ def test_what_parts_cannot_have_is_said(
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
 def test_charts_are_learned_in_two_stages_and_transformers_and_peft_alone_answer_as_we_do(
-    project: Path, dilatant: Dilatant
+    kind: str, project: Path, dilatant: Dilatant
 ) -> None:
     charts = need("data/chartqa_mini", "LoRA on real charts, exported and loaded by transformers and peft")
     save_as_the_hub_does("qwen2_5_vl", project / "whole")
@@ -161,6 +171,8 @@ def test_charts_are_learned_in_two_stages_and_transformers_and_peft_alone_answer
         "evaluation": {"limit": 8, "max_new_tokens": 8, "metrics": ["exact_match", "anls"]},
     }
     tree["train"] |= {"steps": 6, "optimizer": {"learning_rate": 0.01}}
+    tree["model"]["lora"] |= {"use_rslora": False, kind: True}
+    tree["parallel"]["schedule"] = "zb-h1" if kind == "use_dora" else "1f1b"
     config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err

@@ -19,9 +19,9 @@ EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
-def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, use_rslora):
-    found = differences(family, cut, LoraConfig(**EVERYWHERE, use_rslora=use_rslora))
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
+def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, kind):
+    found = differences(family, cut, LoraConfig(**EVERYWHERE, **{kind: True}))
     assert found.loss <= LOSS_TOLERANCE
     assert found.gradient <= TOLERANCE, found.weight
 
@@ -33,10 +33,15 @@ def test_only_adapters_train():
         assert trains == {weight.name for weight in unit.weights if is_adapter(weight.name)} != set()
 
 
-def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew():
-    with_lora, without = opened("llava", lora=LoraConfig()), opened("llava")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew(use_dora):
+    with_lora, without = opened("llava", lora=LoraConfig(use_dora=use_dora)), opened("llava")
     samples = samples_of(without)
-    assert torch.equal(losses_of(with_lora, samples, False), losses_of(without, samples, False))
+    own, plain = losses_of(with_lora, samples, False), losses_of(without, samples, False)
+    if use_dora:  # products are multiplied with lengths over themselves
+        torch.testing.assert_close(own, plain, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(own, plain)
     own = {weight.name for unit in with_lora.units.values() for weight in unit.weights}
     assert {name for name in own if not is_adapter(name)} == {
         weight.name for unit in without.units.values() for weight in unit.weights
@@ -78,6 +83,8 @@ def test_ranks_share_adapters_as_they_share_layers_unless_they_drop_inputs():
     # Of these each rank has a summand: of all outputs' gradient, and of its own tokens'.
     assert {f"{block}.mlp.up_proj.lora_A.weight", f"{block}.mlp.down_proj.lora_B.weight"} <= plan.partial
     assert not any(name.endswith("default.weight") or "base_layer" in name for name in plan.partial)
+    (problem,) = tensor_plan(opened("llava", lora=LoraConfig(use_dora=True))["language"]).problems
+    assert "model.lora.use_dora" in problem
     dropping = opened("llava", lora=LoraConfig(lora_dropout=0.1))["language"]
     (problem,) = dropout_problems(dropping, tensor_plan(dropping))
     assert "model.lora.lora_dropout is 0.1" in problem

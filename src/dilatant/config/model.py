@@ -135,6 +135,8 @@ class LoraConfig(Section):
     """Of what goes into them."""
     use_rslora: bool = False
     """Multiply with `lora_alpha / sqrt(r)` instead."""
+    use_dora: bool = False
+    """Let the length of each row of a weight train beside its direction (DoRA); with tp: 1."""
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a
     regular expression)."""

@@ -340,6 +340,8 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield f"{path!r} is no linear layer"
         elif has_adapter(block.get_submodule(path)) and any(map(path.startswith, mixtures)):
             yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
+    if any(layer.lora_magnitude_vector for _, layer in layers_of(block)):
+        yield "DoRA (model.lora.use_dora) asks for the lengths of whole rows of its weights"
     if "" in _mixtures(block):
         yield "its blocks choose experts themselves"
     heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block))}

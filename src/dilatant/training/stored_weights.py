@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from dilatant.config import ModelConfig
 from dilatant.config.errors import UserError
 from dilatant.config.model import GeneratorConfig
-from dilatant.models.lora import is_adapter, plain_key
+from dilatant.models.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.picture_nets import pretrained_weights, read_source
@@ -46,7 +46,7 @@ def read_pretrained(
     """
     if config.is_whole:
         whole = {} if config.id is None else _read_whole(model, config.id, held)
-        return whole | read_adapters(model, config, held)
+        return whole | _magnitudes(whole, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
@@ -74,7 +74,14 @@ def read_pretrained(
         weights |= found
     for name, entry in config.generators.items():
         weights |= _of_generator(model, name, entry, held)
-    return weights | read_adapters(model, config, held)
+    return weights | _magnitudes(weights, held) | read_adapters(model, config, held)
+
+
+def _magnitudes(weights: Mapping[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """With what the magnitudes that are `held` begin, beside weights that were read; ranks do not share these (see
+    `tensor_plan`)."""
+    names = [name for name in held if MAGNITUDE in name and beside(name) in weights]
+    return {name: magnitude_of(weights[beside(name)]) for name in names}
 
 
 def _of_generator(
