@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
+from dilatant.models.four_bit import forget
 from dilatant.models.lora import reset_adapters
 from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit
@@ -79,11 +80,13 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
                 owners[id(module)]._init_weights(module)
 
 
-def allocate(units: Mapping[str, Unit]) -> dict[str, Tensor]:
-    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once."""
+def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
+    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once.
+    What stages hold in four bits is drawn."""
     tensors: dict[str, Tensor] = {}
     for unit in units.values():
-        materialize(unit, 0, len(unit.layers), 0, {weight.name for weight in unit.weights})
+        forget(unit)
+        materialize(unit, 0, len(unit.layers), seed, {weight.name for weight in unit.weights} - unit.four_bit)
         tensors |= stage_tensors(unit)
     return tensors
 

@@ -170,6 +170,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     of_experts = frozenset(cuts)
     rules = _rules(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
+    if unit.four_bit:
+        reason = "its weights are held in four bits (model.lora.load_in_4bit)"
     if getattr(unit, "taps", 0):
         reason = reason or "its inner blocks take rows of an encoder, for all tokens"
     for _, block in blocks if rules else ():

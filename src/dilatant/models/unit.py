@@ -47,6 +47,8 @@ class Unit(Stage):
     """Logical names of the parameters that do not train (see `freeze`)."""
     unused: frozenset[str] = frozenset()
     """Those of them that cannot influence anything."""
+    four_bit: frozenset[str] = frozenset()
+    """Logical names of the weights that stages hold in four bits (see `four_bit`)."""
 
     def stage(self, first: int, end: int) -> Stage:
         """Layers `first <= layer < end` as a module that shares this unit's weights. Raises ValueError."""
