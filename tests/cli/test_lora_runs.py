@@ -24,7 +24,8 @@ from shared_data import need
 from tiny_wholes import save_as_the_hub_does
 from whole_samples import transformers_inputs
 
-NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0) + (
+NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
 )
 """Dettmers et al. 2023, appendix E."""

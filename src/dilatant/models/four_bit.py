@@ -64,7 +64,8 @@ class FourBitLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        packed, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type=KIND)
+        # As one row: bitsandbytes' kernel for CPUs (0.50) takes wrong scales where rows are no whole blocks.
+        packed, state = quantize_4bit(weight.reshape(1, -1), blocksize=BLOCK, quant_type=KIND)
         for name, tensor in (("packed", packed), ("scales", state.absmax), ("code", state.code)):
             self.register_buffer(name, tensor, persistent=False)
         self.dtype = weight.dtype
@@ -74,9 +75,9 @@ class FourBitLinear(nn.Module):
         """What it computes with, made anew at each call: [out, in], in the dtype that the weight had."""
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        shape = torch.Size((self.out_features, self.in_features))
-        state = QuantState(self.scales, shape, self.code, BLOCK, KIND, self.dtype)
-        return dequantize_4bit(self.packed, state)
+        row = torch.Size((1, self.out_features * self.in_features))
+        state = QuantState(self.scales, row, self.code, BLOCK, KIND, self.dtype)
+        return dequantize_4bit(self.packed, state).view(self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:
         return _Linear.apply(input, self)

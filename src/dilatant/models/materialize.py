@@ -42,7 +42,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     }
     for layer, _, piece in fresh:
         try:
-            _give_memory(piece)
+            for module in piece.modules():
+                give_memory(module)
         except RuntimeError as error:  # torch has no other one for memory of the host
             if "allocate memory" not in str(error):
                 raise
@@ -63,19 +64,19 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     held_here = dict(model.named_parameters(remove_duplicate=False))
     named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
-    with _kept(skipped):
+    with kept(skipped):
         drawn = here  # a tied weight may have come with another layer, in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
                 family = _family_of(unit, path)
                 if family is not None:
-                    _draw(_models_of(family), piece, drawn)
+                    _draw(models_of(family), piece, drawn)
                 else:
                     _reset(piece, layer)
             with seeded(seed, f"{layer}/{path}/adapters"):
                 reset_adapters(piece)
         with seeded(seed, unit.unit):
-            owners = _models_of(model)
+            owners = models_of(model)
             for module in reversed(shared):
                 owners[id(module)]._init_weights(module)
 
@@ -104,19 +105,23 @@ def seeded(seed: int | None, name: str) -> Iterator[None]:
         yield
 
 
-def _give_memory(piece: nn.Module) -> None:
-    """Memory for what is on the meta device; a tied weight of another layer that has some keeps it."""
-    for module in piece.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                memory = torch.empty_like(parameter, device="cpu")
-                setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+def give_memory(module: nn.Module) -> bool:
+    """Memory for what a module itself has on the meta device; whether it had any. A tied weight of another layer that
+    has some keeps it."""
+    lacking = False
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta:
+            lacking = True
+            memory = torch.empty_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta:
+            lacking = True
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return lacking
 
 
-def _models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
+def models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
     """Identity of each module → the innermost model that it is in, which knows how it begins: a whole model knows
     nothing of what is in its text model."""
     owners: dict[int, PreTrainedModel] = defaultdict(lambda: model)
@@ -134,21 +139,21 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
     own = list(module.parameters(recurse=False))
     again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
     if not own or len(again) < len(own):
-        with _kept(again):
+        with kept(again):
             models[id(module)]._init_weights(module)
         drawn |= {id(parameter) for parameter in own}
 
 
 @contextmanager
-def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, transformers draws nothing for these."""
-    kept = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
-    for parameter in kept:
+    marked = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
+    for parameter in marked:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for parameter in kept:
+        for parameter in marked:
             del parameter._is_hf_initialized  # type: ignore[attr-defined]
 
 

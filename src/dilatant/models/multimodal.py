@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import LANGUAGE
+from dilatant.config.signatures import require_call
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder, build_encoder
 from dilatant.models.freeze import freeze
@@ -29,6 +30,8 @@ from dilatant.models.saving_generators import read_connectors
 from dilatant.models.sources import load_language_model
 from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
+from dilatant.models.whole_answers import WholeAnswers
+from dilatant.models.whole_weights import composite_of
 
 _KEYWORDS = (
     *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
@@ -69,6 +72,8 @@ class MultimodalModel(nn.Module):
         self.whole = language_model if isinstance(language_model, Whole) else None
         self.media_attention = media_attention if self.whole is None else self.whole.family.media_attention
         generators = generators or {}
+        if before_language_model is not None:
+            require_call("before_language_model", before_language_model, "rows", "inputs")
         llm = load_language_model(language_model) if self.whole is None else self.whole.language_model()
         embedding = cast(nn.Embedding, llm.get_input_embeddings())
         self.encoders = dict(encoders) if self.whole is None else self.whole.encoders()
@@ -220,13 +225,13 @@ class MultimodalModel(nn.Module):
         """New token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
 
         input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
-        on. Raises UserError when rows and placeholders do not match, and for whole models whose positions or masks are
-        not those of a text.
+        on. A whole model generates as transformers' own, with these weights.
+        Raises UserError when rows and placeholders do not match.
         """
-        if self.whole is not None and not self.whole.reads_as_text:
-            raise UserError(
-                f"generate: {self.whole.config.model_type} has positions, or masks, of its own; export the model, and "
-                "transformers generates (`dilatant generate EXPORT`, or `AutoModelForImageTextToText`)"
+        if self.whole is not None:
+            answers = WholeAnswers(composite_of(self.units, self.whole), self.whole)
+            return answers.generate(
+                input_ids, encoder_inputs=encoder_inputs, attention_mask=attention_mask, **generation
             )
         self._check_media_attention()
         if attention_mask is None:

@@ -102,6 +102,11 @@ class Unit(Stage):
         """Logical name of a weight that is held a second time → the name that it shares."""
         return {weight.name: weight.tied_to for weight in self.weights if weight.tied_to is not None}
 
+    @property
+    def trained_names(self) -> set[str]:
+        """Logical names of the parameters that train; buffers do not."""
+        return {name for name, _ in self.named_logical_parameters()} - self.frozen
+
     def pieces(self) -> Iterator[tuple[str, str]]:
         """(logical layer, module path) for every module that belongs to one layer, in layer order."""
         first, *_ = self.layers

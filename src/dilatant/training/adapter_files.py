@@ -58,7 +58,7 @@ def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
     for unit, weight, key in _weights(adapted):
         if is_adapter(weight.name):
             names.add(beside(key).removesuffix(".weight"))
-        elif weight.name in trained_names(unit):
+        elif weight.name in unit.trained_names:
             saved.add(key.rpartition(".")[0])
         else:
             continue
@@ -97,11 +97,6 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"model.lora.adapter: {str(folder)!r} is no adapter of peft: {error}") from None
     return settings if isinstance(settings, dict) else {}
-
-
-def trained_names(unit: Unit) -> set[str]:
-    """Logical names of the parameters that train; buffers do not."""
-    return {name for name, _ in unit.named_logical_parameters()} - unit.frozen
 
 
 def _weights(adapted: Adapted) -> Iterator[tuple[Unit, Weight, str]]:

@@ -34,6 +34,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
 from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
+from dilatant.models.whole_answers import WholeAnswers
 from dilatant.plan.boxes import Box
 from dilatant.profiling.media_units import media_unit, units_of_whole
 from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
@@ -41,7 +42,6 @@ from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
 from dilatant.training.stored_weights import read_pretrained
-from dilatant.training.whole_answers import WholeAnswers
 from dilatant.training.whole_export import write_whole
 
 CONVERSATION = "conversation.json"
