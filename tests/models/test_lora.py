@@ -8,10 +8,17 @@ import torch
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
+from dilatant.cost.memory import ParameterBytes
+from dilatant.models.four_bit import four_bit_names
 from dilatant.models.lora import is_adapter
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole
-from tiny_wholes import whole_config
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.profiling.describe_model import describe_model
+from model_cases import cost_model
+from tiny_wholes import reference, whole_config
 from whole_samples import samples_of
 
 EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
@@ -61,6 +68,26 @@ def test_what_names_nothing_is_said(settings, message):
     whole = Whole.of(whole_config("llava"), "model", lora=LoraConfig(**settings))
     with pytest.raises(UserError, match=message):
         whole.language_model()
+
+
+def test_planners_count_what_a_stage_holds_in_four_bits():
+    ours = opened("llava", lora=LoraConfig(target_modules=("q_proj", "v_proj")))
+    unit = ours["language"]
+    unit.four_bit = four_bit_names(unit)  # beside adapters and elsewhere, but no head
+    plain = dict(reference("llava").model.language_model.layers[0].named_parameters())
+    held = sum(weight.numel() for key, weight in plain.items() if key.endswith("_proj.weight"))
+    layers = describe_model(ours).spec.unit("language").layers
+    assert [layer.four_bit for layer in layers] == [0, *[held] * (len(layers) - 2), 0]
+    assert "held in four bits" in tensor_plan(unit).problems[0]
+    layer = LayerSpec("u.0", "u", 1000, fixed=900, four_bit=800)
+    stages = stage_costs(
+        Plan((UnitPlan("u", (Replica((Stage(0, 1, (0,)),)),)),)),
+        ModelSpec((UnitSpec("u", (layer,)),)),
+        cost_model({"u": 1.0}),
+        ParameterBytes(2.0, 4.0, 12.0),
+    )
+    # 4 bits and a 64th of a scale in fp32 each; of the others 100 are in bf16 and 100 train.
+    assert stages.static_bytes == pytest.approx([800 * (0.5 + 4 / 64) + 100 * 2 + 100 * 18])
 
 
 def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
