@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,4 +48,5 @@ def composite_of(units: Mapping[str, Unit], whole: Whole) -> PreTrainedModel:
         for module in reversed([*composite.modules()]):
             if give_memory(module):
                 owners[id(module)]._init_weights(module)
-    return composite.to(given[0].device)
+    device: Any = given[0].device  # transformers types `to` wrongly
+    return composite.to(device)
