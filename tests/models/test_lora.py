@@ -9,7 +9,7 @@ from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
 from dilatant.cost.memory import ParameterBytes
-from dilatant.models.four_bit import four_bit_names
+from dilatant.models.four_bit_stages import four_bit_names
 from dilatant.models.lora import is_adapter
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole

@@ -19,7 +19,7 @@ from dilatant.config.model import (
 from dilatant.models.diffusion import Objective
 from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
-from dilatant.models.four_bit import four_bit_names, require_four_bit
+from dilatant.models.four_bit_stages import four_bit_names, require_four_bit
 from dilatant.models.freeze import select, thaw
 from dilatant.models.generator import Generator
 from dilatant.models.geometry import encoder_geometry

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
-from dilatant.models.four_bit import forget
+from dilatant.models.four_bit_stages import forget
 from dilatant.models.lora import reset_adapters
 from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit

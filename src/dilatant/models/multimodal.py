@@ -176,6 +176,7 @@ class MultimodalModel(nn.Module):
         sample_ids: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
         attention_kwargs: Mapping[str, Any] | None = None,
+        num_items_in_batch: float | Tensor | None = None,
         **unknown: Any,
     ) -> MultimodalOutput:
         """Loss and logits of a packed row or of a padded batch, of the encoders and the language model.
@@ -188,7 +189,7 @@ class MultimodalModel(nn.Module):
         attention_kwargs: keywords for the attention function; on block tables those of a packed row (what
         `language.attention_of` makes) are made here if not given.
         Where an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share
-        in front, and logits cover them too.
+        in front, and logits cover them too. num_items_in_batch: how transformers' Trainer calls `loss_denominator`.
 
         Raises UserError when rows and placeholders do not match, and for keywords that mean nothing here.
         """
@@ -206,7 +207,7 @@ class MultimodalModel(nn.Module):
             position_ids=position_ids,
             attention_mask=attention_mask,
             labels=labels,
-            loss_denominator=loss_denominator,
+            loss_denominator=num_items_in_batch if loss_denominator is None else loss_denominator,
             return_logits=return_logits,
             lengths=lengths,
             sample_ids=sample_ids,

@@ -13,7 +13,7 @@ from dilatant.attention.context_parallel import Pending
 from dilatant.attention.kept import keep_attention
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
-from dilatant.models.four_bit import quantize
+from dilatant.models.four_bit_stages import quantize
 from dilatant.models.language import LanguageUnit
 from dilatant.models.language_stage import LanguageStage
 from dilatant.models.lora import is_adapter

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dilatant.comm.comm import Comm
 from dilatant.cost.memory import Zero
 from dilatant.models.dtype import hold_in
-from dilatant.models.four_bit import quantize, require_shape
+from dilatant.models.four_bit_stages import quantize, require_shape
 from dilatant.models.freeze import check
 from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize
