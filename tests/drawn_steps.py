@@ -131,7 +131,11 @@ def _draw_frozen(
         patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector"]
         patterns += [] if kind == OWN else [f"{name}.layers.0"]
     for name, _, connector, _ in generators:
-        patterns += [name, f"{name}.generator", f"{name}.generator.{'net' if name in nets else 'inner'}"]
+        parts = [f"{name}.generator.inner"]
+        if name in nets:
+            is_cut = nets[name][0] != "unet"
+            parts = [f"{name}.embedding", f"{name}.layers.0"] if is_cut else [f"{name}.generator.net"]
+        patterns += [name, f"{name}.generator", *parts]
         patterns += [f"{name}.connector"] if connector != "identity" else []
     if any(asks for *_, asks in nets.values()):
         patterns += ["language.model", "language.queries"]

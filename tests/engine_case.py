@@ -232,7 +232,8 @@ def _own_encoder(projector: str, dropout: float) -> Encoder:
 
 
 def _net(case: Case, generator: str) -> torch.nn.Module:
-    from dilatant.models.picture_nets import build_diffusion, look_at, read_source
+    from dilatant.models.net_source import read_source
+    from dilatant.models.picture_nets import build_diffusion, look_at
 
     family, objective, _ = case.nets[generator]
     settings, vae = NETS[family]

@@ -17,8 +17,9 @@ from dilatant.config.errors import UserError
 from dilatant.data.encode import grid_part
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
-from dilatant.models.encoder import Callbacks, EncoderStage, EncoderUnit
+from dilatant.models.encoder import Callbacks, EncoderStage
 from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.packed_encoder import PackedEncoderUnit
 from dilatant.models.random_draws import Spread
 from dilatant.models.slicing import StandIn
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
@@ -130,10 +131,8 @@ class NativeStage(EncoderStage):
         return torch.cat([hidden, *taps, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
-class NativeEncoderUnit(EncoderUnit):
+class NativeEncoderUnit(PackedEncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger."""
-
-    packs = True
 
     def __init__(self, name: str, tower: PreTrainedModel, blocks: str | None = None) -> None:
         config = cast(Any, tower).config
@@ -175,18 +174,6 @@ class NativeEncoderUnit(EncoderUnit):
         self.numbers_of_patch = pixels
         self._freeze_at_start()
 
-    def _whole(self) -> NativeStage:
-        return self.stage(0, len(self.layers))
-
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        return self._whole().run(data, samples, inbound)
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return self._whole().spread(data, samples)
-
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        return self._whole()(inputs, hidden)
-
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Images of the typical size; what is left makes one smaller."""
         side = int(np.sqrt(self.merged))
@@ -211,7 +198,7 @@ class NativeEncoderUnit(EncoderUnit):
             rows_of=partial(_rows, self.unit, self.merged if is_output else 1),
         )
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         raise UserError(
             f"{self.unit}: its images have unlike sizes, and ranks cannot share them yet; give it cp: 1"
         )

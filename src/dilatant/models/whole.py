@@ -177,6 +177,14 @@ class Whole:
         return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
+    def reads_as_text(self) -> bool:
+        """Whether rows of encoders have the positions, and are seen as, tokens of a text are."""
+        family = self.family
+        return not (
+            family.spatial or family.first_position or family.media_attention == "prefix" or self.taps
+        )
+
+    @property
     def spatial_units(self) -> tuple[str, ...]:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()

@@ -52,7 +52,7 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
 
 
 def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
-    trained, frozen = weights_of(model.units.values(), whole)
+    trained, frozen = weights_of(model.weights_of_whole(), whole)
     composite = whole.composite()
     expected = composite.state_dict()
     tied = tied_keys(composite)
