@@ -72,6 +72,13 @@ class MultimodalOutput:
     predicted: Tensor | None = None
     token_losses: Tensor | None = None
 
+    def __getitem__(self, key: Any) -> Any:
+        """By name, or by place among those that are there, as outputs of transformers are asked by its Trainer."""
+        if isinstance(key, str):
+            return getattr(self, key)
+        values = (self.loss, self.logits, self.hidden, self.predicted, self.token_losses)
+        return tuple(value for value in values if value is not None)[key]
+
 
 class LanguageStage(Stage):
     """Layers of the language model.

@@ -20,6 +20,7 @@ from dilatant.attention.context_parallel import Ranks
 from dilatant.config.errors import UserError
 from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
+from dilatant.models.four_bit import is_four_bit
 from dilatant.models.random_draws import Spread
 from dilatant.models.token_shards import TokenShards
 from dilatant.models.weights import Weight
@@ -305,10 +306,12 @@ def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def stage_tensors(stage: Stage) -> dict[str, Tensor]:
-    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves."""
+    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves. Weights in
+    four bits are none."""
     parts = {weight.part for weight in stage.weights}
     held = {part: getattr(stage, part).state_dict() for part in parts}
     tensors: dict[str, Tensor] = {}
     for weight in stage.weights:
-        tensors.setdefault(weight.canonical, held[weight.part][weight.key])
+        if not is_four_bit(getattr(stage, weight.part), weight.key):
+            tensors.setdefault(weight.canonical, held[weight.part][weight.key])
     return tensors

@@ -37,14 +37,14 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.models.saving_generators import load_generators, read_connectors, save_generators
 from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
+from dilatant.models.whole_answers import WholeAnswers
 from dilatant.plan.boxes import Box
 from dilatant.profiling.media_units import media_unit, units_of_whole
 from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
-from dilatant.training.stored_weights import read_whole
-from dilatant.training.whole_answers import WholeAnswers
+from dilatant.training.stored_weights import read_pretrained, read_whole
 from dilatant.training.whole_export import write_whole
 
 CONVERSATION = "conversation.json"
@@ -69,8 +69,12 @@ def export_checkpoint(
     dtypes = source_dtypes(config.model)
     for name, unit in model.units.items():
         hold_in(unit, dtypes[name])
-    weights = allocate(model.units)
-    load(checkpoint, {"model": weights})
+    weights = allocate(model.units, config.seed)
+    plain = {name for unit in model.units.values() for name in unit.four_bit}
+    load(checkpoint, {"model": {k: w for k, w in weights.items() if k not in plain}}, known=set(weights))
+    boxes = {name: Box.of(name, tuple(weights[name].shape)) for name in plain}
+    for name, tensor in (read_pretrained(model, config.model, boxes, config.seed) if plain else {}).items():
+        weights[name].copy_(tensor)
     stored = stored_shapes(checkpoint, "optimizer") if config.train.optimizer.ema is not None else {}
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
     if averages:

@@ -112,10 +112,18 @@ class Trainer:
         self._gate = membership.gate
         self.membership = membership
         self.recovery: Mapping[str, float] = {}
-        if membership.weights_follow:
+        flops = model_flops(describe_model(model))
+        weights: dict[str, torch.Tensor] = {}
+        if membership.weights_follow:  # but for those that are no state
             weights = {name: torch.zeros(box.shape) for name, box in held.items()}
+            held_so = {name for unit in model.units.values() for name in unit.four_bit} & held.keys()
+            for name in held_so:
+                del weights[name]
+            read = {name: held[name] for name in held_so}
         else:
-            weights = read_pretrained(model, config.model, held, config.seed)
+            read = held
+        if read:
+            weights |= read_pretrained(model, config.model, read, config.seed)
         self.runtime = Runtime(
             model,
             plan,
@@ -153,7 +161,7 @@ class Trainer:
             anchor=model.graph.anchor,
             sources=self._sources,
             peak_rates=rates,
-            flops=model_flops(describe_model(model)),
+            flops=flops,
             peak_flops=peak_flops(config),
         )
         owned = self.runtime.owned
