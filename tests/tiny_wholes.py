@@ -266,6 +266,47 @@ WHOLES["qwen3_5_moe"] = {
     },
 }
 
+WHOLES["gemma4"] = {
+    "model_type": "gemma4",
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+        "standardize": True,
+        "use_clipped_linears": True,
+    },
+    "text_config": {
+        "model_type": "gemma4_text",
+        **_TEXT,
+        "num_hidden_layers": 7,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 99,
+        "num_kv_shared_layers": 3,
+        "use_bidirectional_attention": "vision",
+        "sliding_window": 6,
+        "layer_types": [
+            *("sliding_attention", "full_attention", "sliding_attention", "sliding_attention"),
+            *("full_attention", "sliding_attention", "full_attention"),
+        ],
+    },
+    "audio_config": None,
+    "image_token_id": IMAGE,
+    "video_token_id": 91,
+    "audio_token_id": SOUND,
+    "boi_token_id": 92,
+    "eoi_token_id": 93,
+}
+
 
 def whole_config(family: str) -> Any:
     settings = dict(WHOLES[family])

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dilatant.data.encode import TOKENS, grid_part
 from dilatant.data.sample import EncodedSample
+from dilatant.models.carried import Carried
 from dilatant.models.language_stage import BeforeLanguageModel, LanguageStage
 from dilatant.models.packed_row import Positions, token_places
 from dilatant.models.queries import Queries
@@ -45,7 +46,7 @@ class LanguageUnit(Unit, LanguageStage):
         decoder: str | None = None,
         positions: Positions | None = None,
         spatial_units: Sequence[str] = (),
-        taps: int = 0,
+        carried: Carried | None = None,
     ) -> None:
         """queries: unit of `outputs` that learned queries ask for → how many for an item. spatial_units: those whose
         grids `positions` asks for."""
@@ -78,7 +79,7 @@ class LanguageUnit(Unit, LanguageStage):
             decoder=decoder,
             positions=positions,
             grids=frozenset(map(grid_part, spatial_units)),
-            taps=taps,
+            carried=carried,
             blocks_path=structure.blocks,
         )
         self.structure = structure
@@ -111,7 +112,7 @@ class LanguageUnit(Unit, LanguageStage):
         given = {"position_ids": positions, **self.attention_of([ids[0].cpu().numpy()])}
         if layer == 0:
             return ids, given
-        width = self.width * (1 + max(0, self.taps - (layer - 1)))
+        width = self.width + self._behind(layer)
         hidden = torch.randn(1, tokens, width, device=device)
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
 
@@ -141,8 +142,11 @@ class LanguageUnit(Unit, LanguageStage):
         return frozenset({TOKENS}) | self.grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:
-        behind = max(0, self.taps - (end - 1))
-        return Boundary(self.width * (1 + behind), self.row_dtype, partial(_tokens, consumer))
+        return Boundary(self.width + self._behind(end), self.row_dtype, partial(_tokens, consumer))
+
+    def _behind(self, layer: int) -> int:
+        """Numbers behind the hidden states that enter a layer."""
+        return 0 if self.carried is None else self.carried.width(layer - 1)
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)
@@ -168,7 +172,8 @@ class LanguageUnit(Unit, LanguageStage):
             decoder=self.decoder,
             positions=self.positions,
             grids=self.grids,
-            taps=max(0, self.taps - first_block),
+            carried=self.carried,
+            first_block=first_block,
             blocks_path=self.blocks_path,
         )
 

@@ -16,6 +16,7 @@ from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.placement import place_row
 from dilatant.data.sample import EncodedSample
+from dilatant.models.carried import Carried, DeepStack, PerLayer
 from dilatant.models.chunked_head import (
     LOSS_CHUNK,
     chunked_loss,
@@ -82,8 +83,8 @@ class LanguageStage(Stage):
     path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
     where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
     vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
-    reads. blocks_path: of the list of blocks. taps: how many blocks, from the first one here on, are given rows of
-    the encoders besides (DeepStack): they lie behind the hidden states of every token, 0 at text.
+    reads. blocks_path: of the list of blocks. carried: what lies behind the hidden states of every token, and
+    first_block: the first one here, by which it is told.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -113,7 +114,8 @@ class LanguageStage(Stage):
         decoder: str | None = None,
         positions: Positions | None = None,
         grids: frozenset[str] = frozenset(),
-        taps: int = 0,
+        carried: Carried | None = None,
+        first_block: int = 0,
         blocks_path: str = "",
     ) -> None:
         super().__init__(unit, layers, weights)
@@ -131,7 +133,8 @@ class LanguageStage(Stage):
         self.decoder = decoder
         self.positions = positions
         self.grids = grids
-        self.taps = taps
+        self.carried = carried
+        self.first_block = first_block
         self.blocks_path = blocks_path
 
     def attention_of(
@@ -159,10 +162,9 @@ class LanguageStage(Stage):
         if self.is_first and self.queries is not None:
             query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
         if self.context.ranks is not None:
-            mask = attention[PLAN_KEYWORD].mask
             assert self.row_attention is not None
             row = row.shared(
-                mask, self.context.ranks, [*self.placeholder_ids.values()], self.row_attention.placement
+                attention[PLAN_KEYWORD], self.context.ranks, [*self.placeholder_ids.values()], self.row_attention.placement
             )
             assert row.share is not None
             query_of = None if query_of is None else row.share.take(query_of, -1)
@@ -285,23 +287,27 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
-        behind: tuple[Tensor, ...] = ()
-        if self.taps:
+        behind: Tensor | None = None
+        decoder = self._decoder
+        carried, end = self.carried, self.first_block
+        if carried is not None:
             assert hidden is not None
-            run["inputs_embeds"], *taps = hidden.chunk(1 + self.taps, dim=-1)
-            blocks = len(cast(Any, self.model.get_submodule(self.blocks_path)))
-            behind = tuple(taps[blocks:])
-            run["deepstack_visual_embeds"] = [tap.flatten(0, 1) for tap in taps[:blocks]]
-            run["visual_pos_masks"] = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+            end += len(cast(Any, self.model.get_submodule(self.blocks_path)))
+            width = hidden.shape[-1] - carried.width(self.first_block)
+            run["inputs_embeds"], behind = hidden[..., :width], hidden[..., width:]
+            run |= carried.into(behind, self.first_block, end)
+            decoder = carried.prepare(decoder)
         if router_logits is not None:
             run["output_router_logits"] = True
-        decoder = self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
         output = decoder(**run)
         if router_logits is not None:
             router_logits += output.router_logits or ()
         hidden = output.last_hidden_state
         if not self.is_last:
-            return torch.cat([hidden, *behind], dim=-1) if behind else hidden
+            if carried is None:
+                return hidden
+            assert behind is not None
+            return torch.cat([hidden, carried.beyond(behind, run, end)], dim=-1)
         # The head runs where it must: the vocabulary is large.
         head = head_of(self.model, self.container)
         predicted = loss = logits = token_losses = None
@@ -332,6 +338,11 @@ class LanguageStage(Stage):
         elif return_logits:
             logits = logits_of(head, hidden)
         return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted, token_losses)
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """The text model, or what is here of it."""
+        return self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
 
     @property
     def _outside_vocabulary(self) -> dict[str, int]:
@@ -365,11 +376,17 @@ class LanguageStage(Stage):
                 query_of = number_queries(ids, self.outputs, self.queries.counts)
             embeddings = self.queries.put(embeddings, query_of)
         width = embeddings.shape[-1]
-        first = {name: each[:, :width] for name, each in rows.items()} if self.taps else rows
+        deep = isinstance(self.carried, DeepStack)
+        first = {name: each[:, :width] for name, each in rows.items()} if deep else rows
         merged = merge_rows(embeddings, input_ids, self.placeholder_ids, first, lengths, sample_ids, places)
-        if not self.taps:
+        if self.carried is None:
             return merged
-        behind = embeddings.new_zeros(*embeddings.shape[:2], self.taps * width)
+        if isinstance(self.carried, PerLayer):
+            padding = self.carried.config.pad_token_id
+            ids = without_placeholders(input_ids, self._outside_vocabulary, padding)
+            behind = self.carried.at_start(self._decoder, ids, merged)
+            return torch.cat([merged, behind], dim=-1)
+        behind = embeddings.new_zeros(*embeddings.shape[:2], self.carried.width(0))
         besides = {name: each[:, width:] for name, each in rows.items()}
         behind = merge_rows(behind, input_ids, self.placeholder_ids, besides, lengths, sample_ids, places)
         return torch.cat([merged, behind], dim=-1)

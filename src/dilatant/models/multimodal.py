@@ -67,7 +67,7 @@ class MultimodalModel(nn.Module):
     ) -> None:
         super().__init__()
         self.whole = language_model if isinstance(language_model, Whole) else None
-        self.media_attention = media_attention if self.whole is None else self.whole.family.media_attention
+        self.media_attention = media_attention if self.whole is None else self.whole.media_attention
         generators = generators or {}
         llm = load_language_model(language_model) if self.whole is None else self.whole.language_model()
         embedding = cast(nn.Embedding, llm.get_input_embeddings())
@@ -107,7 +107,7 @@ class MultimodalModel(nn.Module):
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
             spatial_units=() if self.whole is None else self.whole.spatial_units,
-            taps=0 if self.whole is None else self.whole.taps,
+            carried=None if self.whole is None else self.whole.carried,
         )
         for name, generator in self.generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)

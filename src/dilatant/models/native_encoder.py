@@ -131,21 +131,32 @@ class NativeStage(EncoderStage):
 
 
 class NativeEncoderUnit(EncoderUnit):
-    """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger."""
+    """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
+    for Qwen's)."""
 
     packs = True
+    stage_type = NativeStage
 
-    def __init__(self, name: str, tower: PreTrainedModel, blocks: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tower: PreTrainedModel,
+        merger: nn.Module,
+        side: int,
+        frames: int,
+        out: int,
+    ) -> None:
+        """side: patches on each side of a group that is one row of the text. frames: in a patch. out: numbers in a
+        row of the text."""
         config = cast(Any, tower).config
-        merger = Merger(tower)
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "projector")
         width = _width_of_patches(tower, structure.before[0])
-        merged = config.spatial_merge_size**2
+        merged = side**2
         self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
-        out = getattr(config, "out_hidden_size", None) or config.hidden_size
-        patches = TYPICAL_GRID**2
-        pixels = getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2
+        typical = self._typical = TYPICAL_GRID // side * side
+        patches = typical**2
+        pixels = getattr(config, "in_channels", 3) * frames * config.patch_size**2
         geometry = EncoderGeometry(
             kind="image",
             input_name="pixel_values",
@@ -153,8 +164,8 @@ class NativeEncoderUnit(EncoderUnit):
             encoder_tokens=patches,
             leading_tokens=0,
             width=width,
-            height=TYPICAL_GRID * config.patch_size,
-            row_width=TYPICAL_GRID * config.patch_size,
+            height=typical * config.patch_size,
+            row_width=typical * config.patch_size,
             patch_size=config.patch_size,
             channels=getattr(config, "in_channels", 3),
         )
@@ -189,10 +200,10 @@ class NativeEncoderUnit(EncoderUnit):
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Images of the typical size; what is left makes one smaller."""
-        side = int(np.sqrt(self.merged))
-        grids = [(1, TYPICAL_GRID, TYPICAL_GRID)] * (tokens // TYPICAL_GRID**2)
-        rest = tokens % TYPICAL_GRID**2 // (self.merged * TYPICAL_GRID // side) * side
-        grids += [(1, rest, TYPICAL_GRID)] if rest or not grids else []
+        side, typical = int(np.sqrt(self.merged)), self._typical
+        grids = [(1, typical, typical)] * (tokens // typical**2)
+        rest = tokens % typical**2 // (self.merged * typical // side) * side
+        grids += [(1, rest, typical)] if rest or not grids else []
         grids = [(1, max(side, height), width) for _, height, width in grids]
         grid = torch.tensor(grids, device=device)
         taps = sum(1 for block in self._taps if block < layer - 1)
@@ -220,7 +231,7 @@ class NativeEncoderUnit(EncoderUnit):
         self._check_stage(first, end)
         last = len(self.layers) - 1
         first_block, end_block = self._blocks(first, end)
-        stage = NativeStage(
+        stage = self.stage_type(
             unit=self.unit,
             layers=self.layers[first:end],
             weights=self._weights_between(first, end),
@@ -234,6 +245,14 @@ class NativeEncoderUnit(EncoderUnit):
         stage.first_block = first_block
         stage.training = self.training
         return stage
+
+
+def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
+    """The unit of one of Qwen's towers, which merge their patches themselves."""
+    config = cast(Any, tower).config
+    out = getattr(config, "out_hidden_size", None) or config.hidden_size
+    side, frames = config.spatial_merge_size, config.temporal_patch_size
+    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, out)
 
 
 def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:

@@ -40,9 +40,9 @@ def composite_inputs(
             kinds += input_ids == placeholder
     if GRID in given and bool((given[GRID][:, 0] > 1).any()):
         kinds = _part_clips(whole, given, kinds, encoder_inputs)
-    if whole.family.media_attention == "bidirectional":
+    if whole.media_attention == "bidirectional":
         given["token_type_ids"] = kinds
-    if whole.family.media_attention == "prefix":
+    if whole.media_attention == "prefix":
         given["token_type_ids"] = torch.zeros_like(input_ids)
     if whole.family.spatial and "audio" not in whole.family.towers:
         given["mm_token_type_ids"] = kinds
