@@ -275,7 +275,7 @@ WHOLES["gemma4"] = {
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "head_dim": 8,
+        "head_dim": 4,  # softmaxes without a scale are sharp, and make much of rounding
         "patch_size": 4,
         "pooling_kernel_size": 2,
         "position_embedding_size": 64,
@@ -286,8 +286,8 @@ WHOLES["gemma4"] = {
         "model_type": "gemma4_text",
         **_TEXT,
         "num_hidden_layers": 7,
-        "head_dim": 8,
-        "global_head_dim": 16,
+        "head_dim": 4,
+        "global_head_dim": 8,
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 4,
         "vocab_size_per_layer_input": 99,
@@ -299,12 +299,36 @@ WHOLES["gemma4"] = {
             *("full_attention", "sliding_attention", "full_attention"),
         ],
     },
-    "audio_config": None,
+    "audio_config": {
+        "model_type": "gemma4_audio",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "output_proj_dims": 24,
+        "subsampling_conv_channels": [8, 4],
+    },
     "image_token_id": IMAGE,
     "video_token_id": 91,
     "audio_token_id": SOUND,
     "boi_token_id": 92,
     "eoi_token_id": 93,
+}
+
+WHOLES["mllama"] = {
+    "model_type": "mllama",
+    "vision_config": {
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_global_layers": 1,
+        "attention_heads": 4,
+        "image_size": 8,
+        "patch_size": 2,
+        "intermediate_layers_indices": [0, 2],
+        "vision_output_dim": 3 * 24,
+    },
+    "text_config": {"model_type": "mllama_text_model", **_TEXT, "cross_attention_layers": [1, 3]},
+    "image_token_index": IMAGE,
 }
 
 
@@ -330,6 +354,8 @@ def save_as_the_hub_does(family: str, folder: Path) -> Any:
     for key, own in (("image", 299), ("audio", 298)):
         settings |= {name: own for name in settings if name in (f"{key}_token_id", f"{key}_token_index")}
     settings["text_config"] = {**settings["text_config"], "vocab_size": 300}
+    if family == "gemma4":
+        settings["text_config"]["vocab_size_per_layer_input"] = 300
     model_type = settings.pop("model_type")
     config = CONFIG_MAPPING[model_type](**settings)
     torch.manual_seed(0)
@@ -359,6 +385,15 @@ def save_as_the_hub_does(family: str, folder: Path) -> Any:
             "patch_size": 4,
             "merge_size": 2,
             "temporal_patch_size": 2,
+        }
+    if family == "mllama":
+        processor |= {"image_processor_type": "MllamaImageProcessor", "max_image_tiles": 4}
+    if family == "gemma4":
+        processor = {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
         }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model

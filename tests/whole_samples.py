@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
+
 from dilatant.data.anyres_image_unit import SHAPES
+from dilatant.data.aspect_image_unit import RATIOS, TILES
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.pixels import as_array
 from dilatant.data.sample import EncodedSample
@@ -17,6 +23,7 @@ from dilatant.models.anyres_encoder import AnyresEncoderUnit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.native_encoder import NativeEncoderUnit
 from dilatant.models.pooled_encoder import PooledEncoderUnit
+from dilatant.models.tiled_encoder import TiledEncoderUnit
 from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
 Part = tuple[Any, ...]
@@ -82,6 +89,14 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)
             put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
+        elif isinstance(model["vision"], TiledEncoderUnit):
+            shapes = model.whole.config.vision_config.supported_aspect_ratios
+            ratio = (3 * about[0] + about[1]) % len(shapes)
+            used = (np.arange(4) < np.prod(shapes[ratio])).astype(np.int64)
+            ids += [IMAGE]
+            pixels = torch.randn(1, 4, 3, 8, 8, generator=generator)
+            rows = model["vision"].geometry.encoder_tokens
+            put("vision", rows, pixel_values=pixels, **{RATIOS: [[ratio + 1]], TILES: used[None]})
         elif isinstance(model["vision"], AnyresEncoderUnit):
             unit = model["vision"]
             height, width = (3 * each + 1 for each in about)
@@ -135,9 +150,20 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
         counts = [1] if given[SHAPES][:, 2].all() else [len(given[SHAPES])]
         given |= {SHAPES: given[SHAPES][:, :2], "batch_num_images": torch.tensor(counts)}
     kinds = (ids == image).long()
+    if TILES in given:
+        counts = given[TILES].sum(1).tolist()
+        spans = get_cross_attention_token_mask(ids[0].tolist(), image)
+        dense = convert_sparse_cross_attention_mask_to_dense([spans], [counts], 4, ids.shape[1])
+        given |= {
+            "pixel_values": given["pixel_values"][None],
+            RATIOS: given[RATIOS].T,
+            TILES: given[TILES][None],
+            "cross_attention_mask": torch.from_numpy(dense),
+        }
     if GRID in given and family == "gemma4":
         given |= _padded(given.pop("pixel_values"), given.pop(GRID))
-        del given[STEP], given["of_clip"]
+        given.pop("of_clip", None)
+        del given[STEP]
     elif GRID in given:
         given, kinds = _with_clips(family, given, image)
     if "audio" in sample.media:

@@ -27,6 +27,7 @@ class Tower:
     settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
     packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself, or,
     pooled, averaged and then projected (see `PooledEncoderUnit`).
+    crossing: whether its rows go to blocks of the text model, and not into the text (see `Crossing`).
     anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
     """
 
@@ -42,6 +43,7 @@ class Tower:
     settings: Mapping[str, Any] = field(default_factory=dict)
     native: bool = False
     pooled: bool = False
+    crossing: bool = False
     anyres: bool = False
 
 
@@ -146,6 +148,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     # Of all tokens before the answer each sees every other.
     "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
+    "mllama": Family(
+        {
+            "vision": Tower(
+                "model.vision_model",
+                ("model.multi_modal_projector",),
+                token="image_token_index",
+                crossing=True,
+            )
+        }
+    ),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
     "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model"),
 }

@@ -24,6 +24,7 @@ from dilatant.models.chunked_head import (
     head_of,
     logits_of,
 )
+from dilatant.models.crossing import STATES, Crossing
 from dilatant.models.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, Positions
@@ -84,7 +85,7 @@ class LanguageStage(Stage):
     where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
     vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
     reads. blocks_path: of the list of blocks. carried: what lies behind the hidden states of every token, and
-    first_block: the first one here, by which it is told.
+    first_block: the first one here, by which it is told. crossing: rows that blocks look at by cross attention.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -115,6 +116,7 @@ class LanguageStage(Stage):
         positions: Positions | None = None,
         grids: frozenset[str] = frozenset(),
         carried: Carried | None = None,
+        crossing: Crossing | None = None,
         first_block: int = 0,
         blocks_path: str = "",
     ) -> None:
@@ -134,6 +136,7 @@ class LanguageStage(Stage):
         self.positions = positions
         self.grids = grids
         self.carried = carried
+        self.crossing = crossing
         self.first_block = first_block
         self.blocks_path = blocks_path
 
@@ -158,6 +161,17 @@ class LanguageStage(Stage):
         row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
         attention = self.attention_over(packed)
+        arrived, crossing, looked_at = inbound.get(self.unit), self.crossing, None
+        counts: list[int] = []
+        if crossing is not None:
+            counts = [crossing.count(sample) for sample in packed]
+            if self.is_first:
+                looked_at = given.pop(crossing.unit, None)
+            elif crossing.passes(self.first_block):
+                assert arrived is not None
+                arrived, looked_at = crossing.split(arrived, row.lengths, counts)
+            if looked_at is not None and len(looked_at):
+                attention = {**attention, STATES: crossing.look(looked_at, packed)}
         query_of = None
         if self.is_first and self.queries is not None:
             query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
@@ -177,7 +191,7 @@ class LanguageStage(Stage):
         output = self(
             to_device(row.ids[None], data.device) if self.is_first else None,
             given,
-            None if self.is_first else row.padded(inbound[self.unit])[None],
+            None if arrived is None or self.is_first else row.padded(arrived)[None],
             position_ids=to_device(row.position_ids.unsqueeze(-2), data.device),
             targets=row.targets if self.is_last else None,
             loss_denominator=data.counts[self.unit] if self.is_last else None,
@@ -185,7 +199,7 @@ class LanguageStage(Stage):
             return_hidden=bool(self.outputs) and not data.predicts,
             lengths=row.lengths if row.share is None else None,
             sample_ids=[sample.id for sample in packed] if row.share is None else None,
-            places=find_places(row.ids.numpy(), self.placeholder_ids, data.device) if self.is_first else None,
+            places=find_places(row.ids.numpy(), self.merged_ids, data.device) if self.is_first else None,
             predicted_at=None if wanted is None else to_device(wanted, data.device),
             router_logits=router_logits,
             query_of=query_of,
@@ -200,7 +214,10 @@ class LanguageStage(Stage):
             total = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
             losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
-            return StageOutput(row.unpadded(output[0]), losses)
+            hidden = row.unpadded(output[0])
+            if crossing is not None and looked_at is not None and crossing.passes(self._end_block):
+                hidden = crossing.join(hidden, looked_at, row.lengths, counts)
+            return StageOutput(hidden, losses)
         if wanted is not None:
             assert output.token_losses is not None
             at = wanted.to(data.device)
@@ -289,10 +306,11 @@ class LanguageStage(Stage):
         }
         behind: Tensor | None = None
         decoder = self._decoder
-        carried, end = self.carried, self.first_block
+        carried, end = self.carried, self._end_block
+        if self.crossing is not None:
+            decoder = self.crossing.prepare(decoder, self.first_block)
         if carried is not None:
             assert hidden is not None
-            end += len(cast(Any, self.model.get_submodule(self.blocks_path)))
             width = hidden.shape[-1] - carried.width(self.first_block)
             run["inputs_embeds"], behind = hidden[..., :width], hidden[..., width:]
             run |= carried.into(behind, self.first_block, end)
@@ -340,6 +358,17 @@ class LanguageStage(Stage):
         return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted, token_losses)
 
     @property
+    def _end_block(self) -> int:
+        """Behind the last block here."""
+        return self.first_block + len(cast(Any, self.model.get_submodule(self.blocks_path)))
+
+    @property
+    def merged_ids(self) -> dict[str, int]:
+        """Units whose rows go into the text → the ids at their places."""
+        crossing = None if self.crossing is None else self.crossing.unit
+        return {unit: id_ for unit, id_ in self.placeholder_ids.items() if unit != crossing}
+
+    @property
     def _decoder(self) -> nn.Module:
         """The text model, or what is here of it."""
         return self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
@@ -348,7 +377,7 @@ class LanguageStage(Stage):
     def _outside_vocabulary(self) -> dict[str, int]:
         """The ids whose embeddings are not looked up."""
         asked = () if self.queries is None else self.queries.counts
-        return {**self.placeholder_ids, **{name: self.outputs[name] for name in asked}}
+        return {**self.merged_ids, **{name: self.outputs[name] for name in asked}}
 
     def embed(
         self,
@@ -378,7 +407,7 @@ class LanguageStage(Stage):
         width = embeddings.shape[-1]
         deep = isinstance(self.carried, DeepStack)
         first = {name: each[:, :width] for name, each in rows.items()} if deep else rows
-        merged = merge_rows(embeddings, input_ids, self.placeholder_ids, first, lengths, sample_ids, places)
+        merged = merge_rows(embeddings, input_ids, self.merged_ids, first, lengths, sample_ids, places)
         if self.carried is None:
             return merged
         if isinstance(self.carried, PerLayer):
@@ -388,5 +417,5 @@ class LanguageStage(Stage):
             return torch.cat([merged, behind], dim=-1)
         behind = embeddings.new_zeros(*embeddings.shape[:2], self.carried.width(0))
         besides = {name: each[:, width:] for name, each in rows.items()}
-        behind = merge_rows(behind, input_ids, self.placeholder_ids, besides, lengths, sample_ids, places)
+        behind = merge_rows(behind, input_ids, self.merged_ids, besides, lengths, sample_ids, places)
         return torch.cat([merged, behind], dim=-1)

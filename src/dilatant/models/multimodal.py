@@ -106,7 +106,8 @@ class MultimodalModel(nn.Module):
             queries,
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
-            spatial_units=() if self.whole is None else self.whole.spatial_units,
+            units_with_grids=() if self.whole is None else self.whole.units_with_grids,
+            crossing=None if self.whole is None else self.whole.crossing,
             carried=None if self.whole is None else self.whole.carried,
         )
         for name, generator in self.generators.items():

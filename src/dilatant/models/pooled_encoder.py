@@ -112,3 +112,15 @@ def _places(frames: int, rows: int, columns: int, side: int, device: torch.devic
     )
     places = torch.stack([across, down], -1).unflatten(0, (-1, side)).unflatten(2, (-1, side))
     return places.transpose(1, 2).flatten(0, 3).repeat(frames, 1)
+
+
+def padded_patches(pixels: Tensor, grids: Tensor, side: int) -> dict[str, Tensor]:
+    """What transformers' own tower takes: as many patches of every image, and where they are. pixels: [patches,
+    channels, height, width]; grids: int64 [images, 3]."""
+    sizes = grids.prod(1).tolist()
+    own = [_places(*each, side, pixels.device) for each in grids.tolist()]
+    parts = pixels.movedim(1, -1).flatten(1).split(sizes)
+    return {
+        "pixel_values": nn.utils.rnn.pad_sequence(list(parts), batch_first=True),
+        "image_position_ids": nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1),
+    }

@@ -25,6 +25,7 @@ from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.anyres_encoder import AnyresEncoderUnit, images_of_samples
 from dilatant.models.carried import Carried, DeepStack, PerLayer
+from dilatant.models.crossing import Crossing, crossing_of
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.families import Family, MediaAttention, Tower, family_of
@@ -37,6 +38,7 @@ from dilatant.models.positions import spatial_positions
 from dilatant.models.slicing import StandIn, slice_model
 from dilatant.models.sound_encoder import Held, SoundEncoderUnit
 from dilatant.models.structure import find_structure
+from dilatant.models.tiled_encoder import TiledEncoderUnit
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
 
@@ -104,6 +106,10 @@ class Whole:
         """The unit of a tower and its projector, on the meta device. Raises UserError."""
         tower = self.family.towers[name]
         model = self._adapted()
+        if tower.crossing:
+            held = Held(*_named(model, tower.projector[0]), model.get_submodule(tower.path))
+            width = self.config.get_text_config().hidden_size
+            return TiledEncoderUnit(name, cast(Any, model.get_submodule(tower.path)), held, width)
         if tower.native:
             native = cast(PreTrainedModel, model.get_submodule(tower.path))
             if tower.pooled:
@@ -148,7 +154,7 @@ class Whole:
         """What the composite's state dict calls a weight of a unit."""
         tower = self.family.towers.get(unit.unit)
         key = plain_key(weight.key)
-        if tower is None or not (tower.native or weight.part == "model"):
+        if tower is None or not (tower.native or tower.crossing or weight.part == "model"):
             return key
         if tower.pooled and key.startswith(OF_END):
             return f"{tower.path}.{key.removeprefix(OF_END)}"
@@ -187,6 +193,14 @@ class Whole:
         return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
+    def crossing(self) -> Crossing | None:
+        """Which rows the text model looks at by cross attention, if it does."""
+        for name, tower in self.family.towers.items():
+            if tower.crossing:
+                return crossing_of(self.config, name, self.placeholder_ids[name])
+        return None
+
+    @property
     def media_attention(self) -> MediaAttention:
         """Whom the tokens of an item see (see `row_attention.MEDIA_MASKS`)."""
         own = self.family.media_attention
@@ -203,6 +217,7 @@ class Whole:
             or family.first_position
             or self.media_attention in ("prefix", "in_windows")
             or self.carried
+            or self.crossing
         )
 
     @property
@@ -210,6 +225,12 @@ class Whole:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()
         return tuple(name for name, tower in towers if tower.kind == "image")
+
+    @property
+    def units_with_grids(self) -> tuple[str, ...]:
+        """The units of whose items the text model knows more than their tokens."""
+        crossing = self.crossing
+        return (*self.spatial_units, *(() if crossing is None else (crossing.unit,)))
 
     @property
     def seconds_scale(self) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dilatant.config.errors import UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
@@ -24,6 +25,7 @@ from dilatant.data.processors import (
     whole_settings,
 )
 from dilatant.data.sample import MediaUnit, Written
+from dilatant.data.soft_tokens import soft_token_processor
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.models.geometry import EncoderGeometry
@@ -84,7 +86,7 @@ def units_of_whole(
     for name, tower in whole.family.towers.items():
         own = {k: v for k, v in settings.items() if k not in CLIP_SETTINGS} if settings else settings
         units.append(_unit_of_tower(whole, name, own, tokenizer))
-        if tower.native and tower.kind == "image":
+        if tower.native and tower.kind == "image" and not tower.pooled:
             units.append(_clip_unit(whole, name, {**of_clips, **(settings or {})}, of_clips, tokenizer))
     return tuple(units)
 
@@ -151,6 +153,11 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
         return SoundUnit(name, placeholder, mel, longest, 0 if longest is None else 2, marker, written)
     if tower.native:
         vision = whole.config.vision_config
+        if tower.pooled:
+            pooled = soft_token_processor(
+                settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
+            )
+            return NativeImageUnit(name, placeholder, pooled, marker, written)
         patches = patch_processor(
             settings or {},
             patch=vision.patch_size,
@@ -159,6 +166,13 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
         )
         return NativeImageUnit(name, placeholder, patches, marker, written)
     geometry = whole.encoder(name).geometry
+    if tower.crossing:
+        if settings is None or "image_processor_type" not in settings:
+            raise UserError(
+                f"model.processor is missing: {whole.config.model_type} cuts images into tiles as its own processor says"
+            )
+        cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+        return AspectImageUnit(name, placeholder, geometry.encoder_tokens, cutting, marker, written)
     shape = (geometry.channels, geometry.height, geometry.row_width)
     if settings is not None and "image_processor_type" in settings:
         settings = {**settings, **tower.settings}

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
@@ -108,7 +109,7 @@ def export_model(
                     continue
                 assert isinstance(
                     unit,
-                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit,
+                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit | AspectImageUnit,
                 )
                 before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
