@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,

@@ -85,11 +85,7 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     for number in range(12):  # of unlike sizes
         image = Image.open(project / "images" / f"{number}.png").resize((8 + 3 * number, 8 + number % 5))
         image.save(project / "images" / f"{number}.png")
-    towers = [
-        unit
-        for unit in ("vision", "audio")
-        if unit in FAMILIES[family].towers
-    ]
+    towers = [unit for unit in ("vision", "audio") if unit in FAMILIES[family].towers]
     if "audio" in towers:
         write_sounds(project, every=1 if towers == ["audio"] else 2)
     if family.startswith("qwen") and "vision" in towers:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.anyres_image_unit import SHAPES, AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
 from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
@@ -44,7 +45,7 @@ TOKENS = "tokens"
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
 
-_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit
+_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit | AspectImageUnit
 """Units whose items have unlike sizes, which others ask for without the items."""
 Unit = MediaUnit | ImageTarget
 """What a media item is for the model: an input of an encoder, or a target of a generator."""

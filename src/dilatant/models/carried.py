@@ -99,9 +99,7 @@ class PerLayer:
             store = len(own) - 1 - own[::-1].index(kind)
             last = blocks - 1 - kinds[::-1].index(kind)
             of_block = config.per_layer_config[store]
-            shared.append(
-                SharedStates(kind, store, last, of_block.num_key_value_heads, of_block.head_dim)
-            )
+            shared.append(SharedStates(kind, store, last, of_block.num_key_value_heads, of_block.head_dim))
         return cls(config, blocks, each, tuple(shared))
 
     def _inputs(self, block: int) -> int:

@@ -88,9 +88,7 @@ class Crossing:
         return model
 
 
-def tiles_seen(
-    ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which tiles each token sees, [tokens, images, tiles]: those of the last image before it, and of images that
     stand directly before that one. tiles: [images, tiles], 1 at those that there are.
 

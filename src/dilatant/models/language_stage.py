@@ -178,7 +178,10 @@ class LanguageStage(Stage):
         if self.context.ranks is not None:
             assert self.row_attention is not None
             row = row.shared(
-                attention[PLAN_KEYWORD], self.context.ranks, [*self.placeholder_ids.values()], self.row_attention.placement
+                attention[PLAN_KEYWORD],
+                self.context.ranks,
+                [*self.placeholder_ids.values()],
+                self.row_attention.placement,
             )
             assert row.share is not None
             query_of = None if query_of is None else row.share.take(query_of, -1)

@@ -99,7 +99,9 @@ class PooledEncoderUnit(NativeEncoderUnit):
     stage_type = PooledStage
 
 
-def pooling(name: str, tower: PreTrainedModel, embedder: tuple[str, nn.Module], out: int) -> PooledEncoderUnit:
+def pooling(
+    name: str, tower: PreTrainedModel, embedder: tuple[str, nn.Module], out: int
+) -> PooledEncoderUnit:
     """The unit of a tower. embedder: its name, and the module that makes `out` numbers of a row."""
     side = int(cast(Any, tower).config.pooling_kernel_size)
     return PooledEncoderUnit(name, tower, PooledMerger(tower, *embedder), side, 1, out)

@@ -109,7 +109,13 @@ def export_model(
                     continue
                 assert isinstance(
                     unit,
-                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit | AspectImageUnit,
+                    ImageUnit
+                    | AudioUnit
+                    | TiledImageUnit
+                    | NativeImageUnit
+                    | SoundUnit
+                    | AnyresImageUnit
+                    | AspectImageUnit,
                 )
                 before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
