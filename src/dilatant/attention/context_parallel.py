@@ -62,8 +62,8 @@ class ContextParallelRow:
     `mask` is that of the whole row and `placement` says which rank of `group` holds which blocks of `block` tokens.
     The rank's tokens are `tokens`, int64 row indices in row order: what its activations, positions and labels are taken
     by. A rank without any computes one token of padding, so that it meets the others: see `take`. `reduce_dtype` is the
-    type in which gradients of keys and values are summed over ranks, None for their own. `mask_in_windows`: of layers with
-    a window, where they have a mask of their own.
+    type in which gradients of keys and values are summed over ranks, None for their own. `mask_in_windows`: of layers
+    with a window, where they have a mask of their own.
 
     Raises:
         PlacementError: if the placement is for another number of ranks or blocks.

@@ -58,7 +58,8 @@ class Family:
     and projectors that are no unit, and are exported as they came. first_position: of a sample.
     behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
     empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
-    of time. frames_apart: texts that say the time stand between the frames of a clip.
+    of time. frames_apart: texts that say the time stand between the frames of a clip. frames_counted: a clip is
+    some frames, each an image after a text that counts it.
     """
 
     towers: Mapping[str, Tower]
@@ -70,6 +71,7 @@ class Family:
     seconds: str = ""
     seconds_keyword: str = ""
     frames_apart: bool = False
+    frames_counted: bool = False
     unopened: tuple[str, ...] = ()
 
 
@@ -119,7 +121,7 @@ FAMILIES: Mapping[str, Family] = {
             )
         }
     ),
-    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
+    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}, frames_counted=True),
     "gemma3": Family(
         {
             "vision": replace(

@@ -144,14 +144,14 @@ class NativeEncoderUnit(EncoderUnit):
         merger: nn.Module,
         side: int,
         frames: int,
+        width: int,
         out: int,
     ) -> None:
-        """side: patches on each side of a group that is one row of the text. frames: in a patch. out: numbers in a
-        row of the text."""
+        """side: patches on each side of a group that is one row of the text. frames: in a patch. width: numbers in a
+        hidden state, and out: in a row of the text."""
         config = cast(Any, tower).config
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "projector")
-        width = _width_of_patches(tower, structure.before[0])
         merged = side**2
         self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
         typical = self._typical = TYPICAL_GRID // side * side
@@ -252,7 +252,8 @@ def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
     config = cast(Any, tower).config
     out = getattr(config, "out_hidden_size", None) or config.hidden_size
     side, frames = config.spatial_merge_size, config.temporal_patch_size
-    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, out)
+    width = _width_of_patches(tower, find_structure(tower).before[0])
+    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, out)
 
 
 def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:

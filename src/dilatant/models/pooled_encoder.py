@@ -103,8 +103,9 @@ def pooling(
     name: str, tower: PreTrainedModel, embedder: tuple[str, nn.Module], out: int
 ) -> PooledEncoderUnit:
     """The unit of a tower. embedder: its name, and the module that makes `out` numbers of a row."""
-    side = int(cast(Any, tower).config.pooling_kernel_size)
-    return PooledEncoderUnit(name, tower, PooledMerger(tower, *embedder), side, 1, out)
+    config = cast(Any, tower).config
+    merger = PooledMerger(tower, *embedder)
+    return PooledEncoderUnit(name, tower, merger, config.pooling_kernel_size, 1, config.hidden_size, out)
 
 
 def _places(frames: int, rows: int, columns: int, side: int, device: torch.device) -> Tensor:
