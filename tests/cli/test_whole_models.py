@@ -88,13 +88,15 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     towers = [unit for unit in ("vision", "audio") if unit in FAMILIES[family].towers]
     if "audio" in towers:
         write_sounds(project, every=1 if towers == ["audio"] else 2)
-    if family.startswith("qwen") and "vision" in towers:
+    if sees_clips(family):
         write_clip(project, 4)
     units = {key: {"pp": 2} for key in (*towers, "language")}
     freeze = [f"{unit}.encoder" for unit in towers]
     tree = config_of(project, parallel={**STAGES, "units": units})
     tree["model"]["freeze"] = freeze
-    if family.startswith("qwen") and "vision" in towers:
+    if family == "internvl":
+        tree["model"]["processor"] = {"num_frames": 3}
+    elif sees_clips(family):
         limits = {"video_min_pixels": 64, "video_max_pixels": 512, "max_frames": 6}
         tree["model"]["processor"] = limits
     config = write(project, tree)
@@ -127,12 +129,39 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     )
     assert code == 0, err
     assert "answer" in json.loads(out)
-    if family.startswith("qwen") and "vision" in towers:
+    if sees_clips(family):
         code, out, err = dilatant(
             *("generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 3, "--json"),
             *("--video", project / "4.gif"),
         )
         assert code == 0, err
+
+
+def sees_clips(family: str) -> bool:
+    return family == "internvl" or (family.startswith("qwen") and "vision" in FAMILIES[family].towers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [
+        *(("llava", "tp"), ("gemma3", "tp"), ("qwen2_5_vl", "tp"), ("internvl", "tp")),
+        *(("gemma4", "cp"), ("gemma3", "cp")),
+    ],
+)
+def test_ranks_that_share_the_text_model_train_it_alike(
+    family: str, degree: str, project: Path, dilatant: Dilatant
+) -> None:
+    save_as_the_hub_does(family, project / "whole")
+    losses = []
+    for parallel in ({"units": {"vision": {}, "language": {degree: 2}}, "microbatches": 2}, "single"):
+        config = write(project, config_of(project, parallel=parallel))
+        code, _, err = dilatant("train", config, "--set", "train.steps=3", "--overwrite")
+        assert code == 0, err
+        lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
+        losses.append([each["loss"] for each in map(json.loads, lines) if "loss" in each])
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def write_clip(folder: Path, number: int) -> None:
