@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError
 from dilatant.data.encode import grid_part
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import Callbacks, EncoderStage, EncoderUnit
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.random_draws import Spread
+from dilatant.models.shared_samples import SharesSamples
 from dilatant.models.slicing import StandIn
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
@@ -72,7 +72,7 @@ class _Same(nn.Module):
         return hidden
 
 
-class NativeStage(EncoderStage):
+class NativeStage(SharesSamples, EncoderStage):
     """Layers of a tower and its merger, run on all patches of the samples in one row."""
 
     taps: tuple[int, ...] = ()
@@ -82,7 +82,8 @@ class NativeStage(EncoderStage):
     """Frames are run in groups of no more patches, but for one that has more by itself."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
+        samples = self.chosen(data, samples)
+        if not samples:
             return StageOutput()
         if self.is_first:
             return StageOutput(self(media_of(data, samples, self)))
@@ -130,7 +131,7 @@ class NativeStage(EncoderStage):
         return torch.cat([hidden, *taps, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
-class NativeEncoderUnit(EncoderUnit):
+class NativeEncoderUnit(SharesSamples, EncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
     for Qwen's)."""
 
@@ -223,9 +224,7 @@ class NativeEncoderUnit(EncoderUnit):
         )
 
     def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
-        raise UserError(
-            f"{self.unit}: its images have unlike sizes, and ranks cannot share them yet; give it cp: 1"
-        )
+        return np.zeros(_rows(self.unit, 1 if other == self.unit else self.merged, sample), np.int64)
 
     def stage(self, first: int, end: int) -> NativeStage:
         self._check_stage(first, end)
