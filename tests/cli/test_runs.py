@@ -18,7 +18,7 @@ import yaml
 from tiny_project import SIDES, Dilatant, tiny_config, write_images
 
 from dilatant.data import image_unit
-from dilatant.data.media import decode_image
+from dilatant.data.image_file import decode_image
 
 COMMAND = [sys.executable, "-c", "from dilatant.cli.app import main; main()"]
 NO_DROPOUT = (

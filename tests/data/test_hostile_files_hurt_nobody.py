@@ -23,11 +23,12 @@ from dilatant.data.encode import encode_prompt
 from dilatant.data.errors import SampleError
 from dilatant.data.lint import lint
 from dilatant.data.loader import Loader
-from dilatant.data.media import decode_audio, media_size
+from dilatant.data.media import media_size
 from dilatant.data.pieces import in_pieces, piece_bounds
 from dilatant.data.reader import open_source
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.sizes import blend_sizes, measure
+from dilatant.data.sound_file import decode_audio
 
 ENCODING = replace(small_encoding(), max_length=1000)
 GOOD = '{"question": "q", "answer": "fine"}'
@@ -194,12 +195,12 @@ def test_a_sound_that_ends_early_is_refused_wherever_it_ends(kept):
 
 
 def test_a_sound_is_decoded_in_pieces_and_long_ones_are_refused(monkeypatch):
-    from dilatant.data import media
+    from dilatant.data import sound_file
 
     whole = decode_audio(Media("audio", wav_bytes(0.5, channels=2), "x"), 16000)
-    monkeypatch.setattr(media, "BLOCK_SAMPLES", 100)
+    monkeypatch.setattr(sound_file, "BLOCK_SAMPLES", 100)
     assert (decode_audio(Media("audio", wav_bytes(0.5, channels=2), "x"), 16000) == whole).all()
-    monkeypatch.setattr(media, "MAX_HOURS", 0.4 / 3600)
+    monkeypatch.setattr(sound_file, "MAX_HOURS", 0.4 / 3600)
     with pytest.raises(UserError, match="lasts more than"):
         media_size(Media("audio", wav_bytes(0.5), "x"))
 

@@ -13,12 +13,14 @@ from PIL import Image
 
 from dilatant.config import UserError
 from dilatant.data.audio_unit import AudioUnit, LogMelProcessor
+from dilatant.data.image_file import decode_image
 from dilatant.data.image_unit import PixelProcessor
-from dilatant.data.media import decode_audio, decode_image, media_size, resample
+from dilatant.data.media import media_size
 from dilatant.data.pixels import Pixels, joined
 from dilatant.data.processor_settings import processor_settings
 from dilatant.data.processors import HuggingFaceImageProcessor, audio_processor, image_processor
 from dilatant.data.sample import FileSlice, Media, MediaSize
+from dilatant.data.sound_file import decode_audio, resample
 from dilatant.models.stage import on_device
 
 SHAPES = [(300, 500), (640, 480), (100, 90), (30, 700), (224, 224), (333, 223)]

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from pool_cases import ALL, ENCODING, IMAGE, PLENTY, Numbered, is_alive, requests
 
-from dilatant.data import media, pool_owner, pool_source
+from dilatant.data import open_media, pool_owner, pool_source
 from dilatant.data.arena import Arena
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import InlineSource, Request
@@ -207,7 +207,7 @@ def test_a_medium_that_a_file_server_withholds_is_tried_again_and_one_that_is_ba
 
     source = InlineSource({"train": Picture()}, ENCODING)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(media, "open_regular", withheld)
+        patch.setattr(open_media, "open_regular", withheld)
         source.ask(requests([0]))
         assert source.take("train", 100).media["vision"]["pixel_values"].shape == (1, 3, 8, 8)
         assert len(opened) >= 3

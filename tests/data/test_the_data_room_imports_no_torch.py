@@ -38,7 +38,7 @@ def test_encoding_with_a_chat_template_imports_no_torch(tmp_path: Path) -> None:
 def test_seeing_images_and_sounds_imports_no_torch() -> None:
     code = (
         "import sys, numpy as np; from dilatant.data.audio_unit import LogMelProcessor;"
-        "from dilatant.data.image_unit import PixelProcessor; from dilatant.data.media import resample;"
+        "from dilatant.data.image_unit import PixelProcessor; from dilatant.data.sound_file import resample;"
         "wave = resample(np.zeros(44100, np.float32), 44100, 16000);"
         "LogMelProcessor(window_frames=100)(wave[None]); PixelProcessor(8, 8)(np.zeros((9, 9, 3), np.uint8));"
         "assert 'torch' not in sys.modules"

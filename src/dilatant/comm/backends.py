@@ -83,7 +83,7 @@ def open_gloo(store: Store, rank: int, size: int, timeout: timedelta, device: An
     """A communicator for tensors on the CPU. device: from `gloo_device`. Blocks until all members open it."""
     if device is None:
         return Backend(dist.ProcessGroupGloo(store, rank, size, timeout), store, rank, size, is_nccl=False)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
     options._timeout = timeout
     options._devices = [device]
     options._threads = 2

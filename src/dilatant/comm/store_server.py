@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import cast
 
 from dilatant.comm import store_protocol as protocol
 
@@ -87,7 +88,7 @@ class StoreServer:
                 if key.fileobj is self._listener:
                     self._accept()
                     continue
-                client = self._clients.get(key.fileobj)  # type: ignore[call-overload]
+                client = self._clients.get(cast(socket.socket, key.fileobj))
                 if client is not None:
                     self._on_ready(client, events)
             self._expire(time.monotonic())

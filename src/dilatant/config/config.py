@@ -214,12 +214,12 @@ def _hint(parents: list[str], key: str) -> str:
     return f"valid keys here: {', '.join(sorted(here))}"
 
 
-def _places(section: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[str]:
+def _places(section: Any, parents: tuple[str, ...] = ()) -> Iterator[str]:
     """Every section and key that can be written without naming an encoder, a group or an item of a list."""
     for name, field in section.model_fields.items():
         yield ".".join((*parents, name))
         if _is_section(field.annotation):
-            yield from _places(field.annotation, (*parents, name))  # type: ignore[arg-type]
+            yield from _places(field.annotation, (*parents, name))
 
 
 def _keys_at(parents: Iterable[Any]) -> list[str]:

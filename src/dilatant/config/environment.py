@@ -108,7 +108,7 @@ def _place(
             "of rank 0 and WORLD_SIZE the number of processes"
         )
     try:
-        num_local = int(re.match(r"\d+", local_size)[0])  # type: ignore[index]  # Slurm writes "4(x2)"
+        num_local = int(local_size.partition("(")[0])  # Slurm writes "4(x2)"
         return Place(
             launcher=launcher,
             rank=int(rank),

@@ -12,9 +12,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.media import decode_audio, media_size
+from dilatant.data.media import media_size
 from dilatant.data.pixels import EncoderInput
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sound_file import decode_audio
 
 
 class AudioProcessor(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.data import template_trial
-from dilatant.data.media import open_regular
+from dilatant.data.open_media import open_regular
 from dilatant.data.sample import MediaKind
 
 PLAIN_TEMPLATE = (

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.errors import MediaError
-from dilatant.data.media import MAX_ASPECT, as_media_error, decode_image, media_size, open_media
+from dilatant.data.image_file import IMAGE_SUFFIXES, MAX_ASPECT, decode_image, image_size
+from dilatant.data.open_media import REPLACE, as_media_error, open_media
 from dilatant.data.sample import Media, MediaSize
 
 MAX_HOURS = 4
@@ -28,14 +29,13 @@ LACKING = 0.05
 """The share of promised frames that a file may lack: headers round, and the last frame stands for those."""
 
 Frame = NDArray[np.uint8]
-_REPLACE = "replace the file or remove the sample"
 
 
 def clip_size(media: Media) -> MediaSize:
     """Pixels, frames and seconds, from the header alone. Of a folder of pictures, which are sampled already, no
     seconds. Raises MediaError naming the file."""
     if pictures := _pictures(media):
-        size = media_size(pictures[0])
+        size = image_size(pictures[0])
         return MediaSize(size.width, size.height, frames=len(pictures))
     with open_media(media) as stream, as_media_error(media, "cannot be read"):
         with _animation(stream) as image:
@@ -46,7 +46,7 @@ def clip_size(media: Media) -> MediaSize:
         with _container(stream, media) as video:
             rate = video.average_rate or video.guessed_rate
             if not rate:
-                raise MediaError(f"video {media.name!r} does not say how many frames a second has", _REPLACE)
+                raise MediaError(f"video {media.name!r} does not say how many frames a second has", REPLACE)
             frames = video.frames or round(_seconds(video) * rate)
             return _checked(media, MediaSize(video.width, video.height, float(frames / rate), frames))
 
@@ -78,7 +78,7 @@ def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], Fram
             missing = [frame for frame in wanted if frame not in made]
             if last is None or (missing and count < (wanted[-1] + 1) * (1 - LACKING)):
                 raise MediaError(
-                    f"video {media.name!r} is cut off after {count:,} of {wanted[-1] + 1:,} frames", _REPLACE
+                    f"video {media.name!r} is cut off after {count:,} of {wanted[-1] + 1:,} frames", REPLACE
                 )
             if missing:
                 made |= dict.fromkeys(missing, fit(last.to_ndarray(format="rgb24")))
@@ -88,11 +88,9 @@ def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], Fram
 def _pictures(media: Media) -> list[Media]:
     if not isinstance(media.source, Path) or not media.source.is_dir():
         return []
-    from dilatant.data.tar_records import IMAGE_SUFFIXES
-
     files = sorted(f for f in media.source.iterdir() if f.suffix[1:].lower() in IMAGE_SUFFIXES)
     if not files:
-        raise MediaError(f"video {media.name!r} is a folder without pictures", _REPLACE)
+        raise MediaError(f"video {media.name!r} is a folder without pictures", REPLACE)
     return [Media("image", file, f"{media.name}/{file.name}") for file in files]
 
 
@@ -121,7 +119,7 @@ def _container(stream: Any, media: Media) -> Iterator[Any]:
         ) from None
     with av.open(stream, metadata_errors="ignore") as container:
         if not container.streams.video:
-            raise MediaError(f"video {media.name!r} holds no pictures", _REPLACE)
+            raise MediaError(f"video {media.name!r} holds no pictures", REPLACE)
         video = container.streams.video[0]
         yield video
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from dilatant.data.image_file import decode_image
 from dilatant.data.image_unit import PixelProcessor
-from dilatant.data.media import decode_image
 from dilatant.data.pixels import EncoderInput
 from dilatant.data.sample import Media, MediaKind, MediaSize
 

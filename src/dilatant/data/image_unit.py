@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.media import decode_image
+from dilatant.data.image_file import decode_image
 from dilatant.data.pixels import EncoderInput, Pixels
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written
 

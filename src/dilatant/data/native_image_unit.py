@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.data.image_file import decode_image
 from dilatant.data.image_unit import RESAMPLE_NAMES, Resample
-from dilatant.data.media import decode_image
 from dilatant.data.pixels import EncoderInput, Pixels
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written
 

@@ -15,9 +15,11 @@ from dilatant.data.blend import Blend
 from dilatant.data.clip import decode_clip
 from dilatant.data.encode import NO_LOSS, TOKENS, Encoding, encode_sample, media_of
 from dilatant.data.example import Example, ExampleSpan
-from dilatant.data.media import decode_audio, decode_image, media_size
+from dilatant.data.image_file import decode_image
+from dilatant.data.media import media_size
 from dilatant.data.sample import Media, Sample
 from dilatant.data.sizes import SizesIndex
+from dilatant.data.sound_file import decode_audio
 
 PIXELS = 176
 """Longest side of a small picture."""

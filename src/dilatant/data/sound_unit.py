@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.data.audio_unit import LogMelProcessor
-from dilatant.data.media import decode_audio, media_size
+from dilatant.data.media import media_size
 from dilatant.data.pixels import EncoderInput
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sound_file import decode_audio
 
 FRAMES = "feature_lens"
 """The keyword of an encoder for the frames of every sound, and those that come with them: int64 [sounds, 2]."""

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.errors import SampleError
+from dilatant.data.image_file import IMAGE_SUFFIXES
 from dilatant.data.json_value import json_value
 from dilatant.data.records import MEDIA_COLUMNS, Blocks, Record
 from dilatant.data.sample import FileSlice, MediaKind
 from dilatant.data.source_files import Scan, SourceFiles
 
-IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
 VIDEO_SUFFIXES = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi"})
 AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "aif", "aiff"})
 TEXT_SUFFIXES = frozenset({"txt", "text", "caption"})

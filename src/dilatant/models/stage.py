@@ -6,6 +6,7 @@ makes of them is known to the unit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -126,7 +127,7 @@ class Context:
     ranks: Ranks | None = None
 
 
-class Stage(nn.Module):
+class Stage(nn.Module, ABC):
     """Layers of one unit, named in `layers`. Its weights are those of the unit, not copies.
 
     `weights` lists what is held here, with keys into this stage's own modules.
@@ -143,6 +144,7 @@ class Stage(nn.Module):
         self.layers = layers
         self.weights = weights
 
+    @abstractmethod
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Forward of `samples`, numbers in `data.samples`, in evaluation or training mode as the stage is.
 
@@ -150,7 +152,6 @@ class Stage(nn.Module):
         stage the rows of the units that feed it. Under context parallelism all rows are this rank's. Raises UserError
         for a sample that cannot be run.
         """
-        raise NotImplementedError
 
     def owners(self, data: StepData, samples: tuple[int, ...], size: int) -> list[NDArray[np.integer]]:
         """Which of `size` context-parallel ranks runs each item (of a language model: each token) of a microbatch, by
@@ -169,16 +170,16 @@ class Stage(nn.Module):
         return np.flatnonzero(owners == self.context.index)
 
     def items(self, sizes: Mapping[str, int]) -> int:
-        """How many items, of equal length, a sample of these sizes has for an encoder or a generator."""
-        raise NotImplementedError
+        """How many items, of equal length, a sample of these sizes has: its tokens, unless several make an item."""
+        return sizes[self.unit]
 
+    @abstractmethod
     def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
         """How `samples` lie in the tensors of a forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def one_layer(self, value: Tensor, **given: Any) -> Tensor:
         """Hidden states, or the loss, of `value`: hidden states, or what the unit's first layer takes."""
-        raise NotImplementedError
 
     @property
     def undeferred(self) -> tuple[nn.Module, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -50,27 +51,27 @@ class Unit(Stage):
     unused: frozenset[str] = frozenset()
     """Those of them that cannot influence anything."""
 
+    @abstractmethod
     def stage(self, first: int, end: int) -> Stage:
         """Layers `first <= layer < end` as a module that shares this unit's weights. Raises ValueError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def boundary(self, end: int, consumer: str) -> Boundary:
         """The rows that leave layer `end - 1` for `consumer`: this unit itself, or after the last layer another."""
-        raise NotImplementedError
 
+    @abstractmethod
     def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
         """Of each row of a sample that passes between stages of this unit, or between it and an `other` unit: the token
         (of a language model) or item of this unit that it belongs to. int64 [rows]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part_name(self, part: str) -> str:
         """How a user calls a part: "vision.encoder", "vision.projector", "language"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reads(self, first: int, end: int) -> frozenset[str]:
         """The parts of samples that the stage of these layers uses: "tokens" (ids and labels), and its unit's name
         where it takes this unit's media."""
-        raise NotImplementedError
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -115,12 +116,12 @@ class Unit(Stage):
         for path in self.structure.after:
             yield self.layers[1 + self.structure.num_blocks], f"model.{path}"
 
+    @abstractmethod
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """What one layer is measured on: random input for about `tokens` tokens, as `Stage.one_layer` takes it.
 
         Raises UserError for a layer that cannot be run alone.
         """
-        raise NotImplementedError
 
     def recompute(self, how: Recompute | Sequence[Recompute] = "block") -> None:
         """Recompute the activations of blocks in the backward pass as `train.recompute` says, or keep them ("none");

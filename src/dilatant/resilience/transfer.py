@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,7 +201,7 @@ def _row(box: Box) -> list[object]:
     return [box.name, box.whole, box.intervals]
 
 
-def _box(row: Sequence[object]) -> Box:
+def _box(row: Sequence[Any]) -> Box:
     name, whole, intervals = row
-    spans = tuple(tuple((start, end) for start, end in dim) for dim in intervals)  # type: ignore[attr-defined]
-    return Box(str(name), tuple(whole), spans)  # type: ignore[arg-type]
+    spans = tuple(tuple((start, end) for start, end in dim) for dim in intervals)
+    return Box(str(name), tuple(whole), spans)

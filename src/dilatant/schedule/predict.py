@@ -59,9 +59,9 @@ def piece_sums(
     sums = _sums(piece, linear, square, len(pieces.microbatch))
     several = np.bincount(piece, linear > 0, len(pieces.microbatch)) > 1
     for number, name in enumerate(graph.arrays.units):
-        if name in (dense or {}):
+        if dense is not None and name in dense:
             rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
-            sums[rows, 0] = dense[name] * sums[rows, 1] ** 2  # type: ignore[index]
+            sums[rows, 0] = dense[name] * sums[rows, 1] ** 2
     return sums
 
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 FORMAT = 2
 READABLE = (1, 2)
@@ -198,7 +198,7 @@ def _step_and_session(content: Mapping[str, Any], place: str) -> tuple[int, str]
     step, session = content.get("step"), content.get("session")
     _expect(_is_count(step), place, "has no usable 'step'")
     _expect(_is_session(session), place, "has no usable 'session'")
-    return step, session  # type: ignore[return-value]
+    return cast(int, step), cast(str, session)
 
 
 def _stamps(content: Any, names: re.Pattern[str], place: str, key: str) -> dict[str, Stamp]:

@@ -82,7 +82,7 @@ class EightBitMoments(_Base):
         }
         for parameter, read in self._read.items():
             gindex, pindex = places[parameter]
-            self.init_state(self.param_groups[gindex], parameter, gindex, pindex)  # type: ignore[attr-defined]
+            self.init_state(self.param_groups[gindex], parameter, gindex, pindex)  # type: ignore[attr-defined]  # of the other base
             state = self.state[parameter]
             state["step"] = int(read["step"])
             for name, part in _PARTS.items():
@@ -95,7 +95,7 @@ class EightBitMoments(_Base):
                 own.copy_(bytes_)
                 state[f"absmax{part}"].copy_(scales.absmax)
         self._read = {}
-        super().loaded()  # type: ignore[misc]
+        super().loaded()  # type: ignore[misc]  # of the other base
 
 
 def _numbers(state: dict[str, Any], part: str) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from dilatant.config.errors import UserError
 from dilatant.data.encode import EncodedPrompt, encode_prompt
-from dilatant.data.media import decode_image
+from dilatant.data.image_file import decode_image
 from dilatant.data.pool import Dataset
 from dilatant.data.sample import Media, Sample
 from dilatant.models.multimodal import MultimodalModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dilatant.resilience.protocol.values import NO_STATE, Order, Phase, Settings, Status, Task
 
@@ -312,6 +313,6 @@ class Agent:
         hashes = self._status.hashes if prepared == self._status.prepared else {}
         self._set(phase=Phase.FENCED, base=base, applied=applied, prepared=prepared, hashes=hashes)
 
-    def _set(self, **values: object) -> None:
-        self._status = replace(self._status, serial=self._status.serial + 1, **values)  # type: ignore[arg-type]
+    def _set(self, **values: Any) -> None:
+        self._status = replace(self._status, serial=self._status.serial + 1, **values)
         self.changed = True
