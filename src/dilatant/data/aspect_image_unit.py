@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dilatant.data.media import decode_image
+from dilatant.data.image_file import decode_image
 from dilatant.data.pixels import EncoderInput
 from dilatant.data.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written

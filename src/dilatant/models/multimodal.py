@@ -189,6 +189,11 @@ class MultimodalModel(nn.Module):
         Raises UserError when rows and placeholders do not match, and for keywords that mean nothing here.
         """
         self._refuse_keywords(unknown)
+        if self.language.crossing is not None and encoder_inputs:
+            raise UserError(
+                f"{self.language.crossing.unit}: its rows go to blocks of the language model, sample by sample, which "
+                "only steps do (`parallelize`, `dilatant train`); export the model, and transformers runs it"
+            )
         self._check_media_attention()
         rows = self.encode(encoder_inputs or {})
         input_ids, attention_mask, labels = self._prepend(
