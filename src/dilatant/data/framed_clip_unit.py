@@ -32,7 +32,8 @@ class MiddleFrames:
         if wanted is None or not size.seconds or wanted >= size.frames:
             return np.arange(size.frames)
         step = size.frames / wanted
-        return np.arange(step / 2, size.frames, step)[:wanted].astype(np.int64)
+        # In float32, as the family has it.
+        return np.arange(step / 2, size.frames, step).astype(np.float32).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
