@@ -107,9 +107,9 @@ class Whole:
         tower = self.family.towers[name]
         model = self._adapted()
         if tower.crossing:
-            held = Held(*_named(model, tower.projector[0]), model.get_submodule(tower.path))
-            width = self.config.get_text_config().hidden_size
-            return TiledEncoderUnit(name, cast(Any, model.get_submodule(tower.path)), held, width)
+            tiled = cast(PreTrainedModel, model.get_submodule(tower.path))
+            held = Held(*_named(model, tower.projector[0]), tiled)
+            return TiledEncoderUnit(name, tiled, held, self.config.get_text_config().hidden_size)
         if tower.native:
             native = cast(PreTrainedModel, model.get_submodule(tower.path))
             if tower.pooled:
