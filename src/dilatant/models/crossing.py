@@ -8,7 +8,7 @@ behind the tokens of their sample, so a plan need know nothing of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -113,7 +113,7 @@ def cross_layers(model: nn.Module) -> list[nn.Module]:
 def look_by_sample(model: nn.Module) -> None:
     """Let the cross attention of `model` take `CrossRows`, under transformers' own attention."""
     for module in cross_layers(model):
-        module.__class__ = _by_sample(type(module))
+        module.__class__ = _by_sample(cast(Any, type(module)))
         attention: Any = cast(Any, module).cross_attn
         attention.config = copy.deepcopy(attention.config)
         attention.config._attn_implementation = "sdpa"
@@ -164,6 +164,6 @@ def _is_row(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 def crossing_of(config: Any, unit: str, placeholder_id: int) -> Crossing:
     """From the config of a whole model."""
-    vision: Mapping[str, Any] | Any = config.vision_config
+    vision = config.vision_config
     rows = (vision.image_size // vision.patch_size) ** 2 + 1
     return Crossing(unit, placeholder_id, tuple(config.text_config.cross_attention_layers), rows)

@@ -415,8 +415,8 @@ class LanguageStage(Stage):
             return merged
         if isinstance(self.carried, PerLayer):
             padding = self.carried.config.pad_token_id
-            ids = without_placeholders(input_ids, self._outside_vocabulary, padding)
-            behind = self.carried.at_start(self._decoder, ids, merged)
+            texts = without_placeholders(input_ids, self._outside_vocabulary, padding)
+            behind = self.carried.at_start(self._decoder, texts, merged)
             return torch.cat([merged, behind], dim=-1)
         behind = embeddings.new_zeros(*embeddings.shape[:2], self.carried.width(0))
         besides = {name: each[:, width:] for name, each in rows.items()}

@@ -4,6 +4,7 @@ averaged before they are projected."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -82,7 +83,7 @@ class PooledStage(NativeStage):
         made: dict[int, Tensor] = {}
         for numbers in alike.values():
             hidden = torch.stack([parts[number] for number in numbers])
-            places = torch.stack([_places(*grids[number], side, fed.device) for number in numbers])
+            places = torch.stack([_places(grids[number], side, fed.device) for number in numbers])
             if not is_hidden:
                 padding = torch.zeros(places.shape[:2], dtype=torch.bool, device=fed.device)
                 hidden = tower.patch_embedder(in_dtype_of(model, hidden), places, padding)
@@ -108,8 +109,9 @@ def pooling(
     return PooledEncoderUnit(name, tower, merger, config.pooling_kernel_size, 1, config.hidden_size, out)
 
 
-def _places(frames: int, rows: int, columns: int, side: int, device: torch.device) -> Tensor:
+def _places(grid: Sequence[int], side: int, device: torch.device) -> Tensor:
     """(column, row) of each patch, groups of `side` by `side` one after the other: int64 [patches, 2]."""
+    frames, rows, columns = grid
     down, across = torch.meshgrid(
         torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
     )
@@ -121,7 +123,7 @@ def padded_patches(pixels: Tensor, grids: Tensor, side: int) -> dict[str, Tensor
     """What transformers' own tower takes: as many patches of every image, and where they are. pixels: [patches,
     channels, height, width]; grids: int64 [images, 3]."""
     sizes = grids.prod(1).tolist()
-    own = [_places(*each, side, pixels.device) for each in grids.tolist()]
+    own = [_places(each, side, pixels.device) for each in grids.tolist()]
     parts = pixels.movedim(1, -1).flatten(1).split(sizes)
     return {
         "pixel_values": nn.utils.rnn.pad_sequence(list(parts), batch_first=True),

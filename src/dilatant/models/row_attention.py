@@ -130,15 +130,14 @@ class RowAttention:
         for place, (unit, media) in enumerate(self.units.items(), start=1):
             at = np.flatnonzero(ids == media.placeholder_id)
             if media.tokens is None:
-                item = np.cumsum(np.diff(at, prepend=-1) > 1)
-                item -= item[:1]
+                item = np.cumsum(np.diff(at, prepend=at[:1]) > 1, dtype=np.int64)
             elif at.size % media.tokens:
                 raise UserError(
                     f"sample number {number} of a row has {at.size} placeholders of {unit}, which are no whole items "
                     f"of {media.tokens} tokens; media_attention cannot tell its items apart"
                 )
             else:
-                item = np.arange(at.size) // media.tokens
+                item = np.arange(at.size, dtype=np.int64) // media.tokens
             modality[at] = place
             instance[at] = 1 + items + item
             items += int(item[-1]) + 1 if at.size else 0
