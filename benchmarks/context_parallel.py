@@ -28,8 +28,8 @@ def compare_context(worker: Worker, tokens: int, steps: int) -> dict[str, Any]:
     """Forward and backward of causal attention over one row of `tokens`, in turn; what rank 0 returns is the result.
     Where torch's raises, its own words are."""
     torch.set_num_threads(1)
-    on_gpu = torch.cuda.device_count() >= worker.size
-    device = torch.device("cuda", worker.rank) if on_gpu else torch.device("cpu")
+    device = worker.device
+    on_gpu = device.type == "cuda"
     comm = Comm(worker.store, worker.rank, worker.size, device=device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -69,6 +69,8 @@ def compare_context(worker: Worker, tokens: int, steps: int) -> dict[str, Any]:
         comm.world.barrier()
         began = time.perf_counter()
         step()
+        if on_gpu:
+            torch.cuda.synchronize()
         comm.world.barrier()
         return time.perf_counter() - began
 

@@ -1,10 +1,11 @@
 """What shared layers cost: our tensor parallelism against torch's DTensor (`parallelize_module`).
 
 Both run the blocks of the same Llama-type model with the same weights, forward and backward, in the same processes,
-step by step in turn, so noise of the machine falls on both; ours once more with rows that travel in four pieces, as
-they do between GPUs. Gradients of the input are compared once. Counted, too, are our collectives, and what travels
-between stages of unlike degrees. Attention over ranks that share tokens is compared with torch's `context_parallel`
-where that runs, which wants GPUs. Gloo on a CPU; more ranks than cores share the cores, in our steps and in theirs.
+step by step in turn, so noise of the machine falls on both; ours with rows that travel whole, as they do on a CPU, and
+in four pieces, as between GPUs. Gradients of the input are compared once. Counted, too, are our collectives, and what
+travels between stages of unlike degrees. Attention over ranks that share tokens is compared with torch's
+`context_parallel` where that runs, which wants GPUs. NCCL and bf16 where there is a GPU for every rank, else Gloo and
+fp32 on a CPU; more ranks than cores share the cores, in our steps and in theirs.
 
     python benchmarks/dimensions.py --json benchmarks/results/dimensions.json
 """
@@ -13,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from context_parallel import compare_context
-from edge_bytes import DEGREES, RANKS, count_edges
+from edge_bytes import DEGREES
 from machine import machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,6 +48,13 @@ STYLES = {
     "self_attn.o_proj": RowwiseParallel,
     "mlp.down_proj": RowwiseParallel,
 }
+SIZES = {
+    "cpu": {"hidden": [64, 256, 512], "tokens": 256, "row": 2048},
+    "cuda": {"hidden": [1024, 2048, 4096], "tokens": 4096, "row": 16384},
+}
+"""What is run by default: widths and tokens of the blocks, and tokens of the row that ranks share."""
+TRAVELS = {"cpu": "whole", "cuda": "pieces"}
+"""How our rows travel."""
 
 
 def build_model(settings: argparse.Namespace, hidden: int) -> MultimodalModel:
@@ -63,7 +74,7 @@ def build_model(settings: argparse.Namespace, hidden: int) -> MultimodalModel:
     return MultimodalModel({}, language, device="meta").train()
 
 
-def our_model(settings: argparse.Namespace, hidden: int, comm: Comm) -> Any:
+def our_stage(settings: argparse.Namespace, hidden: int, comm: Comm, device: torch.device) -> Any:
     model = build_model(settings, hidden)
     unit, ranks, end = model.language, tuple(range(comm.size)), settings.layers + 2
     placed = Stage(0, end, ranks, tp=comm.size)
@@ -74,14 +85,15 @@ def our_model(settings: argparse.Namespace, hidden: int, comm: Comm) -> Any:
         shared.materialize(0, end, 0, ())
         stage: Any = unit.stage(0, end)
         shared.share(stage, 0, end)
+    stage.model.to(device, _dtype(device))
     return stage
 
 
-def their_model(settings: argparse.Namespace, hidden: int, size: int) -> Any:
+def their_model(settings: argparse.Namespace, hidden: int, size: int, device: torch.device) -> Any:
     model = build_model(settings, hidden)
     materialize(model.language, 0, settings.layers + 2, 0)
-    mesh = init_device_mesh("cpu", (size,))
-    whole: Any = model.language.model
+    mesh = init_device_mesh(device.type, (size,))
+    whole: Any = model.language.model.to(device, _dtype(device))
     for block in whole.model.layers:
         parallelize_module(block, mesh, {path: style() for path, style in STYLES.items()})
     return whole
@@ -90,24 +102,31 @@ def their_model(settings: argparse.Namespace, hidden: int, size: int) -> Any:
 def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[str, Any]:
     """Runs on every rank; what rank 0 returns is the result."""
     torch.set_num_threads(1)
-    comm = Comm(worker.store, worker.rank, worker.size)
-    store = dist.PrefixStore("theirs", worker.store)
-    dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.size)
-    stages = {"ours": our_model(settings, hidden, comm), "pieces": our_model(settings, hidden, comm)}
+    device = worker.device
+    comm = Comm(worker.store, worker.rank, worker.size, device=device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("theirs", worker.store),
+        rank=worker.rank,
+        world_size=worker.size,
+    )
+    stages = {name: our_stage(settings, hidden, comm, device) for name in ("whole", "pieces")}
+    stages["whole"].shards.rows_of_piece = None
     stages["pieces"].shards.rows_of_piece = settings.tokens // worker.size // PIECES
     models = {
         **{name: stage.model for name, stage in stages.items()},
-        "theirs": their_model(settings, hidden, worker.size),
+        "theirs": their_model(settings, hidden, worker.size, device),
     }
+    ours = TRAVELS[device.type]
     given = torch.randn(1, settings.tokens, hidden, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(settings.tokens)[None]
+    given = given.to(device, _dtype(device))
+    positions = torch.arange(settings.tokens, device=device)[None]
 
     def step(model: nn.Module) -> Tensor:
         rows = given.clone().requires_grad_()
         base: Any = model.base_model
-        base(
-            inputs_embeds=rows, position_ids=positions, use_cache=False
-        ).last_hidden_state.square().sum().backward()
+        made = base(inputs_embeds=rows, position_ids=positions, use_cache=False).last_hidden_state
+        made.float().square().sum().backward()
         assert rows.grad is not None
         for parameter in model.parameters():
             parameter.grad = None
@@ -117,6 +136,8 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
         comm.world.barrier()
         began = time.perf_counter()
         step(model)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         comm.world.barrier()
         return time.perf_counter() - began
 
@@ -132,20 +153,23 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
 
     for name, method in methods.items():
         setattr(Group, name, counting(method))
-    gradients = {"ours": step(models["ours"])}
+    step(models["whole"])
     for name, method in methods.items():
         setattr(Group, name, method)
-    gradients |= {name: step(model) for name, model in models.items()}  # also the warm-up
-    error = float((gradients["ours"] - gradients["theirs"]).norm() / gradients["theirs"].norm())
+    gradients = {name: step(model).float() for name, model in models.items()}  # also the warm-up
+    error = float((gradients[ours] - gradients["theirs"]).norm() / gradients["theirs"].norm())
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(settings.steps):
         for name, model in models.items():
             seconds[name].append(timed(model))
     dist.destroy_process_group()
     comm.close()
-    pairs = zip(seconds["ours"], seconds["theirs"], strict=True)
+    pairs = list(zip(seconds[ours], seconds["theirs"], strict=True))
     return {
         "ranks": worker.size,
+        "device": device.type,
+        "dtype": str(_dtype(device)).removeprefix("torch."),
+        "ours": ours,
         "hidden": hidden,
         "layers": settings.layers,
         "tokens": settings.tokens,
@@ -155,13 +179,29 @@ def compare(worker: Worker, settings: argparse.Namespace, hidden: int) -> dict[s
             f"{name}_seconds": {"best": min(s), "median": statistics.median(s)} for name, s in seconds.items()
         },
         "ratio": {
-            "best": min(seconds["ours"]) / min(seconds["theirs"]),
+            "best": min(seconds[ours]) / min(seconds["theirs"]),
             "median_of_pairs": statistics.median(a / b for a, b in pairs),
         },
         "pieces_ratio": statistics.median(
-            a / b for a, b in zip(seconds["pieces"], seconds["ours"], strict=True)
+            a / b for a, b in zip(seconds["pieces"], seconds["whole"], strict=True)
         ),
     }
+
+
+def edges_here() -> dict[str, Any]:
+    """`edge_bytes.py` in processes that see no GPU, of which it would need one for each rank; bytes are the same."""
+    told = subprocess.run(
+        [sys.executable, Path(__file__).with_name("edge_bytes.py")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    edges: dict[str, Any] = json.loads(told)
+    return edges
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def main() -> None:
@@ -169,37 +209,46 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--hidden", type=int, nargs="+", help="widths of the blocks")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--row", type=int, default=2048, help="tokens of the row that ranks share")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--row", type=int, help="tokens of the row that ranks share")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
+    on_gpus = torch.cuda.device_count() >= settings.ranks
+    if not on_gpus:  # before workers start, which would each want one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name, size in SIZES["cuda" if on_gpus else "cpu"].items():
+        setattr(settings, name, getattr(settings, name) or size)
     results = []
     for hidden in settings.hidden:
         result = launch_local(compare, settings.ranks, settings, hidden)[0]
         results.append(result)
         print(
-            f"hidden {hidden}: ours {1e3 * result['ours_seconds']['median']:.1f} ms, DTensor "
+            f"hidden {hidden}: ours {1e3 * result[result['ours'] + '_seconds']['median']:.1f} ms, DTensor "
             f"{1e3 * result['theirs_seconds']['median']:.1f} ms, ratio {result['ratio']['median_of_pairs']:.2f} "
             f"(median of pairs); gradients differ by {result['gradient_error']:.0e}; "
-            f"{result['collectives_a_block']:g} collectives a block; in pieces {result['pieces_ratio']:.2f} of ours",
+            f"{result['collectives_a_block']:g} collectives a block; in pieces {result['pieces_ratio']:.2f} of whole "
+            "rows",
             flush=True,
         )
-    counts = launch_local(count_edges, RANKS)
-    edges = {**counts[0], "sent": sum(count["sent"] for count in counts)}
+    edges = edges_here()
     print(
         f"edges between stages of (tp, cp) {', '.join(map(str, DEGREES))}: {edges['sent']:,} bytes a step, "
         f"{edges['sent'] / edges['least']:.3f} of the least; whole rows for every rank: {edges['whole_rows']:,}"
     )
     context = launch_local(compare_context, settings.ranks, settings.row, settings.steps)[0]
     if "theirs_raises" in context:
-        print(f"torch's context_parallel on {context['device']}: {context['theirs_raises']}")
+        print(
+            f"attention over {settings.row} tokens: ours {1e3 * context['ours_seconds']:.1f} ms; torch's "
+            f"context_parallel on {context['device']}: {context['theirs_raises']}"
+        )
     else:
         print(
             f"attention over {settings.row} tokens: ours {1e3 * context['ours_seconds']:.1f} ms, torch's "
-            f"context_parallel {1e3 * context['theirs_seconds']:.1f} ms, ratio {context['ratio']:.2f}"
+            f"context_parallel {1e3 * context['theirs_seconds']:.1f} ms, ratio {context['ratio']:.2f}; norms of the "
+            f"outputs {context['norms'][0]:.6g} and {context['norms'][1]:.6g}"
         )
     if settings.json:
         report = {"machine": machine(), "runs": results, "edges": edges, "context": context}

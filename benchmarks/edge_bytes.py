@@ -1,8 +1,10 @@
 """What travels between the stages of a language model of unlike degrees, against the least that can: each row once in
-each direction."""
+each direction. Prints JSON; `dimensions.py` reads it.
+"""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.group import Group
-from dilatant.comm.launch import Worker
+from dilatant.comm.launch import Worker, launch_local
 from dilatant.data.sample import EncodedSample
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
@@ -64,3 +66,12 @@ def count_edges(worker: Worker) -> dict[str, Any]:
     rows = SAMPLES * TOKENS * WIDTH * 4
     whole = sum(before + after for (before, _), (after, _) in pairwise(DEGREES))
     return {"sent": sent, "least": 2 * rows * (len(DEGREES) - 1), "whole_rows": rows * whole}
+
+
+def main() -> None:
+    counts = launch_local(count_edges, RANKS)
+    print(json.dumps({**counts[0], "sent": sum(count["sent"] for count in counts)}))
+
+
+if __name__ == "__main__":
+    main()

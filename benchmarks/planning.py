@@ -43,6 +43,7 @@ from dilatant.plan import (
     reinstantiate,
     search,
 )
+from dilatant.plan.cluster import cluster_of_groups
 from dilatant.schedule.plan_scorer import plan_scorer
 
 
@@ -231,6 +232,49 @@ def search_rows() -> Iterator[Row]:
             "%",
             bar=5.0 if nodes <= 4 else None,
         )
+        if nodes >= 4:
+            yield from _unlike_rows(model, costs, cluster, drawn, batch)
+
+
+def _unlike_rows(
+    model: ModelSpec, costs: CostModel, cluster: Cluster, samples: Workload, batch: int
+) -> Iterator[Row]:
+    """The same search where half of the nodes are of slower devices: twice as slow at vision, four times at language,
+    with less memory and slower links."""
+
+    def slower(cost: LayerCost, times: float) -> LayerCost:
+        curve = cost.forward.scaled(times)
+        return replace(
+            cost, forward=curve, input_gradient=curve, weight_gradient=curve, first_trainable=curve
+        )
+
+    slow = replace(
+        costs,
+        layers={
+            kind: {degree: slower(cost, 2.0 if kind == "vision" else 4.0) for degree, cost in own.items()}
+            for kind, own in costs.layers.items()
+        },
+    )
+    half = replace(cluster, nodes=cluster.nodes // 2, name="fast", device="fast")
+    links = {"inside": Link(2.5e10, 1e-5), "between": Link(2.5e10, 2e-5), "ports": 1}
+    other = replace(half, bytes_per_device=48 * 2.0**30, name="slow", device="slow", **links)
+    together = cluster_of_groups([half, other])
+    both = replace(costs, groups={"fast": costs, "slow": slow})
+    scorer = plan_scorer(model, both, together, samples, batch)
+    began = time.perf_counter()
+    found = search(model, both, together, samples, batch, scorer)
+    name = f"search on {cluster.num_devices} devices in two groups of unlike ones"
+    yield Row(
+        f"{name}, batch {batch}",
+        time.perf_counter() - began,
+        bar=2.0 if cluster.nodes <= 4 else 15.0,
+        note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated",
+    )
+    scorer = plan_scorer(model, costs, half, samples, batch)
+    alone = search(model, costs, half, samples, batch, scorer)
+    yield Row(
+        f"{name}: its step beside that of the faster group alone", found.seconds / alone.seconds, "x", bar=1.0
+    )
 
 
 def first_use_rows() -> Iterator[Row]:

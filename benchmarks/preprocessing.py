@@ -1,6 +1,6 @@
-"""How long a training step waits for its data, by who decodes them: DistTrain's figures 17 and 18.
+"""How long a training step waits for its data, by who decodes them: DistTrain's figure 21.
 
-    python benchmarks/preprocessing.py [--steps 8] [--workers 1] [--ray] [--out FILE.json]
+    python benchmarks/preprocessing.py [--steps 8] [--workers 1] [--ray] [--json benchmarks/results/preprocessing.json]
 
 A sample has 1, 4 or 10 JPEG photos of 512 or 1,024 pixels (smoothed noise) and a question; a step takes two samples.
 The trainer asks two steps ahead and computes for as long as its producers need for a step, divided by `--load` (0.8 of
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     contenders: dict[str, Callable[..., Any]] = {"trainer": in_trainer, "torch": in_torch, "pool": in_pool}
     connection = None
@@ -208,8 +208,8 @@ def main() -> None:
         )
     if connection is not None:
         connection.close()
-    if given.out is not None:
-        given.out.write_text(
+    if given.json is not None:
+        given.json.write_text(
             json.dumps({"machine": machine(), "workers": given.workers, "rows": rows}, indent=2)
         )
 

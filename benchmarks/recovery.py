@@ -1,220 +1,298 @@
-"""Going on after a loss: what a step pays for it, and how long it takes from the kill to the next finished step.
+"""From a kill to the next committed step: the quickstart's model in four replicas, one process killed at a time.
 
-The vote is measured with the real processes of coordinator and agents, and workers that do nothing else; the sum over
-the bits of gradients by itself; recovery in real runs of a tiny model, one kill each, from the run's own history.
-Of more voters than there are cores, the state machine alone is measured: what it decides, without a network.
+All kills fall into one run, in which a lost node is started again and joins before the next kill; who is killed is
+drawn. When the loss was noticed, when all stood still and when they ran again is what the run's own history says
+(resilience/events.jsonl, rebuilds.jsonl); the clock ends when the coordinator commits the first step of the survivors.
+Beside it torchrun's restart: a plain data-parallel loop of the same model, killed alike, up to its first finished step.
 
-    python benchmarks/recovery.py --json benchmarks/results/recovery.json
+And torchft with its defaults, where it is installed (`pip install torchft` brings OpenTelemetry along).
+
+    python benchmarks/recovery.py --kills 50 --json benchmarks/results/recovery.json
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
 from machine import machine
 
-from dilatant.resilience.launch import AGENT, COORDINATOR
-from dilatant.resilience.process import Child, Start
-from dilatant.resilience.protocol.coordinator import Coordinator
-from dilatant.resilience.protocol.values import Phase, Settings, Status, Task
-from dilatant.resilience.worker_link import WorkerLink
-from dilatant.training.commit import gradient_hashes
-
-ROOT = Path(__file__).parent.parent
-TOKEN = bytes(32)
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "examples" / "quickstart.yaml"
+REPLICAS = 4
+LONGEST_SECONDS = 300.0
+"""For what a run is waited for."""
 
 
-def vote_seconds(nodes: int, rounds: int) -> float:
-    """Median of a vote with one worker a node, all on this machine."""
-    settings = Settings(lease_seconds=30.0, initial=nodes)
-    with tempfile.TemporaryDirectory() as folder:
-        coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, folder))
-        start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings)
-        agents = [Child(AGENT, replace(start, node=f"node{node}")) for node in range(nodes)]
-        seconds: list[float] = []
-
-        def work(port: int, counts: bool) -> None:
-            link = WorkerLink(port, TOKEN, 0, lambda generation: None)
-            link.warm()
-            link.await_rebuild(-1, 0, None)
-            link.await_activation(0)
-            for step in range(rounds):
-                began = time.perf_counter()
-                link.vote(step, {f"layer{index}": index for index in range(32)})
-                if counts:
-                    seconds.append(time.perf_counter() - began)
-            link.await_end()
-
-        threads = [
-            threading.Thread(target=work, args=(agent.port, index == 0)) for index, agent in enumerate(agents)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for child in (*agents, coordinator):
-            child.close(5.0)
-    return statistics.median(seconds)
-
-
-def decision_seconds(voters: int, rounds: int = 20) -> float:
-    """Median of what the coordinator computes for a step of so many voters."""
-    coordinator = Coordinator(Settings(initial=voters), None, 0.0)
-    coordinator.start()
-    nodes = [Status(f"n{index}", 1) for index in range(voters)]
-
-    def say(**values: object) -> None:
-        for index, status in enumerate(nodes):
-            nodes[index] = replace(status, serial=status.serial + 1, **values)  # type: ignore[arg-type]
-            coordinator.hear(nodes[index], 0.0)
-
-    say()
-    say(generation=1, phase=Phase.FENCED)
-    say(phase=Phase.READY, ready_at=0)
-    say(phase=Phase.RUNNING, base=1)
-    assert coordinator.task is Task.RUN
-    seconds = []
-    for step in range(rounds):
-        began = time.perf_counter()
-        say(prepared=step, applied=step)
-        seconds.append(time.perf_counter() - began)
-        assert coordinator.committed == step + 1
-    return statistics.median(seconds)
-
-
-def hash_bytes_per_second() -> float:
-    """Of fp32 gradients, in layers of 16 MiB."""
-    parameters = {}
-    for index in range(8):
-        parameter = torch.nn.Parameter(torch.zeros(4 << 20))
-        parameter.grad = torch.randn(4 << 20)
-        parameters[f"layer{index}"] = parameter
-    gradient_hashes(parameters, {})
-    began = time.perf_counter()
-    for _ in range(5):
-        gradient_hashes(parameters, {})
-    return 5 * 8 * (16 << 20) / (time.perf_counter() - began)
-
-
-def recovery(steps: int, kill_after: int) -> dict[str, float]:
-    """Seconds from a kill to the next finished step, with its parts."""
-    sys.path.insert(0, str(ROOT / "tests" / "cli"))
-    from tiny_project import tiny_config, write_images
-
-    with tempfile.TemporaryDirectory() as name:
-        project = Path(name)
-        write_images(project, 48)
-        tree: dict[str, Any] = tiny_config(steps=steps, global_batch_size=8, save_steps=None)
-        tree["parallel"] = {
-            "units": {"language": {"replicas": 4}},
-            "colocated": {"vision": "language"},
-            "microbatches": 2,
-        }
-        tree["resilience"] = {"enabled": True}
-        (project / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-        code = "from dilatant.cli.app import main; main()"
-        command = subprocess.Popen(
-            [sys.executable, "-c", code, "train", "config.yaml"],
-            cwd=project,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        metrics = project / "run" / "metrics.jsonl"
-
-        def done() -> int:
-            return metrics.read_text().count("\n") if metrics.is_file() else 0
-
-        while done() < kill_after and command.poll() is None:
-            time.sleep(0.002)
-        # Not rank 0, whose successor would have to rewrite metrics.jsonl first: the file is the clock here.
-        events = [
-            json.loads(line) for line in (project / "run/resilience/events.jsonl").read_text().splitlines()
-        ]
-        victim = json.loads((project / f"run/resilience/{events[-1]['members'][1]}.json").read_text())
-        killed, at = time.time(), done()
-        os.kill(victim["workers"]["0"], signal.SIGKILL)
-        while not _began_again(project) and command.poll() is None:
-            time.sleep(0.002)
-        base = done()
-        while done() <= max(at, base) and command.poll() is None:
-            time.sleep(0.001)
-        finished = time.time()
-        command.wait()
-        events = [
-            json.loads(line) for line in (project / "run/resilience/events.jsonl").read_text().splitlines()
-        ]
-        when = {event["task"]: event["time"] for event in events if event["generation"] == 2}
-        rebuilds = [
-            json.loads(line) for line in (project / "run/resilience/rebuilds.jsonl").read_text().splitlines()
-        ]
-    parts = next(record["seconds"] for record in rebuilds if record["generation"] == 2)
-    return {
-        "detect": when["fence"] - killed,
-        "fence_and_decide": when["rebuild"] - when["fence"],
-        **{f"rebuild_{part}": seconds for part, seconds in parts.items()},
-        "rebuild_all": when["run"] - when["rebuild"],
-        "first_step": finished - when["run"],
-        "kill_to_next_step": finished - killed,
+def train(folder: Path, data: Path, restarts: int) -> subprocess.Popen[bytes]:
+    """The quickstart in replicas that hold everything, for longer than anybody waits."""
+    layout = {
+        "units": {"language": {"replicas": REPLICAS}},
+        "colocated": {"vision": "language"},
+        "microbatches": 1,
     }
+    resilience = {"enabled": True, "restarts": restarts}
+    overrides = [
+        f"data.train=[{{path: {data / 'train.jsonl'}}}]",
+        "data.eval=[]",
+        f"output_dir={folder / 'run'}",
+        f"parallel={json.dumps(layout)}",
+        f"resilience={json.dumps(resilience)}",
+        "train.steps=1000000",
+        "train.save_steps=null",
+    ]
+    command = [sys.executable, "-m", "dilatant", "train", str(CONFIG)]
+    command += [part for override in overrides for part in ("--set", override)]
+    return _start(command, folder)
 
 
-def _began_again(project: Path) -> bool:
-    return '"task": "run", "generation": 2' in (project / "run/resilience/events.jsonl").read_text()
+@dataclass
+class Recoveries:
+    """kills: seconds of each recovery, by part. step_seconds: of a median step. held: what a process that is never
+    killed has before each kill: open files, threads, MiB of memory."""
+
+    kills: list[dict[str, float]]
+    step_seconds: float
+    held: list[dict[str, int]]
+
+
+def recoveries(folder: Path, data: Path, kills: int, seed: int, pause: float) -> Recoveries:
+    run = train(folder, data, kills)
+    history, draw = folder / "run" / "resilience", random.Random(seed)
+    found: list[dict[str, float]] = []
+    held: list[dict[str, int]] = []
+    try:
+        for _ in range(kills):
+            _await(run, lambda: _is_complete(_lines(history / "events.jsonl")))
+            time.sleep(pause)
+            before = _lines(history / "events.jsonl")[-1]
+            *others, spared = sorted(before["members"])  # it has its first name still, so it is the last
+            held.append(_held(_worker(history, spared)))
+            victim = _worker(history, draw.choice(others))
+            generation = before["generation"] + 1
+            killed = time.time()
+            os.kill(victim, signal.SIGKILL)
+            _await(run, lambda: "commit" in _times(history, generation))  # noqa: B023  # called at once
+            when = _times(history, generation)
+            rebuild = next(
+                line for line in _lines(history / "rebuilds.jsonl") if line["generation"] == generation
+            )
+            parts = rebuild["seconds"]
+            found.append(
+                {
+                    "detect": when["fence"] - killed,
+                    "fence": when["rebuild"] - when["fence"],
+                    "decide": parts["plan"],
+                    "rebuild": parts["build"],
+                    "copy": parts["copy"],
+                    "get ready": when["run"] - when["rebuild"] - sum(parts.values()),
+                    "first step": when["commit"] - when["run"],
+                    "kill to committed step": when["commit"] - killed,
+                }
+            )
+            print(f"  {found[-1]['kill to committed step'] * 1e3:6.0f} ms", end="", flush=True)
+    finally:
+        _end(run, folder)
+        print()
+    steps = [line["step_seconds"] for line in _lines(folder / "run" / "metrics.jsonl")]
+    return Recoveries(found, statistics.median(steps), held)
+
+
+def restarts(folder: Path, kills: int) -> list[float]:
+    """Seconds from a kill to the first step that is done after torchrun has started everything again."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={REPLICAS}", f"--max-restarts={kills}"]
+    run = _start([*command, str(ROOT / "benchmarks" / "torchrun_loop.py"), str(CONFIG), str(folder)], folder)
+    steps, found = folder / "steps", []
+
+    def last() -> float:
+        lines = steps.read_text().splitlines() if steps.exists() else []
+        return float(lines[-1].split()[0]) if lines else 0.0
+
+    try:
+        for number in range(kills):
+            began = last()
+            _await(run, lambda: last() > began)  # noqa: B023
+            time.sleep(2.0)
+            pids = [line.split() for line in (folder / "pids").read_text().splitlines()][-REPLICAS:]
+            killed = time.time()
+            os.kill(int(dict(pids)[str(number % REPLICAS)]), signal.SIGKILL)
+            known = len((folder / "pids").read_text().splitlines())
+            # All of them have to be there again: the others may finish the step that they are in.
+            _await(
+                run,
+                lambda: len((folder / "pids").read_text().splitlines()) >= known + REPLICAS,  # noqa: B023
+            )
+            again = time.time()
+            _await(run, lambda: last() > again)  # noqa: B023
+            first = next(
+                float(line.split()[0])
+                for line in steps.read_text().splitlines()
+                if float(line.split()[0]) > again
+            )
+            found.append(first - killed)
+            print(f"  {found[-1]:6.2f} s", end="", flush=True)
+    finally:
+        _end(run, folder)
+        print()
+    return found
+
+
+def torchft_recoveries(folder: Path, kills: int) -> list[float]:
+    """Seconds from a kill to the survivors' next committed step under torchft, with its defaults."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    steps, found = folder / "steps", []
+
+    def begin(replica: int) -> subprocess.Popen[bytes]:
+        loop = str(ROOT / "benchmarks" / "torchft_loop.py")
+        return _start([sys.executable, loop, str(CONFIG), str(folder), str(replica)], folder)
+
+    def done(after: float, by: int) -> list[float]:
+        lines = [line.split() for line in steps.read_text().splitlines()] if steps.exists() else []
+        return [float(at) for at, number, _ in lines if float(at) > after and int(number) == by]
+
+    runs = {replica: begin(replica) for replica in range(REPLICAS)}
+    try:
+        for number in range(kills):
+            victim, since = number % REPLICAS, time.time()
+            _await(runs[victim], lambda: len(done(since, REPLICAS)) > 3 * REPLICAS)  # noqa: B023
+            killed = time.time()
+            runs[victim].kill()
+            runs[victim].wait()
+            _await(runs[(victim + 1) % REPLICAS], lambda: bool(done(killed, REPLICAS - 1)))  # noqa: B023
+            found.append(min(done(killed, REPLICAS - 1)) - killed)
+            print(f"  {found[-1]:6.2f} s", end="", flush=True)
+            runs[victim] = begin(victim)
+    finally:
+        for run in runs.values():
+            _end(run, folder)
+        lighthouse.shutdown()
+        print()
+    return found
+
+
+def _worker(history: Path, node: str) -> int:
+    return int(json.loads((history / f"{node}.json").read_text())["workers"]["0"])
+
+
+def _held(pid: int) -> dict[str, int]:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    files, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+    return {"files": files, "threads": threads, "MiB": pages * os.sysconf("SC_PAGE_SIZE") >> 20}
+
+
+def _is_complete(events: list[dict[str, Any]]) -> bool:
+    return bool(events) and events[-1]["task"] == "commit" and len(events[-1]["members"]) == REPLICAS
+
+
+def _times(history: Path, generation: int) -> dict[str, float]:
+    events = _lines(history / "events.jsonl")
+    return {event["task"]: event["time"] for event in events if event["generation"] == generation}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "output").open("wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=folder)
+
+
+def _await(run: subprocess.Popen[bytes], is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while not is_so():
+        if run.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the run has ended, or does not go on")
+        time.sleep(0.02)
+
+
+def _end(run: subprocess.Popen[bytes], folder: Path) -> None:
+    if run.poll() is not None:
+        print(f"\n{(folder / 'output').read_text(errors='replace')[-2000:]}")
+    run.terminate()
+    try:
+        run.wait(30.0)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        run.wait()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The least value that is no less than so many of them."""
+    return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=10, help="about 9 s each")
+    parser.add_argument(
+        "--restarts", type=int, default=3, help="of torchrun and torchft; about 20 s each on two cores"
+    )
+    parser.add_argument("--pause", type=float, default=1.5, help="seconds of training before each kill")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
-    votes = {}
-    for nodes in options.nodes:
-        votes[nodes] = vote_seconds(nodes, options.rounds)
-        share = votes[nodes] / 0.1
-        print(
-            f"vote of {nodes:3} nodes: {votes[nodes] * 1e3:6.2f} ms, {share:.1%} of a step of 100 ms",
-            flush=True,
-        )
-    decisions = {}
-    for voters in (8, 64, 256):
-        decisions[voters] = decision_seconds(voters)
-        print(
-            f"decision for {voters:3} voters (computed only): {decisions[voters] * 1e3:6.2f} ms", flush=True
-        )
-    rate = hash_bytes_per_second()
-    print(f"hash of gradients: {rate / 1e9:.1f} GB/s")
-    kills = [recovery(16, 8) for _ in range(options.kills)]
-    medians = {part: statistics.median(kill[part] for kill in kills) for part in kills[0]} if kills else {}
-    print(f"after a kill, median of {len(kills)}:")
-    for part, seconds in medians.items():
-        print(f"  {part:20} {seconds * 1e3:8.0f} ms", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        data, ours, theirs, others = (Path(name) / part for part in ("digits", "ours", "torchrun", "torchft"))
+        for folder in (ours, theirs, others):
+            folder.mkdir()
+        digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
+        subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
+        recovered = recoveries(ours, data, options.kills, options.seed, options.pause)
+        restarted = restarts(theirs, options.restarts) if options.restarts else []
+        has_torchft = importlib.util.find_spec("torchft") is not None and options.restarts > 0
+        under_torchft = torchft_recoveries(others, options.restarts) if has_torchft else []
+    kills, held = recovered.kills, recovered.held
+    print(f"a step takes {recovered.step_seconds * 1e3:.0f} ms with {REPLICAS} processes")
+    print(f"a process that is never killed has {held[0]} before the first kill, {held[-1]} before the last")
+    print(f"{'after a kill':24} {'median':>8} {'p90':>8}")
+    summary = {}
+    for part in kills[0]:
+        values = [kill[part] for kill in kills]
+        summary[part] = {"median": statistics.median(values), "p90": percentile(values, 0.9)}
+        print(f"{part:24} {summary[part]['median'] * 1e3:5.0f} ms {summary[part]['p90'] * 1e3:5.0f} ms")
+    if restarted:
+        again = statistics.median(restarted)
+        ratio = again / summary["kill to committed step"]["median"]
+        print(f"{'torchrun, started again':24} {again:6.2f} s; {ratio:.0f} times as long")
+    if under_torchft:
+        print(f"{'torchft, its defaults':24} {statistics.median(under_torchft):6.2f} s")
+    else:
+        print("torchft is not installed, or was not asked for")
     if options.json:
         document = {
             "machine": machine(),
             "load_before": load,
-            "vote_seconds": votes,
-            "decision_seconds": decisions,
-            "hash_bytes_per_second": rate,
+            "step_seconds": recovered.step_seconds,
+            "held": held,
             "kills": kills,
+            "summary": summary,
+            "torchrun_restart_seconds": restarted,
+            "torchft_seconds": under_torchft,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -20,6 +20,7 @@ from engine_case import (
     ENCODERS,
     GENERATORS,
     HIDDEN,
+    HYBRIDS,
     LANGUAGE,
     NAMES,
     NET_WIDTH,
@@ -49,6 +50,8 @@ def cases(
     )
     language_layers = draw(st.integers(1, 4))
     families = sorted(set(LANGUAGE) - set(CHOOSES_EXPERTS if dtype == torch.bfloat16 else ()))
+    language = draw(st.sampled_from(families))
+    kinds = [draw(st.sampled_from(["linear_attention", "full_attention"])) for _ in range(language_layers)]
     generators = tuple(
         (
             GENERATORS[index],
@@ -71,7 +74,8 @@ def cases(
         for _ in range(draw(st.integers(2, 8)))
     )
     case = Case(
-        language=draw(st.sampled_from(families)),
+        language=language,
+        settings={"layer_types": kinds} if language in HYBRIDS else {},
         language_layers=language_layers,
         tied=draw(st.booleans()),
         encoders=encoders,
@@ -80,9 +84,13 @@ def cases(
         frozen=_draw_frozen(draw, encoders, generators, drawing),
         recompute=draw(st.sampled_from(["none", "block", "block_keep_attention"])),
         loss_chunk=draw(st.sampled_from([None, 1, 3, 1024])),
-        placement=draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous", "document_affine"])),
+        placement="auto"
+        if language in HYBRIDS
+        else draw(st.sampled_from(["auto", "lpt", "zigzag", "contiguous", "document_affine"])),
         rows_of_piece=draw(st.sampled_from([None, 1, 2, 5])),
-        attention=draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
+        attention="causal"
+        if language in HYBRIDS
+        else draw(st.sampled_from([None, "causal", "bidirectional", "embedded"])),
         texts=texts,
         drawn=tuple(tuple(draw(st.sampled_from([0, 1, 1, 2])) for _ in generators) for _ in texts),
         plan=Plan(()),
@@ -131,7 +139,11 @@ def _draw_frozen(
         patterns += [name, f"{name}.encoder", f"{name}.encoder", f"{name}.projector"]
         patterns += [] if kind == OWN else [f"{name}.layers.0"]
     for name, _, connector, _ in generators:
-        patterns += [name, f"{name}.generator", f"{name}.generator.{'net' if name in nets else 'inner'}"]
+        parts = [f"{name}.generator.inner"]
+        if name in nets:
+            is_cut = nets[name][0] != "unet"
+            parts = [f"{name}.embedding", f"{name}.layers.0"] if is_cut else [f"{name}.generator.net"]
+        patterns += [name, f"{name}.generator", *parts]
         patterns += [f"{name}.connector"] if connector != "identity" else []
     if any(asks for *_, asks in nets.values()):
         patterns += ["language.model", "language.queries"]

@@ -21,6 +21,12 @@ HIDDEN = 16
 TEXT = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2,
         "num_key_value_heads": 1, "max_position_embeddings": 256, "attention_dropout": 0.0,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
 LANGUAGE = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -30,7 +36,10 @@ LANGUAGE = {
     "phi": {},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "qwen3_5_text": {"head_dim": 8, **_LINEAR},
 }  # fmt: skip
+HYBRIDS = ("qwen3_5_text", "qwen3_next")
+"""Families with layers of linear attention, which parts samples of a row by plans alone."""
 CHOOSES_EXPERTS = ("mixtral",)
 """In bfloat16 rounding decides between experts that are nearly as likely, which makes another model of a layout."""
 MORE_LANGUAGES = {
@@ -42,16 +51,15 @@ MORE_LANGUAGES = {
     "granite": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 2.0},
     "cohere": {},
     "stablelm": {},
-    "qwen3_5_text": {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-                     "linear_key_head_dim": 4, "linear_value_head_dim": 6,
-                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_next": {"head_dim": 8, **_LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                   "shared_expert_intermediate_size": 6, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
                   "shared_expert_intermediate_size": 6, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0],
                   "head_dim": 8, "norm_topk_prob": True},
 }  # fmt: skip
 """Families that are not drawn."""
-UNDIVIDED = ("olmo2", "stablelm", "qwen3_5_text")
+UNDIVIDED = ("olmo2", "stablelm")
 """Families that no two ranks can share."""
 SMALL = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
 ENCODERS = {
@@ -164,6 +172,7 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
             "model_type": case.language,
             **TEXT,
             **(LANGUAGE | MORE_LANGUAGES)[case.language],
+            **_kinds(case),
             **case.settings,
             "num_hidden_layers": case.language_layers,
             "tie_word_embeddings": case.tied,
@@ -222,6 +231,13 @@ def build_model(case: Case, device: str = "cpu", plain: bool = False) -> Multimo
     return model
 
 
+def _kinds(case: Case) -> dict[str, Any]:
+    if case.language not in HYBRIDS:
+        return {}
+    kinds = ("linear_attention", "full_attention")
+    return {"layer_types": [kinds[number % 2] for number in range(case.language_layers)]}
+
+
 def _own_encoder(projector: str, dropout: float) -> Encoder:
     with torch.device("meta"):
         module = OwnEncoder(dropout)
@@ -232,7 +248,8 @@ def _own_encoder(projector: str, dropout: float) -> Encoder:
 
 
 def _net(case: Case, generator: str) -> torch.nn.Module:
-    from dilatant.models.picture_nets import build_diffusion, look_at, read_source
+    from dilatant.models.net_source import read_source
+    from dilatant.models.picture_nets import build_diffusion, look_at
 
     family, objective, _ = case.nets[generator]
     settings, vae = NETS[family]

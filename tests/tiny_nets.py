@@ -30,5 +30,11 @@ KL: dict[str, Any] = {
     "block_out_channels": [4, 4], "down_block_types": ["DownEncoderBlock2D"] * 2,
     "up_block_types": ["UpDecoderBlock2D"] * 2, "norm_num_groups": 2, "sample_size": 8,
 }  # fmt: skip
+CLIP: dict[str, Any] = {
+    "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 8, "patch_size": 2,
+}  # fmt: skip
+OF_FEATURES: dict[str, Any] = {**SD3, "in_channels": 8, "out_channels": 8, "patch_size": 1}
+"""A net that draws this vision model's features."""
 NETS = {"sd3": (SD3, None), "pixart": (PIXART, KL), "sana": (SANA, KL), "unet": (UNET, KL)}
 """Family → settings of a net and of its autoencoder."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from dilatant.plan.templates import plan_templates
 from papers import oobleck_failures
+from papers.oobleck_recovery import measured_recovery
 from papers.tables import Outcome, PaperTable
 
 # Thesis Table 2.3: seconds for one template, by (nodes, GPUs per node), for these numbers of layers.
@@ -31,7 +32,11 @@ _TP_OVERHEAD = 0.06  # of a layer's time per doubling of the GPUs that share it
 
 
 def tables(shared: Path, timed: bool = True) -> list[PaperTable]:
-    return [*([planning_latency()] if timed else []), *oobleck_failures.under_failures(shared)]
+    return [
+        *([planning_latency()] if timed else []),
+        *oobleck_failures.under_failures(shared),
+        *measured_recovery(shared, Path(__file__).resolve().parents[1] / "results"),
+    ]
 
 
 def planning_latency() -> PaperTable:

@@ -52,14 +52,14 @@ class _Model:
 
 # BERT-large, GPT-2 and GPT-3 medium have 24 layers of 1,024; GPT-3 2.7b and 6.7b 32 of 2,560 and 4,096. The thesis
 # tells no lengths; 512 for BERT and 1,024 or 2,048 for GPT are those of the models' own papers.
-_MODELS = {
+MODELS = {
     "BERT-large": _Model(gpt(24, 1024, 16, 30_522), 512, 32, 8192),
     "GPT-2": _Model(gpt(24, 1024, 16, 50_257), 1024, 32, 8192),
     "GPT-3-medium": _Model(gpt(24, 1024, 16, 50_257), 2048, 16, 8192),
     "GPT-3-2.7b": _Model(gpt(32, 2560, 32, 50_257), 2048, 2, 1024),
     "GPT-3-6.7b": _Model(gpt(32, 4096, 32, 50_257), 2048, 2, 1024),
 }
-_NODES, _FAULTS = 30, 1
+_NODES, FAULTS = 30, 1
 
 
 def under_failures(shared: Path) -> list[PaperTable]:
@@ -79,13 +79,13 @@ def under_failures(shared: Path) -> list[PaperTable]:
 def by_nodes(known: Mapping[str, Any]) -> PaperTable:
     """What our templates and compositions make of fewer nodes, against what Oobleck's simulator has been given."""
     rows: list[tuple[Any, ...]] = []
-    for name in _MODELS:
-        templates, microbatches = _templates(name), _MODELS[name].microbatches
+    for name in MODELS:
+        templates, microbatches = templates_of(name), MODELS[name].microbatches
         theirs = {int(nodes): rate for nodes, rate in known["throughput_by_nodes"][name].items() if rate}
         ours = {nodes: 1.0 / _composed(templates, nodes, microbatches) for nodes in theirs}
         off = [ours[n] / ours[_NODES] / (theirs[n] / theirs[_NODES]) for n in theirs if n != _NODES]
         rows.append(
-            (name, microbatches, theirs[_NODES], _MODELS[name].batch * ours[_NODES],
+            (name, microbatches, theirs[_NODES], MODELS[name].batch * ours[_NODES],
              theirs[15] / theirs[_NODES] if 15 in theirs else None,
              ours[15] / ours[_NODES] if 15 in ours else None, min(off), max(off))
         )  # fmt: skip
@@ -194,7 +194,7 @@ def checkpoints(folder: Path, known: Mapping[str, Any]) -> PaperTable:
     for model, by_period in _VARUNA.items():
         batch = known["global_batch"][model]
         own, level = _own_reaction(model, known)
-        grid = _scaled(restart_from_checkpoint(_templates(model), _MODELS[model].microbatches), model, batch)
+        grid = _scaled(restart_from_checkpoint(templates_of(model), MODELS[model].microbatches), model, batch)
         for period, (varuna, without) in by_period.items():
             trace = load_node_trace(folder / f"{period}.csv")
             ours = replay(model, trace, own, batch, _costs(known, model))
@@ -260,13 +260,13 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
             trace = load_node_trace(folder / file)
         except (OSError, UserError):
             continue
-        for model in _MODELS:
+        for model in MODELS:
             batch, costs = known["global_batch"][model], _costs(known, model)
             own, level = _own_reaction(model, known)
             theirs = replay(model, trace, _their_reaction(known, model), batch, costs)
             ours: Replay = replay(model, trace, own, batch, costs)
             grid = _scaled(
-                restart_from_checkpoint(_templates(model), _MODELS[model].microbatches), model, batch
+                restart_from_checkpoint(templates_of(model), MODELS[model].microbatches), model, batch
             )
             idle = replay(model, trace, grid, batch, RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0))
             rows.append(
@@ -313,9 +313,9 @@ def spot_instances(folder: Path, known: Mapping[str, Any]) -> PaperTable:
 
 
 @cache
-def _templates(name: str) -> dict[int, Template]:
+def templates_of(name: str) -> dict[int, Template]:
     """Templates of all node counts on A40s, one GPU a node."""
-    model = _MODELS[name]
+    model = MODELS[name]
     hardware = load_hardware("A40")
     layers: list[float] = []
     state: list[float] = []
@@ -333,23 +333,28 @@ def _templates(name: str) -> dict[int, Template]:
     return plan_templates({1: layers}, range(1, _NODES + 1), 1, model.microbatches, memory)
 
 
+def layer_bytes(name: str) -> list[int]:
+    """Of every layer's weights and optimizer state, which a node that takes it over has to be sent."""
+    return [16 * int(part.shape.parameters) for part in MODELS[name].parts for _ in range(part.count)]
+
+
 _TF32 = 2.0  # an A40's bf16 peak over its TF32 peak (74.8 TFLOP/s, data sheet)
 
 
 def _composed(templates: Mapping[int, Template], nodes: int, microbatches: int) -> float:
     """Seconds of a step on so many nodes."""
     try:
-        return compose_pipelines(templates, nodes, _FAULTS, microbatches).seconds
+        return compose_pipelines(templates, nodes, FAULTS, microbatches).seconds
     except PlanError:
         return math.inf
 
 
 def _own_reaction(name: str, known: Mapping[str, Any]) -> tuple[Reaction, float]:
     """Our templates' reaction, and what to multiply its throughput with for the paper's level on 30 nodes."""
-    model = _MODELS[name]
-    seconds_of_30 = _composed(_templates(name), _NODES, model.microbatches)
+    model = MODELS[name]
+    seconds_of_30 = _composed(templates_of(name), _NODES, model.microbatches)
     level = known["throughput_by_nodes"][name][str(_NODES)] * seconds_of_30 / model.batch
-    reaction = from_templates(_templates(name), _FAULTS, model.microbatches)
+    reaction = from_templates(templates_of(name), FAULTS, model.microbatches)
     return _scaled(reaction, name, known["global_batch"][name]), level
 
 
@@ -358,7 +363,7 @@ def _scaled(reaction: Reaction, name: str, batch: int) -> Reaction:
 
     def react(before: RunningPipelines | None, alive: frozenset[int]) -> RunningPipelines:
         after = reaction(before, alive)
-        return replace(after, step_seconds=after.step_seconds * batch / _MODELS[name].batch)
+        return replace(after, step_seconds=after.step_seconds * batch / MODELS[name].batch)
 
     return react
 

@@ -12,10 +12,15 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from tiny_project import Dilatant, tiny_config, write_images
+from transformers import CLIPVisionModel
 
-from tiny_nets import KL, NETS, SD3
+from dilatant.models.sampling import Drawing
+from dilatant.training.drawing import draw_items
+from dilatant.training.export import load_exported
+from tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3
+from tiny_wholes import save_as_the_hub_does
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 
@@ -78,7 +83,8 @@ def test_an_export_draws_what_was_trained_and_diffusers_alone_reads_it(
     (trained,) = (drawing / "run" / "checkpoints").glob("step-*/part-*/model.safetensors")
     stored = load_file(trained)
     for key, tensor in net.state_dict().items():
-        (found,) = (own for name, own in stored.items() if f"image.generator.net.{key}" in name)
+        ends = (f".net.{key}", f"image.{key.replace('transformer_blocks', 'layers')}")
+        (found,) = (own for name, own in stored.items() if name.endswith(ends))
         assert torch.equal(tensor, found), key
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(export / "image" / "scheduler")
     assert scheduler.config.shift == 1.0
@@ -176,6 +182,10 @@ def test_a_token_of_the_vocabulary_asks_as_well_as_queries(drawing: Path, dilata
         ({"id": "nowhere"}, "either 'id'"),
         ({"config": None, "id": "./nowhere"}, "model.generators.image: './nowhere' is not here in diffusers' layout"),
         ({"vae": KL}, "model.generators.image.vae: its latents have 4 channels, but the net draws 1"),
+        ({"target": {"encoder": CLIP}, "vae": KL}, "with 'target' the net draws features"),
+        ({"target": {"encoder": CLIP}}, "set in_channels and out_channels to 8 and sample_size to 4"),
+        ({"target": {"encoder": {"model_type": "llama"}}}, "model.generators.image.target.encoder"),
+        ({"cache_latents": True}, "'cache_latents' needs an autoencoder with weights of its own"),
         ({"token": "two"}, "model.generators.image.token: 'two' is 3 tokens"),
         ({"drop": 2}, "model.generators.image.drop"),
         ({"size": 2}, "unknown key 'model.generators.image.size'"),
@@ -215,3 +225,121 @@ def test_where_a_picture_goes_is_looked_at_first(tmp_path: Path, dilatant: Dilat
         code, _, err = dilatant("generate", tmp_path, "--prompt", "draw", "--out", tmp_path / out)
         assert code != 0
         assert said in err
+
+
+@pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_a_whole_model_learns_to_draw_and_leaves_as_its_class_and_a_net(
+    family: str, drawing: Path, dilatant: Dilatant
+) -> None:
+    """In stages, the net cut in two; transformers and diffusers each load their half, and the export draws."""
+    source = save_as_the_hub_does(family, drawing / "whole")
+    lines = [json.loads(line) for line in (drawing / "train.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):  # it sees a picture, and draws one
+        seen = [{"type": "image", "image": f"images/{number}.png"}, {"type": "text", "text": "draw l"}]
+        line["messages"][0]["content"] = seen
+    (drawing / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    config = configure(drawing, steps=2, save_steps=None)
+    tree = yaml.safe_load(config.read_text())
+    generators = tree["model"]["generators"]
+    tree["model"] = {"id": "whole", "generators": generators, "freeze": ["vision.encoder"]}
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    code, _, err = dilatant("train", config, "--set", "parallel=single", "--set", "output_dir=alone")
+    assert code == 0, err
+    apart = ("--set", "parallel={units: {vision: {}, language: {pp: 2}, image: {pp: 2}}, microbatches: 2}")
+    code, _, err = dilatant("train", config, *apart)
+    assert code == 0, err
+    for step, wanted in zip(losses(drawing / "run"), losses(drawing / "alone"), strict=True):
+        assert step == pytest.approx(wanted, rel=1e-4)  # fp32 sums in another order, over two updates
+    export = drawing / "run" / "export"
+    after = type(source).from_pretrained(export).state_dict()
+    frozen = [key for key in after if ".vision_tower." in key or (".visual." in key and "merger" not in key)]
+    assert frozen
+    for key, parameter in source.named_parameters():
+        assert torch.equal(after[key], parameter) == (key in frozen), key
+    diffusers.SD3Transformer2DModel.from_pretrained(export / "image")
+    asked = ("generate", export, "--prompt", "draw l", "--max-new-tokens", "3", "--out", drawing / "l.png")
+    asked += ("--image", drawing / "images" / "1.png")
+    code, _, err = dilatant(*asked, "--json")
+    assert code == 0, err
+    if family != "llava":  # which draws at once; the other would have to write what announces a picture
+        assert np.asarray(Image.open(drawing / "l.png")).shape == (4, 4)
+
+
+@pytest.mark.slow
+def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
+    drawing: Path, dilatant: Dilatant
+) -> None:
+    """Equal losses; nothing is decoded again by a resume or another layout; what is damaged, cut off or of another
+    picture is made anew."""
+    settings, vae = NETS["pixart"]
+    diffusers.PixArtTransformer2DModel.from_config(settings).save_pretrained(drawing / "p/transformer")
+    diffusers.AutoencoderKL.from_config(vae).save_pretrained(drawing / "p/vae")
+    config = configure(drawing, {"config": None, "id": "p"}, steps=2)
+    cached = ("--set", "model.generators.image.cache_latents=true", "--set", "data.cache_dir=cache")
+    assert dilatant("train", config, "--set", "parallel=single", "--set", "output_dir=alone")[0] == 0
+    code, _, err = dilatant("train", config, "--set", "parallel=single", *cached)
+    assert code == 0, err
+    assert "made the latents of 6 pictures" in err
+    wanted = losses(drawing / "alone")
+    for step, expected in zip(losses(drawing / "run"), wanted, strict=True):
+        assert step == pytest.approx(expected, rel=1e-4)  # an autoencoder's sums of a picture among eight
+    kept = sorted((drawing / "cache").rglob("*.safetensors"))
+    assert len(kept) == 6
+    before = [file.read_bytes() for file in kept]
+    marks = [*(drawing / "cache").rglob("whole-*")]
+    assert len(marks) == 1
+    apart = ("--set", "parallel={units: {language: {pp: 2}, image: {pp: 2}}, microbatches: 2}")
+    code, _, err = dilatant("train", config, *cached, *apart, "--set", "output_dir=apart")
+    assert code == 0, err
+    assert "made the latents" not in err
+    for step, expected in zip(losses(drawing / "apart"), wanted, strict=True):
+        assert step == pytest.approx(expected, rel=1e-4)
+    damaged = bytearray(before[0])
+    damaged[-3] ^= 1
+    for file, wrong in zip(kept, (bytes(damaged), before[1][:40], before[3])):
+        file.write_bytes(wrong)
+    again = (*cached, "--set", "parallel=single", "--set", "output_dir=again")
+    code, _, err = dilatant("train", config, *again)
+    assert code != 0
+    assert "are damaged or gone" in err.splitlines()[-1]
+    code, _, err = dilatant("train", config, *again, "--overwrite")
+    assert code == 0, err
+    assert "made the latents of 3 pictures" in err
+    for file, first in zip(kept, before, strict=True):
+        # An autoencoder's sums of a picture among fewer others.
+        np.testing.assert_allclose(load_file(file)["latents"], load(first)["latents"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_features_of_a_frozen_encoder_are_learned_in_any_layout_and_given_out(
+    drawing: Path, dilatant: Dilatant
+) -> None:
+    """What the net is shown are the encoder's own patches; without a decoder no picture is made."""
+    config = configure(drawing, {"config": OF_FEATURES, "target": {"encoder": CLIP}}, steps=2)
+    code, _, err = dilatant("train", config, "--set", "parallel=single")
+    assert code == 0, err
+    apart = ("--set", "parallel={units: {language: {pp: 2}, image: {pp: 2}}, microbatches: 2}")
+    code, _, err = dilatant("train", config, "--set", "output_dir=apart", *apart)
+    assert code == 0, err
+    for step, wanted in zip(losses(drawing / "apart"), losses(drawing / "run"), strict=True):
+        assert step == pytest.approx(wanted, rel=1e-4)  # fp32 sums in another order, over two updates
+    exports = [drawing / folder / "export" for folder in ("run", "apart")]
+    encoders = [CLIPVisionModel.from_pretrained(export / "image" / "target") for export in exports]
+    pixels = torch.randn(2, 3, 8, 8)
+    patches = [encoder(pixels).last_hidden_state[:, 1:] for encoder in encoders]
+    assert torch.equal(*patches)  # frozen, so as it began
+    unit = load_exported(exports[0]).model["image"]
+    drawn = unit.model.encode(pixels)
+    assert torch.equal(drawn, patches[0].transpose(1, 2).unflatten(2, (4, 4)))
+    rows = rows_of_start(unit)
+    found = draw_items(unit, rows, Drawing(2), ["a"])
+    assert found.shape == (1, 8, 4, 4)
+    asked = ("generate", exports[0], "--prompt", "draw l", "--out")
+    code, _, err = dilatant(*asked, drawing / "l.png")
+    assert code != 0
+    assert "it draws features of clip_vision_model, and making pictures of them takes a decoder" in err
+    assert dilatant(*asked, drawing / "l.npy")[0] == 0
+
+
+def rows_of_start(unit: Any) -> torch.Tensor:
+    return torch.randn(1, unit.tokens_per_item, unit.width_in)

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from dilatant.comm import nodes
+from dilatant.comm import rendezvous
 from dilatant.comm.comm import Comm
 from dilatant.comm.nodes import nodes_of
 from worker_pool import Worker, WorkerPool
 
 
 def _nodes(worker: Worker, hosts: list[str], boots: list[str], folder: Path) -> tuple[int, ...]:
-    comm = Comm(worker.store, worker.rank, worker.size)
     boot = folder / f"boot-{worker.rank}"
     boot.write_text(boots[worker.rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: hosts[worker.rank])
-        patch.setattr(nodes, "_BOOT_ID", boot)
-        found = nodes_of(comm)
+        patch.setattr(rendezvous, "_BOOT_ID", boot)
+        comm = Comm(worker.store, worker.rank, worker.size)
+    found = nodes_of(comm)
+    comm.world.barrier("all to have connected")
     comm.close()
     return found
 

@@ -249,3 +249,29 @@ def test_keys_of_judging_are_refused_by_their_reasons(tmp_path: Path, override: 
     with pytest.raises(UserError) as caught:
         load_config(write(tmp_path, GOOD), [override])
     assert message in str(caught.value)
+
+
+GROUP = {"name": "fast", "hardware": "H100", "gpus_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        ({"nodes": 2, "groups": [GROUP]}, "'groups' and 'nodes' are both given"),
+        (
+            {"hardware": "A40", "memory_gib": 8, "groups": [GROUP]},
+            "'groups' and 'hardware', 'memory_gib' are both",
+        ),
+        ({"groups": [GROUP, GROUP]}, "'groups' has 'fast' more than once"),
+        ({"groups": []}, "cluster.groups"),
+        ({"groups": [{"name": "fast", "hardware": "H100"}]}, "gpus_per_node"),
+        ({"groups": [{**GROUP, "gpu": "H100"}]}, "gpu"),
+        ({"groups": [{**GROUP, "memory_gib": 0}]}, "memory_gib"),
+    ],
+)
+def test_groups_of_devices_are_whole_and_instead_of_one_kind(
+    tmp_path: Path, cluster: dict, expected: str
+) -> None:
+    with pytest.raises(UserError) as found:
+        load_config(write(tmp_path, changed(cluster=cluster)))
+    assert expected in str(found.value)

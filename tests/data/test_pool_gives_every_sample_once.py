@@ -72,18 +72,18 @@ def test_no_more_is_held_than_the_budget_and_what_is_due_comes_nevertheless(pool
     source = join_pool(10 * each)
     source.ask(requests(range(100), nbytes=each))
     held = -1
-    while held != len(source._outcomes) or not held:
-        held = len(source._outcomes)
+    while held != len(source._asked._outcomes) or not held:
+        held = len(source._asked._outcomes)
         time.sleep(0.5)
     # Of samples that take less than was said there are more than ten.
-    taken = sum(nbytes for _, nbytes in source._outcomes.values())
-    assert 9 * each < taken + each <= source._charged + each <= 11 * each
+    taken = sum(nbytes for _, nbytes in source._asked._outcomes.values())
+    assert 9 * each < taken + each <= source._asked.charged + each <= 11 * each
     assert held < 100
     # The last one has not been sent, and nothing is taken that would make room.
     assert source.take("train", 199).id == "file:99"
     for number in reversed(range(99)):
         assert source.take("train", number + 100).id == f"file:{number}"
-    assert source._charged == 0
+    assert source._asked.charged == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 10**9])
@@ -111,14 +111,14 @@ def test_what_is_forgotten_is_not_given_and_may_be_asked_for_again(pool) -> None
     source.ask(requests([3]))
     assert source.take("train", 103).id == "file:3"
     deadline = time.monotonic() + 20
-    while source._charged and time.monotonic() < deadline:  # of those that were in hand
+    while source._asked.charged and time.monotonic() < deadline:  # of those that were in hand
         time.sleep(0.02)
-    assert source._charged == 0
+    assert source._asked.charged == 0
     assert [end for _, end in source._arena._free] == [source._arena.nbytes]
 
 
 def test_who_waits_is_told_for_what(pool, monkeypatch) -> None:
-    monkeypatch.setattr(pool_source, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr("dilatant.data.asked.REPORT_SECONDS", 0.3)
     reports = []
     _, join_pool = pool(Numbered(seconds=1.5), workers=1)
     source = join_pool(on_wait=reports.append)
@@ -142,7 +142,7 @@ def test_a_rank_that_asks_for_much_does_not_hold_up_another(pool) -> None:
     for number in range(5):
         modest.take("train", number + 100)
     # In turn; a few more were waiting when it came.
-    assert len(greedy._outcomes) <= 5 + 2 * pool_source.TASKS_IN_HAND + 5
+    assert len(greedy._asked._outcomes) <= 5 + 2 * pool_source.TASKS_IN_HAND + 5
 
 
 def test_more_samples_are_made_while_none_is_taken(pool) -> None:
@@ -150,9 +150,9 @@ def test_more_samples_are_made_while_none_is_taken(pool) -> None:
     source = join_pool()
     source.ask(requests(range(50)))
     deadline = time.monotonic() + 30
-    while len(source._outcomes) < 50 and time.monotonic() < deadline:
+    while len(source._asked._outcomes) < 50 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(source._outcomes) == 50
+    assert len(source._asked._outcomes) == 50
 
 
 def test_a_closed_pool_has_no_workers_and_no_folder(pool) -> None:

@@ -48,7 +48,9 @@ def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None
     while any(each.is_alive() for each in ranks):
         time.sleep(0.1 + draw.random() * 0.2)
         # Not twice at the same sample, which is another test.
-        tried_again = any(entry.kills for source in sources for entry in list(source._entries.values()))
+        tried_again = any(
+            entry.losses for source in sources for entry in list(source._asked.entries.values())
+        )
         unheard = any(link.pid in dead or link.fallen for source in sources for link in source._links)
         if len(dead) < 8 and not (tried_again or unheard):
             with suppress(ProcessLookupError):  # of before
@@ -160,7 +162,7 @@ def test_nothing_is_laid_where_a_worker_that_does_not_end_may_still_write(pool, 
     deadline = time.monotonic() + 60
     at_it: list[int] = []
     while not at_it and time.monotonic() < deadline:
-        with source._lock:
+        with source._asked.changed:
             at_it = [link.pid for link in source._links if link.entries and source._begun(link)[0]]
         time.sleep(0.01)
     os.kill(at_it[0], signal.SIGSTOP)

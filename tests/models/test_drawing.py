@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -13,10 +14,12 @@ from tiny_models import LANGUAGE_MODELS
 from dilatant.config.errors import UserError
 from dilatant.models import Generator, MultimodalModel
 from dilatant.models.diffusion import Diffusion, alphas, draw_noise, mix
+from dilatant.models.dtype import hold_in
 from dilatant.models.materialize import materialize
-from dilatant.models.picture_nets import build_diffusion, look_at, read_source, scheduler_settings
+from dilatant.models.net_source import read_source, scheduler_settings
+from dilatant.models.picture_nets import build_diffusion, look_at
 from dilatant.models.sampling import Drawing, draw
-from tiny_nets import KL, NETS, PIXART, SD3, UNET
+from tiny_nets import CLIP, KL, NETS, OF_FEATURES, PIXART, SD3, UNET
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
@@ -24,11 +27,15 @@ EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def _built(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 0) -> Diffusion:
+    return _unit(settings, vae, objective, seed).model
+
+
+def _unit(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 0) -> Any:
     seen = look_at(read_source("net", None, settings, vae), "net")
     module = build_diffusion(seen, "net", objective, 0.1, hollow=True)
     generator = Generator(module, None, seen.width, "linear", 2)
     model = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=seed, generators={"image": generator})
-    return model["image"].model
+    return model["image"]
 
 
 @pytest.mark.parametrize("objective", ["epsilon", "velocity"])
@@ -79,6 +86,24 @@ def test_drawing_takes_the_steps_of_diffusers(objective: Any, guidance: float) -
     torch.testing.assert_close(
         drawn, seen.clamp(-1, 1), rtol=1e-3, atol=1e-3
     )  # its table of noise is float32
+
+
+def test_the_features_of_a_frozen_encoder_are_its_patches_and_are_drawn_as_they_are() -> None:
+    seen = look_at(read_source("net", None, OF_FEATURES, None, CLIP), "net")
+    module = build_diffusion(seen, "net", "flow", 0.1, hollow=True)
+    generator = Generator(module, None, seen.width, "linear", 2)
+    net = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=0, generators={"image": generator})[
+        "image"
+    ].model
+    assert net.encoder is not None
+    assert not any(p.requires_grad for p in net.encoder.parameters())
+    pixels = torch.randn(2, 3, 8, 8)
+    patches = net.encoder(pixels).last_hidden_state[:, 1:]  # without the class token, row by row
+    for row, column in ((0, 0), (1, 3), (3, 2)):
+        assert torch.equal(net.encode(pixels)[:, :, row, column], patches[:, 4 * row + column])
+    drawn = draw(net.eval(), torch.randn(2, 2, 12), 50 * torch.randn(2, *net.shape), Drawing(2))
+    assert drawn.shape == (2, 8, 4, 4)
+    assert drawn.abs().max() > 1  # no picture, which would end there
 
 
 def test_noise_hangs_on_seed_key_and_place_alone() -> None:
@@ -150,9 +175,58 @@ def test_a_hollow_generator_takes_no_memory_until_it_is_materialised() -> None:
         generators={"image": generator},
     )
     assert all(p.is_meta for p in model.parameters())
-    materialize(model["image"], 0, 2, 0)
-    assert not any(t.is_meta for t in (*model["image"].parameters(), *model["image"].buffers()))
+    unit = model["image"]
+    materialize(unit, 0, 3, 0)
+    held = {w.name for w in unit.weights if w.layer in unit.layers[:3]}
+    assert {name for name, p in unit.named_logical_parameters() if not p.is_meta} <= held
+    assert not any(t.is_meta for t in (*unit.stage(0, 3).parameters(), *unit.stage(0, 3).buffers()))
+    materialize(unit, 3, len(unit.layers), 0)
+    assert not any(t.is_meta for t in (*unit.parameters(), *unit.buffers()))
     assert all(p.is_meta for p in model.language.parameters())
+    whole = _built(SD3)
+    for (name, part), (_, other) in zip(unit.model.named_parameters(), whole.named_parameters()):
+        assert torch.equal(part, other), name  # whoever draws the other layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["sd3", "pixart", "sana"])
+def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
+    """Cut before and behind every block: losses to the bit, and all gradients."""
+    unit = _unit(*NETS[family])
+    hold_in(unit, dtype)
+    net, count = unit.model, len(unit.layers)
+    rows = torch.randn(3, 2, 12, dtype=dtype)
+    given: dict[str, Any] = {"pixel_values": torch.rand(3, *net.pixels) * 2 - 1, "seed": 1}
+    given |= {"keys": ["a", "b", "c"], "place": "image"}
+
+    def losses(bounds: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
+        unit.zero_grad()
+        value = rows.flatten(0, 1).clone().requires_grad_()
+        flowing, held = value, []
+        for first, end in itertools.pairwise(bounds):
+            stage = unit.stage(first, end)
+            held += [name for name, _ in stage.named_logical_parameters()]
+            flowing = stage(flowing, **(given if first == 1 else {}))
+            if end < count:
+                assert flowing.dtype == dtype
+                assert flowing.shape == (3 * unit.rows_between, unit.boundary(end, "image").width)
+        flowing.sum().backward()
+        gradients = {
+            name: p.grad.clone() for name, p in unit.named_logical_parameters() if p.grad is not None
+        }
+        return flowing.detach(), gradients | {"rows": value.grad}, held
+
+    whole, expected, names = losses([1, count])
+    assert whole.isfinite().all()
+    for bounds in ([1, 2, count], [1, 3, count], [1, 2, 3, 4, count], [1, count - 1, count]):
+        found, gradients, held = losses(bounds)
+        assert torch.equal(found, whole)
+        assert held == names
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            # A few sums in another order: moments are told to all blocks, whose gradients are added at each cut.
+            error = (gradient - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)
+            assert error < (1e-5 if dtype == torch.float32 else 0.05), name
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
-ROUTERS = (MixtralTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter)
+ROUTERS = (MixtralTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter, Qwen3NextTopKRouter)
 
 
 def losses_of_batch(

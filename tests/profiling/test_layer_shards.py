@@ -25,6 +25,10 @@ WHISPER = {
     "num_mel_bins": 8, "max_source_positions": 12,
 }  # fmt: skip
 GATED = 3 * 32 * 48
+LINEAR = {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention"], "head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+}  # fmt: skip
 BLOCKS = {
     # queries, keys and values, output; feed-forward; norms. Two of four heads of size 8 are 16 wide.
     "llama block 32": 32 * 16 + 2 * 32 * 8 + 16 * 32 + GATED + 2 * 32,
@@ -78,6 +82,9 @@ def test_a_rank_holds_its_share_of_heads_feed_forward_and_vocabulary(tmp_path):
             {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
             2 * 32 * 16 + 2 * 32 * 8 + 4 * GATED + 4 * 32,
         ),
+        # Queries and keys of one head of size 6, values of two heads of size 8: projected, and mixed over 4 tokens;
+        # two gates, and one of all features; output.
+        ({**LLAMA, **LINEAR}, (32 + 4) * (2 * 6 + 16) + 2 * 32 * 2 + 2 * 32 * 16 + GATED),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -12,11 +12,17 @@ from torch import nn
 
 from dilatant.cost.analytic import analytic_cost
 from dilatant.cost.hardware import load_hardware
-from dilatant.models.picture_nets import build_diffusion, look_at, read_source
+from dilatant.models.generator import Generator, GeneratorUnit
+from dilatant.models.net_source import read_source
+from dilatant.models.picture_nets import build_diffusion, look_at
 from dilatant.profiling.net_shape import net_shape
 from tiny_nets import NETS
 
 pytest.importorskip("diffusers", reason="nothing draws without diffusers")
+
+
+def _unit(model: nn.Module, width: int, rows: int) -> GeneratorUnit:
+    return GeneratorUnit("image", Generator(model, 1, width, "linear", rows), "language", 8)
 
 
 def products_of_a_picture(net: nn.Module, call: Any) -> int:
@@ -45,8 +51,11 @@ def test_work_is_that_of_the_picture(family: str) -> None:
     for size, rows in ((4, 2), (4, 4), (8, 2)):
         seen = look_at(read_source("x", None, {**settings, "sample_size": size}, vae), "x")
         model = build_diffusion(seen, "x", "flow", 0.1, hollow=True)
-        shapes[size, rows] = net_shape(model, seen.width, rows)
+        unit = _unit(model, seen.width, rows)
+        layers = [net_shape(unit, layer) for layer in range(1, len(unit.layers))]
+        shapes[size, rows] = replace(layers[0], matmul=sum(shape.matmul for shape in layers))
         assert all(tensor.is_meta for tensor in model.parameters())  # counted without memory
+        assert sum(shape.parameters for shape in layers) == sum(p.numel() for p in model.parameters())
         model.to_empty(device="cpu")
         model.draw_weights()
         picture, times = torch.randn(1, *model.shape), torch.zeros(1)
@@ -54,8 +63,9 @@ def test_work_is_that_of_the_picture(family: str) -> None:
         with torch.no_grad():
             least = products_of_a_picture(model.net, partial(model.say, picture, times, told))
         counted = shapes[size, rows].matmul * rows
-        assert least <= counted + rows < 1.5 * least + 4096  # attention's products come on top
-        assert net_shape(model, seen.width, rows) == shapes[size, rows]
+        # Attention's products come on top; each layer's are rounded down to a row.
+        assert least <= counted + len(layers) * rows < 1.5 * least + 4096
+        assert [net_shape(unit, layer) for layer in range(1, len(unit.layers))] == layers
     # Twice as many rows tell of the same picture; four times as many numbers are four times the picture.
     assert 2 * shapes[4, 4].matmul < 1.6 * 2 * shapes[4, 2].matmul
     assert shapes[8, 2].matmul > 2.5 * shapes[4, 2].matmul
@@ -64,7 +74,7 @@ def test_work_is_that_of_the_picture(family: str) -> None:
 def test_an_autoencoder_costs_the_forward_alone() -> None:
     settings, vae = NETS["pixart"]
     seen = look_at(read_source("x", None, settings, vae), "x")
-    shape = net_shape(build_diffusion(seen, "x", "flow", 0.1, hollow=True), seen.width, 2)
+    shape = net_shape(_unit(build_diffusion(seen, "x", "flow", 0.1, hollow=True), seen.width, 2), 1)
     assert shape.forward_only > 1000
     hardware = load_hardware("H100")
     whole, without = analytic_cost(shape, hardware), analytic_cost(replace(shape, forward_only=0), hardware)

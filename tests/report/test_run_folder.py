@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dilatant.config import UserError
-from dilatant.report.run_folder import RunFolder
+from dilatant.report.run_folder import RunFolder, last_step
 
 
 def steps(folder: Path) -> list[int]:
@@ -77,7 +77,7 @@ def test_bytes_that_are_no_text_are_kept_aside(tmp_path: Path) -> None:
 
 
 HOLD = (
-    "import sys\nfrom dilatant.report.run_folder import RunFolder\n"
+    "import sys\nfrom dilatant.report.run_folder import RunFolder, last_step\n"
     "folder = RunFolder(sys.argv[1])\nfolder.lock()\nprint('held', flush=True)\nsys.stdin.read()\n"
 )
 
@@ -191,3 +191,26 @@ def test_a_copied_run_without_its_lock_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
     (tmp_path / "config.yaml").write_text("x")
     RunFolder(tmp_path).lock()
+
+
+def test_a_run_that_goes_on_keeps_its_records_and_drops_those_of_steps_that_never_counted(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = json.dumps({"step": 1, "loss": "x" * 200_000})  # longer than what is read at once
+    for written, completed, kept in (
+        ("", 0, []),
+        (f"{first}\n", 1, [1]),
+        (f'{first}\n{{"step": 2}}\n', 5, [1, 2]),
+        (f'{first}\n{{"step": 2}}\n{{"step": 3}}\n', 2, [1, 2]),
+        (f'{first}\n{{"step": 2}}\n{{"st', 2, [1, 2]),
+        (f"{first}\nno record\n", 1, [1]),
+    ):
+        path.write_text(written)
+        run = RunFolder(tmp_path)
+        run.begin_metrics(completed, goes_on=True)
+        run.log({"step": completed + 1})
+        run.close()
+        found = [json.loads(line)["step"] for line in path.read_text().splitlines() if line != "no record"]
+        assert found == [*kept, completed + 1]
+        assert last_step(path) == completed + 1

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from dilatant.cli.status import status
 from dilatant.config import UserError
+from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
+from dilatant.report.replay_page import TONES
 from dilatant.resilience.coordinator_process import EVENTS, STATE
+from dilatant.resilience.history import PAGE, generations, write_history
 from dilatant.resilience.protocol.values import Record
-from dilatant.resilience.status import read_status
+from dilatant.resilience.status import REBUILDS, read_rebuilds, read_status
 
 EVENT = {"time": 5.0, "task": "run", "generation": 1, "step": 3, "members": ["node0"], "reason": ""}
 AGENT = {"node": "node0", "pid": 2**22 + 1, "workers": {"0": 2**22 + 2}}
@@ -58,6 +62,37 @@ def test_brackets_of_names_and_reasons_are_just_brackets(
     shown = capsys.readouterr().out
     assert "[4, 5] [/red]" in shown
     assert "[/b]" in shown
+
+
+def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None:
+    def event(task: str, generation: int, at: float, step: int, members: str) -> dict[str, Any]:
+        return {"time": at, "task": task, "generation": generation, "step": step, "members": members.split(),
+                "reason": "it was <killed>"}  # fmt: skip
+
+    events = [
+        *(event(task, 1, 1.0, 0, "a b c") for task in ("fence", "rebuild", "run", "commit")),
+        event("fence", 2, 10.0, 7, "a c"),
+        event("rebuild", 2, 10.5, 7, "a c"),
+        event("fence", 3, 11.0, 7, "c d"),  # another loss during recovery, and somebody comes
+        event("rebuild", 3, 11.5, 7, "c d"),
+        event("run", 3, 13.0, 7, "c d"),
+        event("commit", 3, 13.25, 8, "c d"),
+        event("stop", 3, 14.0, 9, "c d"),
+    ]
+    rebuilds = [{"generation": 3, "step": 7, "seconds": {"plan": 0.1, "copy": 0.75}}]
+    write(tmp_path, "\n".join(map(json.dumps, events)), json.dumps(AGENT))
+    (tmp_path / "resilience" / REBUILDS).write_text(
+        "\n".join(map(json.dumps, [*rebuilds, {"generation": 2}]))
+    )
+    first, second, third = generations(read_status(tmp_path).events, read_rebuilds(tmp_path))
+    assert (first.left, first.joined, dict(first.lost)) == ((), (), {})
+    assert (second.left, second.joined, dict(second.lost)) == (("b",), (), {})
+    assert (third.left, third.joined, third.step, third.members) == (("a",), ("d",), 7, 2)
+    assert dict(third.lost) == {RECONFIGURING: 1.25, COPYING: 0.75, UNFINISHED: 0.25}
+    write_history(tmp_path, "run")
+    text = (tmp_path / PAGE).read_text()
+    assert "it was &lt;killed&gt;" in text
+    assert all(f'class="{TONES[cause]}"' in text for cause in third.lost)
 
 
 def test_a_folder_without_such_a_run(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.zero_bubble import zero_bubble_h1
 from dilatant.training.needs import Needs
@@ -128,12 +129,28 @@ def test_routers_lose_by_whole_samples(workers: WorkerPool) -> None:
 HYBRID = {"language": "qwen3_5_text", "language_layers": 3, "attention": "causal"}
 
 
-@pytest.mark.parametrize("recompute", ["none", "block_keep_attention"])
-def test_states_of_linear_attention_pass_between_ranks(workers: WorkerPool, recompute: str) -> None:
-    """Samples that end within a rank, go on at the next, or reach over three."""
-    plan = plan_of((Stage(0, 5, (0,)),), (Stage(0, 3, (1, 2, 3), cp=3), Stage(3, 5, (4, 5), cp=2)))
+WITHIN = (Stage(0, 3, (1, 2, 3), cp=3), Stage(3, 5, (4, 5), cp=2))
+HEADS = (Stage(0, 4, (1, 2, 3, 4), tp=2, cp=2), Stage(4, 5, (5, 6), tp=2))
+
+
+@pytest.mark.parametrize(
+    ("stages", "recompute", "family"),
+    [
+        (WITHIN, "none", one_f_one_b),
+        (HEADS, "block_keep_attention", zero_bubble_h1),
+        pytest.param(WITHIN, "block_keep_attention", one_f_one_b, marks=pytest.mark.slow),
+        pytest.param(HEADS, "block", one_f_one_b, marks=pytest.mark.slow),
+        pytest.param(HEADS, "none", one_f_one_b, marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_linear_attention_pass_between_ranks(
+    workers: WorkerPool, stages: tuple[Stage, ...], recompute: str, family: Any
+) -> None:
+    """Samples that end within a rank, go on at the next, or reach over three; and ranks that have some heads."""
+    plan = plan_of((Stage(0, 5, (0,)),), stages)
     texts = ((3, (1,)), (17, (0,)), (40, (1,)), (2, (0,)), (9, (1,)), (13, (2,)))
-    check_case(workers, case_of(plan, texts=texts, recompute=recompute, **HYBRID), "none", 1)
+    changes = {"texts": texts, "recompute": recompute, "rows_of_piece": 3 if recompute == "none" else None}
+    check_case(workers, case_of(plan, family, **changes, **HYBRID), "none", 1)
 
 
 def test_states_pass_along_rows_shorter_than_their_ranks(workers: WorkerPool) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.comm.comm import Comm
+from dilatant.plan.cluster import Cluster, Link, cluster_of_groups
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import StageCosts
 from dilatant.plan.step_costs import StepCosts, token_costs
@@ -248,3 +249,21 @@ def test_ranks_agree_on_costs_that_follow_their_measurements(workers: WorkerPool
     assert predicted[0][2 * INTERVAL] != predicted[0][0]
     assert drift[0] == drift[1] == drift[2]
     assert set(drift[0]) == {"vision", "language"}
+
+
+def test_unlike_devices_have_factors_of_their_own() -> None:
+    """Else the slow ones would count as the fast ones as soon as anything was measured."""
+    links = Link(1e9), Link(1e9)
+    groups = [Cluster(1, 2, 1e9, *links, name="a"), Cluster(1, 1, 1e9, *links, name="b")]
+    costs = CostCorrection(TWO, replace(origin(), cluster=cluster_of_groups(groups)))
+    for step in range(3 * INTERVAL):
+        work = drawn_work(np.random.default_rng(step), costs.origin)
+        stage = np.repeat([0, 1, 2], 24)
+        kind = np.tile(np.repeat([0, 1], 12), 3)
+        named = OwnWork(work.parts, costs.group_of(stage, kind))
+        one_step(costs, step, named, np.where(stage == 2, 3.0, 1.0) * work.parts.sum(axis=1))
+    found = costs.costs_at(3 * INTERVAL).stages.seconds / origin().stages.seconds
+    assert found[:2] == pytest.approx(np.ones((2, 4, 3)), rel=0.02)
+    assert found[2] == pytest.approx(np.full((4, 3), 3.0), rel=0.02)
+    assert costs.drift == {name: pytest.approx(drift) for name, drift in
+                           {"vision on a": 1.0, "language on a": 1.0, "language on b": 3.0}.items()}  # fmt: skip

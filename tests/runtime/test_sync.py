@@ -49,15 +49,13 @@ def close(shared: SharedWeights) -> None:
 
 def _unlike(worker: Worker, moments: tuple[tuple[str, ...], ...] = ()) -> str:
     parameters = {name: nn.Parameter(torch.arange(3.0)) for name in ("same", "other", "turned")}
-    if worker.rank == 1:
+    if worker.rank == 1 and not moments:
         parameters["other"].data[1] += 1e-6
         parameters["turned"].data[1:] = 1.5  # the sum is that of 1 and 2
     shared = share(worker, parameters)
     try:
-        if moments:
-            own = {name: torch.zeros(3) for name in moments[worker.rank]}
-            shared.require_equal_state(own, "moments")
-        shared.require_equal()
+        own = {name: torch.zeros(3) for name in moments[worker.rank]} if moments else {}
+        shared.require_equal({"moments": own})
     except UserError as error:
         return str(error)
     finally:

@@ -97,8 +97,7 @@ def _train(worker: Worker, degrees: tuple[int, ...], zero: Any, node_of: list[in
         for key, parameter in owned.parameters.items()
         if parameter in optimizer.state
     }
-    shared.require_equal()
-    shared.require_equal_state(state, "moments")
+    shared.require_equal({"moments": state})
     written = [(box.key, part.clone()) for box, part in owned.spoken_parts(state)]
     numbers = sum(moment.numel() for moment in state.values())
     sync.close()

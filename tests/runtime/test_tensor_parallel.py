@@ -24,6 +24,7 @@ from dilatant.schedule.zero_bubble import zero_bubble_h1
 from engine_case import (
     CASE,
     ENCODERS,
+    HYBRIDS,
     LANGUAGE,
     MORE_LANGUAGES,
     OWN,
@@ -58,7 +59,7 @@ TWO = plan_of((Stage(0, 5, (0, 1), tp=2),), (Stage(0, 2, (2, 3), tp=2), Stage(2,
 
 
 FAMILIES = sorted((LANGUAGE | MORE_LANGUAGES).keys() - {*UNDIVIDED})
-OFTEN = ("gemma2", "mixtral", "phi3", "qwen2_moe", "qwen3", "starcoder2")
+OFTEN = ("gemma2", "mixtral", "phi3", "qwen3", "qwen3_next", "starcoder2")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,9 @@ OFTEN = ("gemma2", "mixtral", "phi3", "qwen2_moe", "qwen3", "starcoder2")
     ],
 )
 def test_families_of_language_models(workers: WorkerPool, language: str, tied: bool) -> None:
-    check_case(workers, case_of(TWO, language=language, tied=tied, loss_chunk=3), "none", 1)
+    attention = "causal" if language in HYBRIDS else None
+    changes = {"language": language, "tied": tied, "loss_chunk": 3, "attention": attention}
+    check_case(workers, case_of(TWO, **changes), "none", 1)
 
 
 @pytest.mark.parametrize("encoder", sorted(ENCODERS))
@@ -253,5 +256,9 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can() -> None:
     dropping = refusal(TWO, dropout=0.1)
     assert "vision: dropout is 0.1" in dropping
     assert "language: attention_dropout is 0.1" in dropping
+    few = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    assert "2 key heads of linear attention cannot be shared by 4 ranks; it takes tp 1, 2" in refusal(
+        wide, language="qwen3_5_text", attention="causal", settings=few
+    )
     shared_rows = plan_of((Stage(0, 5, (0,)),), (Stage(0, 4, (1, 2), cp=2),))
     assert "language: context parallelism needs attention over block tables" in refusal(shared_rows)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dilatant.config import OptimizerConfig
+from dilatant.config import OptimizerConfig, UserError
+from dilatant.runtime.precision import pick_precision
 from dilatant.training.optimizer import build_optimizer, optimizer_tensors
 
 
@@ -77,3 +78,11 @@ def test_an_fp32_weight_is_its_own_master() -> None:
     net = _net()
     optimizer = _optimizer(net)
     assert all(optimizer.masters[name] is parameter for name, parameter in net.named_parameters())
+
+
+def test_a_gpu_without_bf16_is_told_what_it_can_train_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(UserError, match="bf16, which Tesla T4 does not have; use fp32 or auto"):
+        pick_precision("bf16", torch.device("cuda"))
+    assert pick_precision("auto", torch.device("cuda")) == torch.float32

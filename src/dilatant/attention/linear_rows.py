@@ -26,7 +26,10 @@ from dilatant.attention.context_parallel import ContextParallelRow, Pending
 from dilatant.attention.mask import PADDING, SAMPLE, AttentionMask
 from dilatant.attention.scores import AttentionError
 
-_ATTRIBUTES = ("conv1d", "conv_dim", "conv_kernel_size", "A_log", "num_v_heads", "head_k_dim", "head_v_dim")
+_ATTRIBUTES = (
+    *("conv1d", "conv_dim", "conv_kernel_size", "A_log"),
+    *("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+)
 """What the layers have that are known here."""
 
 
@@ -40,7 +43,12 @@ class State(NamedTuple):
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of linear attention that packed rows can run through."""
-    return [module for module in model.modules() if all(hasattr(module, name) for name in _ATTRIBUTES)]
+    return [module for module in model.modules() if is_linear_attention(module)]
+
+
+def is_linear_attention(module: nn.Module) -> bool:
+    """Whether this is such a layer."""
+    return all(hasattr(module, name) for name in _ATTRIBUTES)
 
 
 def run_over_rows(model: nn.Module, keyword: str) -> None:
@@ -63,7 +71,7 @@ class _OverRows:
         kwargs |= {"attention_mask": None, "cache_params": None}
         rows = hidden_states.flatten(0, 1)[None]
         if isinstance(plan, AttentionPlan):
-            made = [run(rows[:, first:end], **kwargs) for first, end in _spans(_samples(plan.mask))]
+            made = [run(piece, **kwargs) for piece in rows.split(_lengths(_samples(plan.mask)), 1)]
         else:
             made = _run_share(cast(Any, self), partial(run, **kwargs), rows, plan)
         return torch.cat(made, 1).view_as(hidden_states)
@@ -80,10 +88,10 @@ def _samples(mask: AttentionMask) -> NDArray[np.int64]:
     return np.where(mask.fields == PADDING, -1, mask.fields & SAMPLE)
 
 
-def _spans(numbers: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """First and end of each run of equal numbers."""
+def _lengths(numbers: NDArray[np.int64]) -> list[int]:
+    """Of each run of equal numbers."""
     borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    return list(pairwise(borders))
+    return [end - first for first, end in pairwise(borders)]
 
 
 def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) -> list[Tensor]:
@@ -100,16 +108,17 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
             "linear attention passes states along a row: ranks must have consecutive tokens of it"
         )
     samples = _samples(share.mask)
-    spans = _spans(samples[tokens])
+    pieces = rows.split(_lengths(samples[tokens]), 1)
     enters = first > 0 and samples[first - 1] == samples[first]
     leaves = last + 1 < len(samples) and samples[last + 1] == samples[last]
     made: dict[int, Tensor] = {}
     # What others wait for goes first, what waits for others last; in the backward it is the other way round.
-    for number in (len(spans) - 1, *range(1, len(spans) - 1), 0):
+    last_piece = len(pieces) - 1
+    for number in (last_piece, *range(1, last_piece), 0):
         if number in made:
             continue
-        piece = rows[:, slice(*spans[number])]
-        comes, goes = enters and number == 0, leaves and number == len(spans) - 1
+        piece = pieces[number]
+        comes, goes = enters and number == 0, leaves and number == last_piece
         if not (comes or goes):
             made[number] = run(piece)
             continue
@@ -117,7 +126,7 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
         carry = _Carry(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
         output = run(piece, cache_params=carry)
         made[number] = link.send(output, carry.after()) if goes else output
-    return [made[number] for number in range(len(spans))]
+    return [made[number] for number in range(len(pieces))]
 
 
 class _Carry:

@@ -92,6 +92,7 @@ def generate(
     if problems:
         raise list_problems("the prompt has a mistake:", problems)
 
+    import numpy as np
     import torch
 
     from dilatant.data.encode import encode_prompt
@@ -107,6 +108,8 @@ def generate(
     exported = load_exported(folder)
     if out is not None and not exported.encoding.targets:
         raise UserError(f"--out {str(out)!r}: this model has no generator, so it draws nothing")
+    if out is not None:
+        _check_out(exported, out)
     require_encoders(exported, given)
     sampling = chosen.keywords()
     device = pick_device()
@@ -127,7 +130,7 @@ def generate(
         (answer,) = generate_answers(model, exported.tokenizer, [encoded], device, max_new_tokens, **sampling)
         print(json.dumps({"answer": answer}) if as_json else answer)
         return
-    assert isinstance(model, MultimodalModel)  # whole models draw nothing
+    assert isinstance(model, MultimodalModel)  # whatever draws is
     parts = answer_with_pictures(
         model,
         exported.tokenizer,
@@ -143,7 +146,10 @@ def generate(
     paths = [] if out is None else _numbered(out, len(pictures))
     try:
         for path, picture in zip(paths, pictures):
-            picture.save(path)
+            if isinstance(picture, np.ndarray):
+                np.save(path, picture)
+            else:
+                picture.save(path)
     except OSError as error:
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from None
     named = iter(paths)
@@ -197,10 +203,28 @@ def _answer_all(
         raise typer.Exit(2)
 
 
+def _check_out(exported: Exported, out: Path) -> None:
+    """Raise UserError where a file is not for what the model draws."""
+    from dilatant.models.multimodal import MultimodalModel
+
+    assert isinstance(exported.model, MultimodalModel)
+    units = [exported.model[target.name] for target in exported.encoding.targets]
+    seen = [unit.model.encoder.config.model_type for unit in units if unit.model.draws_features]
+    if seen and out.suffix != ".npy":
+        raise UserError(
+            f"--out {str(out)!r}: it draws features of {seen[0]}, and making pictures of them takes a decoder, which "
+            "is not part of this model; give a file that ends with .npy for the features"
+        )
+    if not seen and out.suffix == ".npy":
+        raise UserError(f"--out {str(out)!r}: it draws pictures; give an image format, such as .png")
+
+
 def _about_out(out: Path) -> list[str]:
     from PIL import Image
 
     Image.init()
+    if out.suffix == ".npy" and out.absolute().parent.is_dir():  # features
+        return [f"--out {str(out)!r} is a folder"] if out.is_dir() else []
     if out.suffix.lower() not in Image.EXTENSION or Image.EXTENSION[out.suffix.lower()] not in Image.SAVE:
         return [f"--out {str(out)!r} must end with an image format, such as .png"]
     if not out.absolute().parent.is_dir():

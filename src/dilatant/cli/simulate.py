@@ -111,7 +111,9 @@ def _read(source: Path, overrides: list[str]) -> _Given:
             f"{path} needs the config.yaml that `dilatant plan` writes beside it: model and data are read from there"
         )
     measured = _measured(path.parent)
-    if measured is not None and not any(entry.startswith("cluster.") for entry in overrides):
+    groups = read_config(beside, []).cluster.groups
+    said = any(entry.startswith("cluster.") for entry in overrides)
+    if measured is not None and not said and groups is None:
         overrides = [*overrides, f"cluster.gpus_per_node={len(plan.ranks)}"]
     if not any(entry.startswith("plan.costs=") for entry in overrides):
         overrides = [*overrides, *_costs_beside(path.parent, beside, overrides)]
@@ -151,7 +153,10 @@ def _costs_beside(folder: Path, config: Path, overrides: list[str]) -> list[str]
         resolved.cluster, resolved.train.precision, resolved.train.zero, resolved.train.optimizer
     )
     costs = load_costs(path)
-    fits = is_same_hardware(costs.hardware, target.requested) and costs.dtype == target.dtype
+    kinds = [own.hardware for own in costs.groups.values()] or [costs.hardware]
+    wanted = [own.requested for own in target.groups] or [target.requested]
+    same = any(is_same_hardware(kind, device) for kind in kinds for device in wanted)
+    fits = same and costs.dtype == target.dtype
     return [f"plan.costs={path.resolve()}"] if fits else []
 
 
@@ -163,7 +168,7 @@ def _cluster(text: str) -> list[str]:
     if found is None:
         raise UserError(f"--cluster {text!r} must look like 16x8 or 16x8:H100 (nodes × devices per node)")
     nodes, devices, hardware = found.groups()
-    entries = [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={devices}"]
+    entries = ["cluster.groups=null", f"cluster.nodes={nodes}", f"cluster.gpus_per_node={devices}"]
     return [*entries, f"cluster.hardware={hardware}"] if hardware else entries
 
 

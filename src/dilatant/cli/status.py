@@ -5,27 +5,58 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from dilatant.cli.options import AsJson, RunPath
+from dilatant.config.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from dilatant.resilience.status import RunStatus
+
+FOLLOW_SECONDS = 1.0
 
 
-def status(folder: RunPath, as_json: AsJson = False) -> None:
+def status(
+    folder: RunPath,
+    as_json: AsJson = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on showing it until the run ends.")] = False,
+) -> None:
     """Show members, generation and history of a run with `resilience.enabled`."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from rich.live import Live
 
     from dilatant.resilience.status import read_status
 
+    if follow and as_json:
+        raise UserError("--follow shows a table; leave out --json, or ask again and again")
     found = read_status(folder)
     if as_json:
         print(json.dumps(asdict(found)))
         return
     console = Console()
+    if not follow:
+        console.print(_shown(found))
+        return
+    with Live(_shown(found), console=console, auto_refresh=False) as live:
+        while not found.stopped:
+            time.sleep(FOLLOW_SECONDS)
+            found = read_status(folder)
+            live.update(_shown(found), refresh=True)
+
+
+def _shown(found: RunStatus) -> Group:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from dilatant.resilience.history import generations
+
     step = "no step yet" if found.step is None else f"step {found.step}"
-    console.print(
-        f"generation {found.generation}, {found.stopped or found.task}, {step}", highlight=False, markup=False
-    )
+    headline = Text(f"generation {found.generation}, {found.stopped or found.task}, {step}")
     nodes = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("node", "host", "", "agent", "workers"):
         nodes.add_column(title)
@@ -33,17 +64,16 @@ def status(folder: RunPath, as_json: AsJson = False) -> None:
         state = ("member" if node.is_member else "left") + ("" if node.is_alive else ", gone")
         workers = " ".join(map(str, node.workers))
         nodes.add_row(Text(node.name), Text(node.host), state, str(node.agent), workers)
-    console.print(nodes)
     history = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("time", "generation", "", "step", "members", "why"):
+    for title in ("time", "generation", "step", "members", "recovered in", "why"):
         history.add_column(title)
-    for event in found.events:
+    for one in generations(found.events):
         history.add_row(
-            time.strftime("%H:%M:%S", time.localtime(event["time"])),
-            str(event["generation"]),
-            Text(event["task"]),
-            str(event["step"]),
-            str(len(event["members"])),
-            Text(event["reason"]),
+            time.strftime("%H:%M:%S", time.localtime(one.time)),
+            str(one.number),
+            str(one.step),
+            str(one.members),
+            f"{one.seconds:.2f} s" if one.lost else "",
+            Text(one.reason),
         )
-    console.print(history)
+    return Group(headline, nodes, history)

@@ -179,6 +179,8 @@ def _show(result: RunResult, began: float, as_json: bool) -> None:
     }
     if (result.folder / "data.html").is_file():
         places = {f"{path}/data.html": "what the data are, and what balancing them is worth", **places}
+    if (result.folder / "generations.html").is_file():
+        places = {f"{path}/generations.html": "who was lost and who came, and what that cost", **places}
     if result.evaluation is not None:
         places = {f"{path}/eval.json": "held-out accuracy, and answers that were wrong", **places}
     if not result.summary:

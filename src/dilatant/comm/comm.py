@@ -18,7 +18,7 @@ from dilatant.comm.deadlines import DeadlineThread, Stalled
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Group
 from dilatant.comm.liveness import ANSWER_SECONDS, answer_check, check_liveness, read_inbox, send_abort
-from dilatant.comm.rendezvous import Membership, join, known_inboxes, register_inbox
+from dilatant.comm.rendezvous import Membership, join, known_inboxes, register_inbox, this_machine
 from dilatant.comm.store import Store
 
 
@@ -52,13 +52,15 @@ class Comm:
         self._groups: dict[str, Group] = {}
         self._lock = threading.Lock()
         self._reason: str | None = None
+        self._has_ended = threading.Event()
         self._closed = False
         self._main_thread = threading.get_ident()
         self._waiting: tuple[str, float] | None = None
         self._last_check = 0.0
         self._deadlines: DeadlineThread | None = None
         self._watchdog: threading.Thread | None = None
-        self._membership = Membership("", ())
+        self._membership = Membership("", (), (this_machine(),))
+        self._num_told = 0
         self._gloo_device: Any = None
         if store is not None and size > 1:
             self._connect(store)
@@ -88,6 +90,35 @@ class Comm:
     def aborted(self) -> str | None:
         """Why communication was ended, or None."""
         return self._reason
+
+    @property
+    def attempt(self) -> str:
+        """What only the ranks of this attempt of the generation know it by; empty of a single rank."""
+        return self._membership.id
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """By rank, what names its machine."""
+        return self._membership.machines
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """Those on this machine."""
+        return tuple(rank for rank, other in enumerate(self.machines) if other == self.machines[self.rank])
+
+    def tell_machine(self, text: str) -> str:
+        """What the first rank of this machine says, on all ranks there; called by all of them, who wait for it."""
+        first, *others = self.ranks_here
+        key = f"{self.attempt}/told/{first}/{self._num_told}"
+        self._num_told += 1
+        if not others:
+            return text
+        with self.translated_errors(f"rank {first} to say what all ranks of its machine should know"):
+            if self.rank == first:
+                self._store.set(key, text)
+                return text
+            self._store.wait([key], self._timeout)
+            return self._store.get(key).decode()
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
         """The group called `name`, made by its members alone at its first mention; every member gives equal ranks.
@@ -124,6 +155,7 @@ class Comm:
             if self._reason is not None or self._closed:
                 return
             self._reason = reason
+            self._has_ended.set()
             backends = [group.backend for group in self._groups.values()]
         if self._watchdog is None:
             return
@@ -328,6 +360,5 @@ class Comm:
         while self._reason is None and self._watchdog is not None:
             if time.monotonic() > max(began + seconds, self._last_check + 2 * ANSWER_SECONDS):
                 return
-            self._watchdog.join(0.02)
-            if not self._watchdog.is_alive():
+            if self._has_ended.wait(0.02) or not self._watchdog.is_alive():
                 return

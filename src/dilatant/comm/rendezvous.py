@@ -7,21 +7,27 @@ the first rank draws when all are there. Everything that communicates is keyed b
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 from dilatant.comm.errors import CommAborted
 from dilatant.comm.liveness import send_abort
 from dilatant.comm.store import Store
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One attempt of a generation. inboxes: by rank."""
+    """One attempt of a generation. inboxes, machines: by rank. A machine is its host name and its boot, since names
+    alone may repeat."""
 
     id: str
     inboxes: tuple[str, ...]
+    machines: tuple[str, ...]
 
 
 def register_inbox(store: Store, generation: int, rank: int, size: int) -> str:
@@ -43,16 +49,16 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
     """Return when all ranks have joined. Raises TimeoutError or StoreGone."""
     prefix = f"generation/{generation}"
     own = f"{prefix}/join/{rank}"
-    store.set(own, inbox)
+    store.set(own, json.dumps([inbox, this_machine()]))
     try:
         if rank == 0:
             keys = [f"{prefix}/join/{other}" for other in range(size)]
             store.wait(keys, timeout)
-            inboxes = [each.decode() for each in store.multi_get(keys)]
-            membership = Membership(uuid4().hex, tuple(inboxes))
+            inboxes, machines = zip(*(json.loads(each) for each in store.multi_get(keys)))
+            membership = Membership(uuid4().hex, inboxes, machines)
             for key in keys:
                 store.delete_key(key)
-            document = json.dumps([membership.id, inboxes])
+            document = json.dumps([membership.id, inboxes, machines])
             store.multi_set([f"started/{each}" for each in inboxes], [document] * size)
             store.set(f"{prefix}/started", membership.id)
             return membership
@@ -60,8 +66,13 @@ def join(store: Store, generation: int, rank: int, size: int, inbox: str, timeou
     except TimeoutError:
         store.delete_key(own)
         raise
-    name, inboxes = json.loads(store.get(f"started/{inbox}"))
-    return Membership(name, tuple(inboxes))
+    name, inboxes, machines = json.loads(store.get(f"started/{inbox}"))
+    return Membership(name, tuple(inboxes), tuple(machines))
+
+
+def this_machine() -> str:
+    boot = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.is_file() else ""
+    return f"{socket.gethostname()} {boot}"
 
 
 def known_inboxes(store: Store, generation: int, size: int) -> dict[int, str]:

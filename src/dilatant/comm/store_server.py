@@ -292,7 +292,9 @@ def keep_alive(connection: socket.socket) -> None:
     """Send small messages at once, and find out within a minute that the other side's machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+    # Where something was sent that nobody acknowledged, the system asks no more whether the other side is there.
+    unacknowledged = ("TCP_USER_TIMEOUT", 60_000)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4), unacknowledged):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -64,6 +64,14 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _recovers_equal_devices(self) -> Self:
+        if self.resilience.enabled and self.cluster.groups:
+            raise ValueError(
+                "resilience.enabled and cluster.groups: recovery makes pipelines for equal devices; leave one out"
+            )
+        return self
+
     @property
     def row_tokens(self) -> int:
         """The token budget: most tokens of the language model in one microbatch, hence in one sample."""
@@ -297,6 +305,9 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
             update={
                 "id": local(entry.id),
                 "vae": local(entry.vae) if isinstance(entry.vae, str) else entry.vae,
+                "target": entry.target.model_copy(update={"encoder": local(entry.target.encoder)})
+                if entry.target is not None and isinstance(entry.target.encoder, str)
+                else entry.target,
             }
         )
         for name, entry in config.model.generators.items()

@@ -78,6 +78,14 @@ class EncoderConfig(Source):
         return self.placeholder or f"<{self.kind}>"
 
 
+class TargetConfig(Section):
+    """What a generator learns to draw, if not pictures."""
+
+    encoder: str | dict[str, Any]
+    """A vision model of transformers, as id, folder or config: the net draws its features, patch by patch. Its channels
+    are their width, its `sample_size` the patches of a side."""
+
+
 class GeneratorConfig(Section):
     """A net of diffusers that draws what the language model asks for. Needs the extra `generators`."""
 
@@ -101,6 +109,12 @@ class GeneratorConfig(Section):
     vae: str | dict[str, Any] | None = None
     """The frozen autoencoder whose latents the net draws: an id or folder, or a diffusers config. Default: that of the
     pipeline; without any the net draws pixels."""
+    target: TargetConfig | None = None
+    """What the net draws instead of pictures: features of a frozen vision model. Making pictures of them takes a
+    decoder, which is not part of the model."""
+    cache_latents: bool = False
+    """Keep what the autoencoder says of each picture (mean and log-variance) beside the index of the data, and decode
+    no picture again, in this run or another. It needs an autoencoder with weights of its own."""
     objective: Literal["flow", "epsilon", "velocity"] | None = None
     """What the net learns to say: the direction from picture to noise (rectified flow), the noise, or the velocity.
     Default: what the pipeline's scheduler says, else flow."""
@@ -117,6 +131,14 @@ class GeneratorConfig(Section):
             if isinstance(settings, dict) and "_class_name" not in settings:
                 example = "AutoencoderKL" if key == "vae" else "SD3Transformer2DModel"
                 raise ValueError(f"{key!r} needs '_class_name', for example _class_name: {example}")
+        if self.target is not None and (self.vae is not None or self.cache_latents):
+            raise ValueError(
+                "'vae' and 'cache_latents' are for pictures; with 'target' the net draws features"
+            )
+        if self.cache_latents and (isinstance(self.vae, dict) or (self.vae is None and self.id is None)):
+            raise ValueError(
+                "'cache_latents' needs an autoencoder with weights of its own; name one as 'vae'"
+            )
         return self
 
     @property
@@ -208,10 +230,6 @@ class ModelConfig(Section):
             raise ValueError("'config' needs 'model_type', for example model_type: llava")
         if self.is_whole and self.encoders:
             raise ValueError("'encoders' belong to 'language_model'; a whole model brings its own")
-        if self.is_whole and self.generators:
-            raise ValueError(
-                "'generators' belong to 'language_model' with its 'encoders'; a whole model cannot be given any yet"
-            )
         alone = [k for k in ("tokenizer", "processor", "attn_implementation") if getattr(self, k) is not None]
         if not self.is_whole and alone:
             raise ValueError(
@@ -222,10 +240,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_of_parts(self) -> Self:
+        if self.lora is not None and self.generators:
+            raise ValueError("'lora' beside 'generators' is not there yet; leave one of them out")
         if self.lora is None or self.is_whole:
             return self
-        if self.generators:
-            raise ValueError("'lora' beside 'generators' is not there yet; leave one of them out")
         if not self.lora.merge:
             raise ValueError(
                 "'lora.merge: false' is for whole models; parts are exported merged, adapters beside them"

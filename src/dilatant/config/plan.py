@@ -21,6 +21,25 @@ class ReserveConfig(Section):
     0.04."""
 
 
+class GroupConfig(Section):
+    """A group of equal devices in a cluster of unlike ones."""
+
+    name: str = Field(min_length=1)
+    """What plans call it."""
+    hardware: str
+    """As `cluster.hardware`."""
+    gpus_per_node: int = Field(gt=0)
+    """As `cluster.gpus_per_node`."""
+    nodes: int = Field(1, gt=0)
+    """Machines."""
+    memory_gib: float | None = Field(None, gt=0)
+    """As `cluster.memory_gib`."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
 class ClusterConfig(Section):
     """The devices to plan for. Default: this machine."""
 
@@ -38,12 +57,44 @@ class ClusterConfig(Section):
     all of a GPU that is here, otherwise what the hardware file says, less `reserve`."""
     reserve: ReserveConfig | None = None
     """What of a device's memory plans leave free."""
+    groups: tuple[GroupConfig, ...] | None = Field(None, min_length=1)
+    """Groups of unlike devices, instead of `nodes`, `gpus_per_node`, `hardware` and `memory_gib`: the first has the
+    first ranks. Units, and whole pipelines, are planned for the group where they run best."""
 
     @model_validator(mode="after")
     def _entry_named(self) -> Self:
-        if self.hardware_file is not None and self.hardware is None:
+        if self.hardware_file is not None and self.hardware is None and not self.groups:
             raise ValueError("'hardware_file' needs 'hardware', the name of the entry to take from it")
         return self
+
+    @model_validator(mode="after")
+    def _groups_or_one_kind(self) -> Self:
+        if self.groups is None:
+            return self
+        flat = {"nodes": 1, "gpus_per_node": None, "hardware": None, "memory_gib": None}
+        if both := [name for name, default in flat.items() if getattr(self, name) != default]:
+            raise ValueError(
+                f"'groups' and {', '.join(map(repr, both))} are both given; say it of each group instead"
+            )
+        names = [group.name for group in self.groups]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"'groups' has {', '.join(map(repr, twice))} more than once; give each group its own name"
+            )
+        return self
+
+    @property
+    def of_groups(self) -> tuple[ClusterConfig, ...]:
+        """Each group as a cluster of its own."""
+        return tuple(
+            self.model_copy(update={"groups": None, **group.model_dump(exclude={"name"})})
+            for group in self.groups or ()
+        )
+
+    @property
+    def num_devices(self) -> int | None:
+        """Of all groups; None where there are none."""
+        return None if self.groups is None else sum(group.num_devices for group in self.groups)
 
 
 class PlanConfig(Section):

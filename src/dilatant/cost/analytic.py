@@ -36,7 +36,7 @@ class LayerShape:
     experts. `parameters` and `launches` are per layer, `collectives` are regions that tensor-parallel ranks share, each
     with an all-gather before it and a reduce-scatter behind it. `trained_share` of its products have weights that
     train, where the layer does. `forward_only` are multiply-adds of what has no backward, whatever trains (an
-    autoencoder that makes targets).
+    autoencoder that makes targets). Not `divided` is what every tensor-parallel rank computes whole.
     """
 
     matmul: int
@@ -57,6 +57,7 @@ class LayerShape:
     routed_width: int = 0
     row_kept: float = 0.0
     forward_only: int = 0
+    divided: bool = True
 
 
 def block_shape(
@@ -143,6 +144,8 @@ def analytic_cost(
 ) -> LayerCost:
     """The modelled cost of one layer on a group of tp * cp devices, in a sample's tokens (before cp splits them).
     gpus_per_node: None where all are on one."""
+    if not shape.divided:
+        tp = 1
     links = hardware.group_links(tp, cp, gpus_per_node)
     flops, width = hardware.flops(dtype), BYTES[dtype]
     memory = hardware.bandwidth * hardware.memory_efficiency

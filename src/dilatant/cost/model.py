@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class CostModel:
     `origin` is "measured", "analytic" (from FLOPs, bytes and the hardware file: not measured) or "synthetic"; `note`
     says how, and what of measured costs is modelled (see `cost.group`). `longest`: tokens of the longest row of the
     language model that was measured; 0 where that is not known.
+    `groups`: by name, the costs of each group of a cluster of unlike devices; all the rest is then of the first.
     """
 
     hardware: str
@@ -33,6 +34,16 @@ class CostModel:
     layers: Mapping[str, Mapping[Degree, LayerCost]]
     note: str = ""
     longest: int = 0
+    groups: Mapping[str, CostModel] = field(default_factory=dict)
+
+    def on(self, group: str) -> CostModel:
+        """The costs of the devices of this group; where all are equal, these."""
+        return self.groups.get(group, self)
+
+    def mapped(self, change: Callable[[CostModel], CostModel]) -> CostModel:
+        """These costs changed, and those of all groups."""
+        changed = {name: change(own) for name, own in self.groups.items()}
+        return replace(next(iter(changed.values())), groups=changed) if changed else change(self)
 
     def layer(self, kind: str, tp: int = 1, cp: int = 1) -> LayerCost:
         """The cost of a layer type; UserError names what the file has instead."""
@@ -51,26 +62,49 @@ class CostModel:
 
     def to_yaml(self) -> str:
         """A YAML document that `from_yaml` reads back to an equal value; quadratics are `[a, b, c]`."""
+        groups = {name: own._to_document() for name, own in self.groups.items()}
+        return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
+            {"groups": groups} if groups else self._to_document(),
+            sort_keys=False,
+            default_flow_style=None,
+            width=100,
+        )
+
+    def _to_document(self) -> dict[str, Any]:
         layers = {
             kind: {f"tp{tp} cp{cp}": _cost_to_dict(cost) for (tp, cp), cost in sorted(degrees.items())}
             for kind, degrees in self.layers.items()
         }
-        head = {
+        return {
             "hardware": self.hardware,
             "origin": self.origin,
             "dtype": self.dtype,
             "note": self.note,
             "longest": self.longest,
+            "layers": layers,
         }
-        return "# Seconds and bytes are a * tokens^2 + b * tokens + c, written [a, b, c].\n" + yaml.safe_dump(
-            {**head, "layers": layers}, sort_keys=False, default_flow_style=None, width=100
-        )
 
     @classmethod
     def from_yaml(cls, text: str, source: str = "cost model") -> CostModel:
         """Read `to_yaml`'s document. Raises UserError, naming `source` and the place, when it is not one."""
         try:
             document = read_yaml(text)
+            groups = dict(document or {}).get("groups")
+            if groups is not None:
+                parts = {
+                    str(name): cls._from_document(own, f"group {name!r} of {source}")
+                    for name, own in groups.items()
+                }
+                return replace(next(iter(parts.values())), groups=parts)
+            return cls._from_document(document, source)
+        except UserError:
+            raise
+        except (yaml.YAMLError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _from_document(cls, document: Any, source: str) -> CostModel:
+        try:
             lacking = [
                 key for key in ("hardware", "origin", "dtype", "layers") if key not in dict(document or {})
             ]
@@ -95,7 +129,7 @@ class CostModel:
             )
         except UserError:
             raise
-        except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UserError(f"{source} is not a cost model: {type(error).__name__}: {error}") from error
 
 
@@ -121,14 +155,14 @@ def load_costs(path: Path, hardware: str | None = None) -> CostModel:
 
 def _cost_to_dict(cost: LayerCost) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for field in fields(cost):
-        value = getattr(cost, field.name)
-        values[field.name] = list(asdict(value).values()) if isinstance(value, Quadratic) else value
+    for column in fields(cost):
+        value = getattr(cost, column.name)
+        values[column.name] = list(asdict(value).values()) if isinstance(value, Quadratic) else value
     return values
 
 
 def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
-    known = {field.name for field in fields(LayerCost)}
+    known = {column.name for column in fields(LayerCost)}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(f"unknown keys {unknown}; known are {sorted(known)}")

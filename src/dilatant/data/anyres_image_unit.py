@@ -3,7 +3,6 @@ the last ones, and with the end of each line marked. Several images of a sample 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from dilatant.data.image_file import decode_image
 from dilatant.data.pixels import EncoderInput
 from dilatant.data.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 SHAPES = "image_sizes"
 """The keyword for the height and width of every image, and whether its sample has no other: int64 [images, 3]."""
@@ -81,7 +80,7 @@ class AnyresImageUnit:
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.tokens_per_tile, self.shape, self.marker, self.written,
                  self.processor.fingerprint)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """What the projector knows of an image."""

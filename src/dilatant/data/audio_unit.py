@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from dilatant.data.media import media_size
 from dilatant.data.pixels import EncoderInput
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 from dilatant.data.sound_file import decode_audio
 
 
@@ -54,7 +53,7 @@ class LogMelProcessor:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()
+        return digest_of(asdict(self))
 
     def __call__(self, windows: NDArray[np.float32]) -> Mapping[str, NDArray]:
         """`input_features`: float32 [rows, mel_bins, window_frames]."""
@@ -108,7 +107,7 @@ class AudioUnit:
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.tokens_per_window, self.merged_per_window, self.marker,
                  self.merge, self.written, self.processor.fingerprint)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def windows(self, size: MediaSize) -> int:
         """Encoder rows of one item."""

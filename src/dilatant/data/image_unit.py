@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.image_file import decode_image
 from dilatant.data.pixels import EncoderInput, Pixels
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 RESAMPLE_NAMES: tuple[Resample, ...] = get_args(Resample)
@@ -134,4 +133,4 @@ class ImageUnit:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+    return digest_of(value)

@@ -6,6 +6,7 @@ import json
 import mmap
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +115,14 @@ def _array_spans(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
     return np.stack([start, start + length], axis=1)
 
 
-def _address(buffer: object) -> int:
-    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]  # type: ignore[call-overload]
+def _address(buffer: Any) -> int:
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None  # no space matches, too
+    return found.end()
 
 
 def _array_spans_one_by_one(text: mmap.mmap, begin: int, name: str) -> NDArray[np.int64]:
@@ -129,12 +136,12 @@ def _array_spans_one_by_one(text: mmap.mmap, begin: int, name: str) -> NDArray[n
     end = characters.index("[")
     closed = re.compile(r"\s*\[\s*\]").match(characters) is not None
     while not closed:
-        start = _SPACE.match(characters, end + 1).end()  # type: ignore[union-attr]
+        start = _behind_space(characters, end + 1)
         problem = "is cut off"
         try:
             _, end = decoder.raw_decode(characters, start)
             spans.append((start + begin, end + begin))
-            end = _SPACE.match(characters, end).end()  # type: ignore[union-attr]
+            end = _behind_space(characters, end)
             closed = characters[end : end + 1] == "]"
             sound = characters[end : end + 1] in ("]", ",")
         except RecursionError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from dilatant.data.clip import Frame, decode_clip
 from dilatant.data.media import media_size
 from dilatant.data.native_image_unit import GRID, STEP, PatchProcessor
 from dilatant.data.pixels import EncoderInput, Pixels
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class NativeClipUnit:
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint,
                  self.sampling, self.total_pixels, self.time_scale, self.apart)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def frames(self, size: MediaSize) -> NDArray[np.int64]:
         """Numbers of the frames that are seen."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.image_file import decode_image
 from dilatant.data.image_unit import RESAMPLE_NAMES, Resample
 from dilatant.data.pixels import EncoderInput, Pixels
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 GRID = "image_grid_thw"
 """The keyword of an encoder for the patches of every image: frames, rows, columns."""
@@ -50,7 +49,7 @@ class PatchProcessor:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        return digest_of(self)
 
     def grid(self, size: MediaSize) -> tuple[int, int]:
         """Patches of an image: (rows, columns). Raises ValueError for one that is too long."""
@@ -146,7 +145,7 @@ class NativeImageUnit:
     @property
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
         """What later stages of the encoder, and positions in the text, know of an image."""

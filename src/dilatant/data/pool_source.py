@@ -14,7 +14,6 @@ import stat
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,9 +24,9 @@ from msgspec import MsgspecError
 
 from dilatant.config.errors import UserError
 from dilatant.data.arena import Arena
+from dilatant.data.asked import Asked, Entry
 from dilatant.data.errors import SampleError
-from dilatant.data.pool import Request, Waiting, add_once, not_asked
-from dilatant.data.pool_answer import Outcome, outcome_of
+from dilatant.data.pool import Request, Waiting
 from dilatant.data.pool_owner import REASON
 from dilatant.data.pool_wire import (
     MAX_FRAME_BYTES,
@@ -52,12 +51,8 @@ from dilatant.data.workers import WorkerError
 
 TASKS_IN_HAND = 3
 """Requests that a worker holds for a rank: one at work and the next ones waiting, so that it never waits for us."""
-UNKNOWN_BYTES = 1 << 20
-"""What a sample is taken to need where nothing is known."""
 LATE_SECONDS = 15.0
 """Beyond the deadline of a sample, after which its worker is given up: its system does not let it end."""
-REPORT_SECONDS = 10.0
-"""After so long, and then as often, who waits says for what."""
 TRIES = 2
 """How many workers may end, or samples be late, in the same way."""
 SEND_SECONDS = 5.0
@@ -77,26 +72,6 @@ def join(
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A request on its way. ticket: of its last sending. slot: in the arena. charge: bytes of the budget.
-
-    kills, late: workers that died at it, and times that it took too long. shunned: the place of the last of them.
-    """
-
-    request: Request
-    name: str
-    ticket: int = -1
-    slot: int | None = None
-    charge: int = 0
-    kills: int = 0
-    late: int = 0
-    shunned: int = -1
-    link: _Link | None = None
-    is_urgent: bool = False
-    is_forgotten: bool = False
-
-
-@dataclass(eq=False)
 class _Link:
     """The connection to one worker's place. pid: of who greeted; 0 before. heard: when it last said something.
 
@@ -110,8 +85,8 @@ class _Link:
     frames: Frames = field(default_factory=lambda: Frames(MAX_FRAME_BYTES))
     pid: int = 0
     decode_seconds: float = float("inf")
-    entries: dict[int, _Entry] = field(default_factory=dict)
-    fallen: list[tuple[_Entry, int]] = field(default_factory=list)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    fallen: list[tuple[Entry, int]] = field(default_factory=list)
     heard: float = 0.0
     ungreeted: int = 0
     is_down: bool = False
@@ -127,20 +102,10 @@ class PoolSource:
     def __init__(self, address: str, budget_bytes: int, on_wait: Callable[[Waiting], None]) -> None:
         paths = sorted(_checked(address).glob("*.sock"), key=lambda path: int(path.stem))
         self._folder = Path(address)
-        self._budget = budget_bytes
-        self._on_wait = on_wait
+        self._asked = Asked(budget_bytes, on_wait, self._poke, self._place_of)
         notes = NOTE_BYTES * (1 + max((int(path.stem) for path in paths), default=0))
         self._arena = Arena(notes + budget_bytes, notes)
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._entries: dict[tuple[str, int], _Entry] = {}  # asked for and without an outcome
-        self._outcomes: dict[tuple[str, int], tuple[Outcome, int]] = {}  # with their charges
-        self._queue: deque[_Entry] = deque()
-        self._charged = 0
-        self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
         self._next_ticket = 0
-        self._error: WorkerError | None = None
-        self._is_closing = False
         self._wake, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -149,93 +114,38 @@ class PoolSource:
         for link in self._links:
             self._connect(link)
         self._check_links()
-        if self._error is not None:
+        if self._asked.error is not None:
             self._release_all()
-            raise self._error
+            raise self._asked.error
         self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
         self._thread.start()
 
-    # What the rank calls.
-
     def ask(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            for request in requests:
-                if (request.dataset, request.draw) in self._outcomes:
-                    raise ValueError(
-                        f"draw {request.draw} of {request.dataset!r} lies ready and was not taken"
-                    )
-                entry = _Entry(request, request.name)
-                add_once(self._entries, request, entry)
-                self._queue.append(entry)
-        self._poke()
+        self._asked.ask(requests)
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
-        key, began, reports = (dataset, draw), time.monotonic(), 0
-        while True:
-            with self._changed:
-                if key not in self._outcomes:
-                    self._hurry(key)
-                    self._changed.wait(REPORT_SECONDS * (reports + 1) - (time.monotonic() - began))
-                if key in self._outcomes:
-                    outcome, charge = self._outcomes.pop(key)
-                    self._charged -= charge
-                    if self._queue:  # there is room for more
-                        self._poke()
-                    break
-                waited = time.monotonic() - began
-                waiting = self._waiting(key, waited)
-            if waiting is not None and waited >= REPORT_SECONDS * (reports + 1):
-                reports += 1
-                self._on_wait(waiting)
-        if isinstance(outcome, WorkerError):
-            raise outcome
-        return outcome
+        return self._asked.take(dataset, draw)
 
     def forget(self, dataset: str) -> None:
-        with self._lock:
-            for key in [key for key in self._entries if key[0] == dataset]:
-                self._entries.pop(key).is_forgotten = True
-            self._queue = deque(entry for entry in self._queue if not entry.is_forgotten)
-            for key in [key for key in self._outcomes if key[0] == dataset]:
-                self._charged -= self._outcomes.pop(key)[1]
-            if not self._entries:  # else what workers still make is dropped when it comes
+        with self._asked.changed:
+            self._asked.forget(dataset)
+            if not self._asked.entries:  # else what workers still make is dropped when it comes
                 for link in self._links:
                     if link.entries:
                         self._send(link, framed(Forget()))
-        self._poke()
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closing = True
-            self._error = self._error or WorkerError("the source of samples is closed")
-            self._changed.notify_all()
-        self._poke()
+        self._asked.close()
         self._thread.join()
 
     # What both threads call, with the lock held.
 
-    def _hurry(self, key: tuple[str, int]) -> None:
-        if self._error is not None:
-            raise self._error
-        entry = self._entries.get(key)
-        if entry is None:
-            raise not_asked(*key)
-        if not entry.is_urgent:
-            entry.is_urgent = True
-            if entry.link is None and entry in self._queue:
-                self._queue.remove(entry)
-                self._queue.appendleft(entry)
-            self._poke()
+    def _place_of(self, entry: Entry) -> str:
+        link: _Link | None = entry.holder
+        begun, _ = self._begun(link) if link is not None else (None, 0.0)
+        return link.shown if link is not None and begun is entry else ""
 
-    def _waiting(self, key: tuple[str, int], seconds: float) -> Waiting | None:
-        entry = self._entries.get(key)
-        if entry is None or self._error is not None:
-            return None
-        begun, _ = self._begun(entry.link) if entry.link is not None else (None, 0.0)
-        place = entry.link.shown if entry.link is not None and begun is entry else ""
-        return Waiting(entry.name, seconds, 1 + entry.kills + entry.late, place)
-
-    def _begun(self, link: _Link) -> tuple[_Entry | None, float]:
+    def _begun(self, link: _Link) -> tuple[Entry | None, float]:
         """The request of this rank that the worker is at, or was when it ended, and since when."""
         with self._arena.view(NOTE_BYTES * link.number, NOTE_BYTES) as buffer:
             note = read_note(buffer)
@@ -266,8 +176,8 @@ class PoolSource:
     def _run(self) -> None:
         try:
             while True:
-                with self._lock:
-                    if self._is_closing:
+                with self._asked.changed:
+                    if self._asked.is_closing:
                         break
                     self._dispatch()
                     self._drop_late()
@@ -277,9 +187,9 @@ class PoolSource:
                     else:
                         self._receive(key.data)
         except BaseException:
-            self._fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
+            self._asked.fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
         finally:
-            with self._lock:
+            with self._asked.changed:
                 self._release_all()
 
     def _release_all(self) -> None:
@@ -294,32 +204,23 @@ class PoolSource:
 
     def _dispatch(self) -> None:
         """Send what may be sent, in order."""
-        while self._queue:
-            entry = self._queue[0]
+        while True:
             free = [link for link in self._links if link.pid and len(link.entries) < TASKS_IN_HAND]
-            if not free:
+            entry = self._asked.next() if free else None
+            if entry is None:
                 return
-            need = self._need(entry.request)
-            if self._charged and self._charged + need > self._budget and not entry.is_urgent:
-                return
-            self._queue.popleft()
             link = min(free, key=lambda link: (link.number == entry.shunned, len(link.entries)))
-            entry.slot = self._arena.allocate(need)
-            entry.charge, entry.link, entry.ticket = need, link, self._next_ticket
+            entry.slot = self._arena.allocate(entry.charge)
+            entry.holder, entry.ticket = link, self._next_ticket
             self._next_ticket += 1
-            self._charged += need
             if not link.entries:
                 link.heard = time.monotonic()
             link.entries[entry.ticket] = entry
             request = entry.request
-            room = need if entry.slot is not None else 0
+            room = entry.charge if entry.slot is not None else 0
             ask = Ask(entry.ticket, request.dataset, request.index, request.draw, sorted(request.parts),
                       entry.slot or 0, room)  # fmt: skip
             self._send(link, framed(ask))
-
-    def _need(self, request: Request) -> int:
-        """Bytes to hold free: as estimated, and more where estimates for such parts were too low."""
-        return int((request.nbytes or UNKNOWN_BYTES) * self._scale[request.parts])
 
     def _receive(self, link: _Link) -> None:
         assert link.connection is not None
@@ -327,12 +228,12 @@ class PoolSource:
             data = link.connection.recv(1 << 20)
             link.heard = time.monotonic()
             for body in link.frames.feed(data):
-                with self._changed:
+                with self._asked.changed:
                     self._handle(link, to_rank.decode(body))
         except (OSError, ProtocolError, MsgspecError):
             data = b""
         if not data:
-            with self._changed:
+            with self._asked.changed:
                 self._lose(link)
 
     def _handle(self, link: _Link, message: ToRank) -> None:
@@ -346,38 +247,21 @@ class PoolSource:
         elif message.ticket in link.entries:
             self._finish(link.entries.pop(message.ticket), message)
 
-    def _finish(self, entry: _Entry, message: Encoded | Refused | Failed) -> None:
-        nbytes = 0
-        if isinstance(message, Encoded):
-            nbytes = message.nbytes
-            if nbytes > (need := self._need(entry.request)):
-                self._scale[entry.request.parts] *= nbytes / need
-            if entry.is_forgotten:
-                return self._discharge(entry)
-            if message.inline is not None:
-                outcome = outcome_of(message, entry.request.draw, memoryview(message.inline))
-            else:
-                with self._arena.view(entry.slot or 0, entry.charge) as slot:
-                    outcome = outcome_of(message, entry.request.draw, slot)
+    def _finish(self, entry: Entry, message: Encoded | Refused | Failed) -> None:
+        if not isinstance(message, Encoded) or entry.is_forgotten:
+            self._asked.answered(entry, message, memoryview(b""))
+        elif message.inline is not None:
+            self._asked.answered(entry, message, memoryview(message.inline))
         else:
-            outcome = outcome_of(message, entry.request.draw, memoryview(b""))
+            with self._arena.view(entry.slot or 0, entry.charge) as slot:
+                self._asked.answered(entry, message, slot)
         self._discharge(entry)
-        self._conclude(entry, outcome, nbytes)
 
-    def _conclude(self, entry: _Entry, outcome: Outcome, nbytes: int = 0) -> None:
-        if not entry.is_forgotten:
-            key = (entry.request.dataset, entry.request.draw)
-            del self._entries[key]
-            self._outcomes[key] = (outcome, nbytes)
-            self._charged += nbytes
-            self._changed.notify_all()
-
-    def _discharge(self, entry: _Entry, keep_slot: bool = False) -> None:
+    def _discharge(self, entry: Entry, keep_slot: bool = False) -> None:
         """The request is in no worker's hands. keep_slot: somebody may still write there."""
         if entry.slot is not None and not keep_slot:
             self._arena.release(entry.slot)
-        self._charged -= entry.charge
-        entry.slot, entry.charge, entry.link = None, 0, None
+        self._asked.discharge(entry)
 
     # Ends of workers.
 
@@ -408,7 +292,7 @@ class PoolSource:
             if entry.is_forgotten:
                 continue
             if entry is not begun:
-                self._queue.appendleft(entry)
+                self._asked.again(entry)
             elif is_late:
                 self._retry(entry, link, f"{link.shown} did not end", is_late=True)
             else:
@@ -430,23 +314,23 @@ class PoolSource:
             how = f"data worker {link.number} (process {pid}) {death.how if death else 'ended'}"
             self._retry(entry, link, how, death is not None and death.is_slow)
 
-    def _retry(self, entry: _Entry, link: _Link, how: str, is_late: bool) -> None:
+    def _retry(self, entry: Entry, link: _Link, how: str, is_late: bool) -> None:
         if entry.is_forgotten:
             return
         entry.late += is_late
-        entry.kills += not is_late
+        entry.losses += not is_late
         entry.shunned = link.number
         if entry.late == TRIES:
             problem = f"decoding took longer than {link.decode_seconds:g} s"
             remedy = "look at its media, or raise 'data.decode_seconds'"
-            self._conclude(entry, SampleError(entry.name, problem, remedy))
-        elif entry.kills == TRIES:
-            self._conclude(
+            self._asked.conclude(entry, SampleError(entry.name, problem, remedy))
+        elif entry.losses == TRIES:
+            self._asked.conclude(
                 entry,
                 WorkerError(f"{entry.name} has ended {TRIES} data workers that were at it; the last, {how}"),
             )
         else:
-            self._queue.appendleft(entry)
+            self._asked.again(entry)
 
     def _drop_late(self) -> None:
         """Give up workers that their system does not let end. One that is silent may be at work for other ranks."""
@@ -467,12 +351,7 @@ class PoolSource:
         reason: Any = "the process that started them has ended"
         with suppress(OSError):
             reason = (self._folder / REASON).read_text(encoding="utf-8")
-        self._fail(WorkerError(f"there are no data workers any more: {reason}"))
-
-    def _fail(self, error: WorkerError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        self._asked.fail(WorkerError(f"there are no data workers any more: {reason}"))
 
 
 def _checked(address: str) -> Path:

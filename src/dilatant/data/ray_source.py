@@ -11,17 +11,16 @@ import pickle
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from dilatant.config.errors import UserError
+from dilatant.data.asked import Asked, Entry
 from dilatant.data.encode import Encoding
 from dilatant.data.errors import SampleError
-from dilatant.data.pool import Dataset, Request, Waiting, add_once, not_asked
-from dilatant.data.pool_answer import Outcome, outcome_of
+from dilatant.data.pool import Dataset, Request, Waiting
 from dilatant.data.pool_wire import MAX_FRAME_BYTES, Encoded, Failed, Frames, Refused, to_rank
 from dilatant.data.ray_producer import Producer
 from dilatant.data.sample import EncodedSample
@@ -29,11 +28,9 @@ from dilatant.data.workers import WorkerError
 
 IN_HAND = 3
 """Requests that a producer holds: one at work and the next ones waiting."""
-UNKNOWN_BYTES = 1 << 20
 TRIES = 3
 """How many producers may be lost, or samples be late, at one sample: nodes are lost without its fault, too."""
 FAILED_STARTS = 3
-REPORT_SECONDS = 10.0
 LATE_SECONDS = 5.0
 """Beyond the deadline of a sample, after which its producer is ended."""
 START_SECONDS = 600.0
@@ -46,20 +43,6 @@ IDLE_SECONDS = 60.0
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A request on its way. charge: bytes of the budget while it is in a producer's hands."""
-
-    request: Request
-    name: str
-    charge: int = 0
-    losses: int = 0
-    late: int = 0
-    producer: _Hand | None = None
-    is_urgent: bool = False
-    is_forgotten: bool = False
-
-
-@dataclass(eq=False)
 class _Hand:
     """A producer. greeting: what tells that it runs. entries: by what stands for their answers, in their order. since:
     when it began what it is at, by `time.monotonic`; before it runs, when it was asked for."""
@@ -68,7 +51,7 @@ class _Hand:
     greeting: Any
     since: float
     name: str = ""
-    entries: dict[Any, _Entry] = field(default_factory=dict)
+    entries: dict[Any, Entry] = field(default_factory=dict)
 
 
 class RaySource:
@@ -93,118 +76,52 @@ class RaySource:
         self._ray = ray
         self._job = ray.put(pickle.dumps((dict(datasets), encoding)))
         self._make = ray.remote(Producer).options(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")
-        self._budget = budget_bytes
         self._most = most
         self._decode_seconds = decode_seconds
-        self._on_wait = on_wait
-        self._changed = threading.Condition(threading.RLock())
-        self._entries: dict[tuple[str, int], _Entry] = {}
-        self._outcomes: dict[tuple[str, int], tuple[Outcome, int]] = {}
-        self._queue: deque[_Entry] = deque()
+        self._asked = Asked(budget_bytes, on_wait, self._wake, _place_of)
         self._hands: list[_Hand] = []
-        self._charged = 0
-        self._scale: dict[frozenset[str], float] = defaultdict(lambda: 1.0)
-        self._waited = 0.0  # since a producer joined
         self._failed_starts = 0
-        self._error: WorkerError | None = None
-        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="dilatant-samples", daemon=True)
         self._thread.start()
 
     @property
     def producers(self) -> tuple[str, ...]:
         """Those that run now, "process N on HOST" each."""
-        with self._changed:
+        with self._asked.changed:
             return tuple(hand.name for hand in self._hands if not hand.greeting)
 
     # What the rank calls.
 
     def ask(self, requests: Sequence[Request]) -> None:
-        with self._changed:
-            for request in requests:
-                if (request.dataset, request.draw) in self._outcomes:
-                    raise ValueError(
-                        f"draw {request.draw} of {request.dataset!r} lies ready and was not taken"
-                    )
-                entry = _Entry(request, request.name)
-                add_once(self._entries, request, entry)
-                self._queue.append(entry)
-            self._changed.notify_all()
+        self._asked.ask(requests)
 
     def take(self, dataset: str, draw: int) -> EncodedSample | UserError:
-        key, began, reports = (dataset, draw), time.monotonic(), 0
-        while True:
-            with self._changed:
-                if key not in self._outcomes:
-                    self._hurry(key)
-                    self._changed.wait(REPORT_SECONDS * (reports + 1) - (time.monotonic() - began))
-                waited = time.monotonic() - began
-                if key in self._outcomes:
-                    outcome, charge = self._outcomes.pop(key)
-                    self._charged -= charge
-                    self._waited += waited
-                    self._changed.notify_all()
-                    break
-                waiting = self._waiting(key, waited)
-            if waiting is not None and waited >= REPORT_SECONDS * (reports + 1):
-                reports += 1
-                self._on_wait(waiting)
-        if isinstance(outcome, WorkerError):
-            raise outcome
-        return outcome
+        return self._asked.take(dataset, draw)
 
     def forget(self, dataset: str) -> None:
-        with self._changed:
-            for key in [key for key in self._entries if key[0] == dataset]:
-                self._entries.pop(key).is_forgotten = True
-            self._queue = deque(entry for entry in self._queue if not entry.is_forgotten)
-            for key in [key for key in self._outcomes if key[0] == dataset]:
-                self._charged -= self._outcomes.pop(key)[1]
-            self._changed.notify_all()
+        self._asked.forget(dataset)
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closing = True
-            self._error = self._error or WorkerError("the source of samples is closed")
-            self._changed.notify_all()
+        self._asked.close()
         self._thread.join()
 
-    # What both threads call, with the lock held.
-
-    def _hurry(self, key: tuple[str, int]) -> None:
-        if self._error is not None:
-            raise self._error
-        entry = self._entries.get(key)
-        if entry is None:
-            raise not_asked(*key)
-        if not entry.is_urgent:
-            entry.is_urgent = True
-            if entry.producer is None and entry in self._queue:
-                self._queue.remove(entry)
-                self._queue.appendleft(entry)
-            self._changed.notify_all()
-
-    def _waiting(self, key: tuple[str, int], seconds: float) -> Waiting | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        hand = entry.producer
-        return Waiting(entry.name, seconds, 1 + entry.losses + entry.late, "" if hand is None else hand.name)
+    def _wake(self) -> None:
+        self._asked.changed.notify_all()
 
     # The thread.
 
     def _run(self) -> None:
         try:
             while True:
-                with self._changed:
-                    if self._is_closing:
+                with self._asked.changed:
+                    if self._asked.is_closing:
                         break
                     self._scale_producers()
                     self._dispatch()
                     self._drop_late()
                     awaited = [ref for hand in self._hands for ref in (*hand.entries, hand.greeting) if ref]
                     if not awaited:
-                        self._changed.wait(1.0)
+                        self._asked.changed.wait(1.0)
                         continue
                 ready, _ = self._ray.wait(awaited, num_returns=len(awaited), timeout=0)
                 if not ready:
@@ -212,7 +129,7 @@ class RaySource:
                 for ref in ready:
                     self._receive(ref)
         except BaseException:
-            self._fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
+            self._asked.fail(WorkerError(f"the source of samples failed:\n{traceback.format_exc()}"))
         finally:
             for hand in self._hands:
                 self._end(hand)
@@ -220,16 +137,18 @@ class RaySource:
     def _start(self) -> None:
         actor = self._make.remote(self._job)
         self._hands.append(_Hand(actor, actor.greet.remote(), time.monotonic()))
-        self._waited = 0.0
+        self._asked.waited = 0.0
 
     def _scale_producers(self) -> None:
         """Another producer where this rank waits and all are at work; one less where one has nothing to do."""
         now = time.monotonic()
-        if self._queue and not self._hands:
+        if self._asked.queue and not self._hands:
             self._start()
         is_starting = any(hand.greeting for hand in self._hands)
-        behind = self._queue and (self._queue[0].is_urgent or self._charged < self._budget)
-        if behind and self._waited > JOIN_SECONDS and not is_starting and len(self._hands) < self._most:
+        behind = self._asked.queue and (
+            self._asked.queue[0].is_urgent or self._asked.charged < self._asked.budget
+        )
+        if behind and self._asked.waited > JOIN_SECONDS and not is_starting and len(self._hands) < self._most:
             self._start()
         idle = [hand for hand in self._hands if not (hand.entries or hand.greeting)]
         if len(self._hands) > 1 and idle and now - idle[0].since > IDLE_SECONDS:
@@ -238,26 +157,18 @@ class RaySource:
 
     def _dispatch(self) -> None:
         """Send what may be sent, in order."""
-        while self._queue:
-            entry = self._queue[0]
+        while True:
             free = [hand for hand in self._hands if not hand.greeting and len(hand.entries) < IN_HAND]
-            if not free:
+            entry = self._asked.next() if free else None
+            if entry is None:
                 return
-            need = self._need(entry.request)
-            if self._charged and self._charged + need > self._budget and not entry.is_urgent:
-                return
-            self._queue.popleft()
             hand = min(free, key=lambda hand: len(hand.entries))
             if not hand.entries:
                 hand.since = time.monotonic()
             request = entry.request
             ref = hand.actor.make.remote(request.draw, request.index, sorted(request.parts), request.dataset)
             hand.entries[ref] = entry
-            entry.charge, entry.producer = need, hand
-            self._charged += need
-
-    def _need(self, request: Request) -> int:
-        return int((request.nbytes or UNKNOWN_BYTES) * self._scale[request.parts])
+            entry.holder = hand
 
     def _receive(self, ref: Any) -> None:
         hand = next((hand for hand in self._hands if ref in hand.entries or hand.greeting == ref), None)
@@ -271,7 +182,7 @@ class RaySource:
             lost, how = True, f"{hand.name or 'a producer'} was lost: {_first_line(error)}"
         except self._ray.exceptions.RayError as error:  # or the answer was, with the node that it lay on
             lost, how = hand.greeting == ref, f"a producer failed: {_last_line(error)}"
-        with self._changed:
+        with self._asked.changed:
             if lost:
                 self._lose(hand, how)
             elif hand.greeting == ref:
@@ -280,34 +191,16 @@ class RaySource:
                 entry = hand.entries.pop(ref)
                 hand.since = time.monotonic()
                 if value is None:
-                    self._discharge(entry)
+                    self._asked.discharge(entry)
                     self._blame(entry, how, is_late=False)
                 else:
                     self._finish(entry, *value)
 
-    def _finish(self, entry: _Entry, framed: bytes, held: Any) -> None:
+    def _finish(self, entry: Entry, framed: bytes, held: Any) -> None:
         message = to_rank.decode(next(Frames(MAX_FRAME_BYTES).feed(framed)))
         assert isinstance(message, Encoded | Refused | Failed)
-        nbytes = 0
-        if isinstance(message, Encoded):
-            nbytes = message.nbytes
-            if nbytes > (need := self._need(entry.request)):
-                self._scale[entry.request.parts] *= nbytes / need
-        outcome = outcome_of(message, entry.request.draw, memoryview(held))
-        self._discharge(entry)
-        self._conclude(entry, outcome, nbytes)
-
-    def _conclude(self, entry: _Entry, outcome: Outcome, nbytes: int = 0) -> None:
-        if not entry.is_forgotten:
-            key = (entry.request.dataset, entry.request.draw)
-            del self._entries[key]
-            self._outcomes[key] = (outcome, nbytes)
-            self._charged += nbytes
-            self._changed.notify_all()
-
-    def _discharge(self, entry: _Entry) -> None:
-        self._charged -= entry.charge
-        entry.charge, entry.producer = 0, None
+        self._asked.answered(entry, message, memoryview(held))
+        self._asked.discharge(entry)
 
     # Ends of producers.
 
@@ -317,36 +210,32 @@ class RaySource:
         self._end(hand)
         lost = list(hand.entries.values())
         for entry in reversed(lost):
-            self._discharge(entry)
+            self._asked.discharge(entry)
             if entry is not lost[0]:
-                self._again(entry)
+                self._asked.again(entry)
         if lost:
             self._blame(lost[0], how, is_late)
         if hand.greeting:
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:
-                self._fail(WorkerError(f"{FAILED_STARTS} producers could not begin; the last: {how}"))
+                self._asked.fail(WorkerError(f"{FAILED_STARTS} producers could not begin; the last: {how}"))
                 return
         self._start()
 
-    def _blame(self, entry: _Entry, how: str, is_late: bool) -> None:
+    def _blame(self, entry: Entry, how: str, is_late: bool) -> None:
         entry.late += is_late
         entry.losses += not is_late
         if entry.late >= TRIES:
             problem = f"decoding took longer than {self._decode_seconds:g} s"
             remedy = "look at its media, or raise 'data.decode_seconds'"
-            self._conclude(entry, SampleError(entry.name, problem, remedy))
+            self._asked.conclude(entry, SampleError(entry.name, problem, remedy))
         elif entry.losses >= TRIES:
-            self._conclude(
+            self._asked.conclude(
                 entry,
                 WorkerError(f"{entry.name} has ended {TRIES} producers that were at it; the last, {how}"),
             )
         else:
-            self._again(entry)
-
-    def _again(self, entry: _Entry) -> None:
-        if not entry.is_forgotten:
-            self._queue.appendleft(entry)
+            self._asked.again(entry)
 
     def _drop_late(self) -> None:
         now = time.monotonic()
@@ -358,16 +247,18 @@ class RaySource:
                 self._end(hand)
                 self._most = len(self._hands)
                 if not self._hands:
-                    self._fail(WorkerError(f"the Ray cluster gave no processor within {START_SECONDS:g} s"))
+                    self._asked.fail(
+                        WorkerError(f"the Ray cluster gave no processor within {START_SECONDS:g} s")
+                    )
 
     def _end(self, hand: _Hand) -> None:
         with suppress(Exception):
             self._ray.kill(hand.actor)
 
-    def _fail(self, error: WorkerError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+
+def _place_of(entry: Entry) -> str:
+    hand: _Hand | None = entry.holder
+    return "" if hand is None else hand.name
 
 
 def _first_line(error: BaseException) -> str:

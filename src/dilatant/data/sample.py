@@ -165,6 +165,11 @@ class EncodedSample:
         return content_digest(self.input_ids, self.labels) if self.content is None else self.content
 
 
+def digest_of(value: object) -> str:
+    """What tells apart settings that are written differently."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
 def content_digest(input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
     """62 bits that tell apart samples with other tokens or labels."""
     digest = hashlib.blake2b(np.ascontiguousarray(input_ids, "<i8").tobytes(), digest_size=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from dilatant.data.audio_unit import LogMelProcessor
 from dilatant.data.media import media_size
 from dilatant.data.pixels import EncoderInput
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 from dilatant.data.sound_file import decode_audio
 
 FRAMES = "feature_lens"
@@ -44,7 +43,7 @@ class SoundUnit:
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.longest, self.trailing, self.marker, self.written,
                  self.processor.fingerprint)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def frames(self, size: MediaSize) -> int:
         """Of a sound. Raises ValueError for one that is too long."""

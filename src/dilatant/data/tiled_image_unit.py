@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.image_file import decode_image
 from dilatant.data.pixels import EncoderInput
 from dilatant.data.processors import HuggingFaceImageProcessor
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class TiledImageUnit:
     def fingerprint(self) -> str:
         parts = (self.name, self.placeholder_id, self.tokens_per_tile, self.merged_per_tile, self.row_shape,
                  self.marker, self.written, self.processor.fingerprint)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     def tiles(self, size: MediaSize) -> int:
         """Encoder rows of one image."""

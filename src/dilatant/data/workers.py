@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from dilatant.comm import fork_server
 from dilatant.config.environment import compute_in_one_thread
@@ -163,7 +163,7 @@ class WorkerPool(Generic[T, R]):
                 f"{self._task_seconds:g} s: it is stopped, or a file of that sample cannot be read to its end"
             )
         for ready in wait(self._connections, max(left, 0)):
-            worker = self._connections.index(ready)  # type: ignore[arg-type]
+            worker = self._connections.index(cast(Any, ready))
             try:
                 result = self._connections[worker].recv()
             except (EOFError, OSError):

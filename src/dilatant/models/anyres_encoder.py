@@ -80,7 +80,7 @@ class AnyresEncoderUnit(EncoderUnit):
         rows_of = partial(_rows, self.unit, self.placeholder_id, self.shape)
         return Boundary(self.width_out, self.row_dtype, rows_of)
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         raise UserError(
             f"{self.unit}: its images have unlike shapes, and ranks cannot share them; give it cp: 1"
         )

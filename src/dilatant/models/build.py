@@ -25,7 +25,8 @@ from dilatant.models.geometry import encoder_geometry
 from dilatant.models.lora import inject_parts, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at, read_source
+from dilatant.models.net_source import source_of_entry
+from dilatant.models.picture_nets import PictureNet, build_diffusion, look_at
 from dilatant.models.sources import load_encoder, load_language_model, load_pretrained_config, parse_config
 from dilatant.models.whole import Whole
 
@@ -93,21 +94,6 @@ def build_model(
     if config.lora is not None:
         with seeded(seed, "lora"):
             inject_parts(language_model, {name: each.model for name, each in encoders.items()}, config.lora)
-    generators: dict[str, Generator] = {}
-    for name, seen in picture_nets(config).items():
-        drawn, where = config.generators[name], f"model.generators.{name}"
-        with seeded(seed, name):
-            module = build_diffusion(
-                seen, where, objective_of(drawn, seen), drawn.drop, hollow is not None and name in hollow
-            )
-        generators[name] = Generator(
-            module,
-            token_of(drawn, tokenizer, where, len(generators)),
-            seen.width,
-            drawn.connector,
-            drawn.tokens_per_item,
-            drawn.loss_weight,
-        )
     mllm = MultimodalModel(
         encoders,
         language_model,
@@ -115,7 +101,7 @@ def build_model(
         seed=seed,
         device="cpu" if hollow is None else "meta",
         media_attention=source.media_attention,
-        generators=generators,
+        generators=_generators(config, seed, tokenizer, hollow),
     )
     if config.lora is not None:
         for unit in mllm.units.values():
@@ -126,6 +112,28 @@ def build_model(
         _train_besides(mllm, config.lora)
     mllm.freeze(config.freeze)
     return mllm
+
+
+def _generators(
+    config: ModelConfig, seed: int, tokenizer: Any, hollow: Collection[str] | None
+) -> dict[str, Generator]:
+    """What the config says of them; hollow: as of `build_model`, and of a whole model all, if any."""
+    generators: dict[str, Generator] = {}
+    for name, seen in picture_nets(config).items():
+        drawn, where = config.generators[name], f"model.generators.{name}"
+        is_hollow = hollow is not None and (config.is_whole or name in hollow)
+        with seeded(seed, name):
+            objective = objective_of(drawn, seen)
+            module = build_diffusion(seen, where, objective, drawn.drop, is_hollow, drawn.cache_latents)
+        generators[name] = Generator(
+            module,
+            token_of(drawn, tokenizer, where, len(generators)),
+            seen.width,
+            drawn.connector,
+            drawn.tokens_per_item,
+            drawn.loss_weight,
+        )
+    return generators
 
 
 def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
@@ -152,7 +160,7 @@ def _train_besides(mllm: MultimodalModel, lora: LoraConfig) -> None:
 def picture_nets(config: ModelConfig) -> dict[str, PictureNet]:
     """What each generator draws, told without weights. Raises UserError that names the key."""
     return {
-        name: look_at(read_source(where, entry.id, entry.config, entry.vae), where)
+        name: look_at(source_of_entry(entry, where), where)
         for name, entry in config.generators.items()
         for where in [f"model.generators.{name}"]
     }
@@ -209,6 +217,7 @@ def _build_whole(
         tokenizer=tokenizer,
         seed=seed,
         device="cpu" if hollow is None else "meta",
+        generators=_generators(config, seed, tokenizer, hollow),
     )
     _check_vocabulary(mllm.language.model, vocab_size)
     if config.lora is not None:
@@ -219,15 +228,15 @@ def _build_whole(
 
 def source_dtypes(config: ModelConfig) -> dict[str, torch.dtype]:
     """Unit → the dtype that its source, a pretrained id or a config, keeps weights in."""
+    dtypes = dict.fromkeys(config.generators, torch.float32)
     if config.is_whole:
         whole = open_whole(config)
-        return dict.fromkeys((*whole.family.towers, LANGUAGE), dtype_of_config(whole.config))
+        return dtypes | dict.fromkeys((*whole.family.towers, LANGUAGE), dtype_of_config(whole.config))
     where = "model.language_model"
     language = config.text
     sources = {LANGUAGE: (language.id, language.config, language.trust_remote_code, where)}
     for name, entry in config.encoders.items():
         sources[name] = (entry.id, entry.config, entry.trust_remote_code, f"model.encoders.{name}")
-    dtypes = dict.fromkeys(config.generators, torch.float32)
     for name, (id_, settings, own_code, where) in sources.items():
         source = load_pretrained_config(id_, where, own_code) if id_ else parse_config(settings or {}, where)
         dtypes[name] = dtype_of_config(source)

@@ -6,7 +6,8 @@ alone. They are drawn on the host by Philox, which numpy keeps stable, so that C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
+from dilatant.models.net_cuts import Cut
 
 Objective = Literal["flow", "epsilon", "velocity"]
 MOMENTS = 1000
@@ -103,11 +105,14 @@ class Diffusion(nn.Module):
     """A net that learns to draw from rows of the language model.
 
     say(net, seen [items, channels, height, width], times [items], rows [items, k, width], pooled [items, width] or
-    None) → [items, channels, height, width]: how the net is called. encode(vae, pixels, noise) → what is drawn of
-    pixels; noise is what a variational encoder draws by. pool: the pooled condition of the rows' mean, for nets that
-    want one. drop: how likely an item's condition is dropped to zeros, which is what guidance is against. shape: of
-    what is drawn, pixels: of the picture that it stands for, [channels, height, width]. fresh: makes the net and the
-    autoencoder really, with the weights that they begin with, for a module on the meta device.
+    None) → [items, channels, height, width]: how the net is called. encoder: frozen; what is drawn are its latents or
+    features: encode(encoder, pixels, noise) makes them, where noise is what a variational one draws by, and
+    of_spread(encoder, latents, noise) of what it said before. pool: the
+    pooled condition of the rows' mean, for nets that want one. drop: how likely an item's condition is dropped to
+    zeros, which is what guidance is against. shape: of what is drawn, pixels: of the picture that it stands for,
+    [channels, height, width]. fresh: makes the net and the encoder really, with the weights that they begin with, for a
+    module on the meta device. cut: how the net runs in parts, where it can. keeps_latents:
+    whether it is given what the autoencoder said instead of pixels.
     """
 
     takes_keys = True
@@ -121,56 +126,90 @@ class Diffusion(nn.Module):
         objective: Objective = "flow",
         drop: float = 0.1,
         pool: nn.Module | None = None,
-        vae: Any = None,
+        encoder: Any = None,
         encode: Callable[..., Tensor] | None = None,
+        of_spread: Callable[..., Tensor] | None = None,
         fresh: Callable[[], tuple[nn.Module, nn.Module | None]] | None = None,
+        cut: Cut | None = None,
+        keeps_latents: bool = False,
     ) -> None:
         super().__init__()
         self.net = net
         self.pool = pool
-        self.vae = vae
-        if vae is not None:
-            vae.requires_grad_(False)
+        self.encoder = encoder
+        if encoder is not None:
+            encoder.requires_grad_(False)
         self.shape = shape
         self.pixels = pixels
         self.objective = objective
         self.drop = drop
+        self.cut = cut
+        self.keeps_latents = keeps_latents
         self._say = say
         self._encode = encode
+        self._of_spread = of_spread
         self._fresh = fresh
 
     def forward(
-        self, rows: Tensor, *, pixel_values: Tensor, seed: int, keys: Sequence[str], place: str
+        self, rows: Tensor, *, seed: int, keys: Sequence[str], place: str, **target: Tensor
     ) -> Tensor:
         """The loss of every item, a mean over its own numbers: float32 [items].
 
-        rows: [items, k, width]; pixel_values: [items, channels, height, width]; keys: of the items.
+        rows: [items, k, width]; keys: of the items. target: `pixel_values` [items, channels, height, width], or what
+        the autoencoder said of them, `latents` [items, parts, channels, height, width].
         """
-        noise = draw_noise(seed, keys, self.shape, self.drop, place, self.vae is not None)
+        mixed, condition = self.shown(rows, seed=seed, keys=keys, place=place, **target)
+        said = self.say(mixed.seen, mixed.times, condition)
+        return (said.float() - mixed.target).square().flatten(1).mean(dim=1)
+
+    def shown(
+        self,
+        rows: Tensor,
+        *,
+        seed: int,
+        keys: Sequence[str],
+        place: str,
+        pixel_values: Tensor | None = None,
+        latents: Tensor | None = None,
+    ) -> tuple[Mixed, Tensor]:
+        """What the net is shown and is to say, and the rows that it is told: those of dropped conditions are zeros."""
+        noise = draw_noise(seed, keys, self.shape, self.drop, place, self._of_spread is not None)
         device = rows.device
-        picture = pixel_values.float()
-        if self._encode is not None:
-            picture = self.encode(pixel_values, None if noise.latent is None else noise.latent.to(device))
+        drawn = None if noise.latent is None else noise.latent.to(device)
+        if latents is not None:
+            assert self._of_spread is not None
+            dtype = next(self.encoder.parameters()).dtype
+            picture = self._of_spread(self.encoder, latents.to(dtype).unbind(1), drawn).float()
+        else:
+            assert pixel_values is not None
+            picture = pixel_values.float() if self._encode is None else self.encode(pixel_values, drawn)
         if picture.shape[1:] != self.shape:
             raise UserError(
                 f"{place}: it draws {_times(self.shape)} numbers, but the target has {_times(picture.shape[1:])}"
             )
         mixed = mix(self.objective, picture, noise.values.to(device), noise.moments.to(device))
-        said = self.say(mixed.seen, mixed.times, rows * noise.kept.to(rows)[:, None, None])
-        return (said.float() - mixed.target).square().flatten(1).mean(dim=1)
+        return mixed, rows * noise.kept.to(rows)[:, None, None]
+
+    @property
+    def draws_features(self) -> bool:
+        """Whether what it draws are features of an encoder, of which nobody here makes a picture."""
+        return self.encoder is not None and self._of_spread is None
 
     def example(self, items: int, device: torch.device) -> dict[str, Any]:
         """Targets and keys to measure it with."""
+        keyed: dict[str, Any] = {"seed": 0, "keys": [str(item) for item in range(items)], "place": ""}
+        if self.keeps_latents:
+            return {"latents": torch.randn(items, 1, *self.shape, device=device), **keyed}
         channels, height, width = self.pixels
         pixels = torch.rand(items, channels, height, width, device=device) * 2 - 1
-        return {"pixel_values": pixels, "seed": 0, "keys": [str(item) for item in range(items)], "place": ""}
+        return {"pixel_values": pixels, **keyed}
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """The autoencoder's latents, float32 [items, *shape], of pixels [items, channels, height, width]. noise: as the
-        latents, what a variational autoencoder draws by; None takes the likeliest."""
+        """What is drawn of pixels [items, channels, height, width]: float32 [items, *shape]. noise: as that, what a
+        variational autoencoder draws by; None takes the likeliest."""
         assert self._encode is not None
-        return self._encode(self.vae, pixels, noise).float()
+        return self._encode(self.encoder, pixels, noise).float()
 
     def say(self, seen: Tensor, times: Tensor, rows: Tensor) -> Tensor:
         """What the net says of [items, channels, height, width] at the moments `times` [items], told `rows`."""
@@ -178,24 +217,24 @@ class Diffusion(nn.Module):
         return self._say(self.net, seen.to(rows.dtype), times, rows, pooled)
 
     @torch.no_grad()
-    def draw_weights(self) -> None:
-        """Give net and autoencoder the weights and buffers that they begin with; called by `materialize`, with torch's
-        generator seeded. (Buffers that are computed once, as of positions, are lost on the meta device.)"""
+    def draw_weights(self, names: Collection[str] | None = None) -> None:
+        """Give all or some parameters and buffers, which have memory, the numbers that they begin with; called by
+        `materialize`, with torch's generator seeded. All are drawn, so that each hangs on the seed alone. (Buffers that
+        are computed once, as of positions, are lost on the meta device.)"""
         assert self._fresh is not None
-        net, vae = self._fresh()
-        _copy(net, self.net)
-        if vae is not None:
-            _copy(vae, self.vae)
-        for module in () if self.pool is None else self.pool.modules():
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-
-
-def _copy(source: nn.Module, into: nn.Module) -> None:
-    """Parameters and buffers, those that are not saved too."""
-    own = {**dict(into.named_parameters()), **dict(into.named_buffers())}
-    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
-        own[name].copy_(tensor)
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        net, encoder = self._fresh()
+        pool = copy.deepcopy(self.pool)
+        if pool is not None:
+            pool.to_empty(device="cpu")
+            for module in pool.modules():
+                if isinstance(module, nn.Linear):
+                    module.reset_parameters()
+        for part, made in (("net", net), ("encoder", encoder), ("pool", pool)):
+            if made is not None:
+                for key, tensor in (*made.named_parameters(), *made.named_buffers()):
+                    if names is None or f"{part}.{key}" in names:
+                        own[f"{part}.{key}"].copy_(tensor)
 
 
 def _times(shape: Sequence[int]) -> str:

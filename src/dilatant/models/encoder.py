@@ -231,12 +231,9 @@ class EncoderUnit(Unit, EncoderStage):
             rows_of=partial(_rows, self.unit, self.geometry.encoder_tokens, tokens),
         )
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
-        geometry = self.geometry
-        return np.repeat(
-            np.arange(self.items(sample.sizes)),
-            geometry.encoder_tokens if other == self.unit else geometry.tokens_per_row,
-        )
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
+        items = self.items(sample.sizes)
+        return np.repeat(np.arange(items), rows // max(1, items))
 
     def stage(self, first: int, end: int) -> EncoderStage:
         self._check_stage(first, end)

@@ -27,11 +27,12 @@ _OTHERWISE = ("has_bias", "is_transposed", "has_post_expert_norm")
 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module is experts whose weights lie as said above, with nothing besides."""
+    if not getattr(module, "has_gate", False):
+        return False
     own = dict(module.named_parameters())
     return (
         set(own) == {*_WEIGHTS}
         and all(weight.dim() == 3 for weight in own.values())
-        and getattr(module, "has_gate", False)
         and getattr(module, "is_concatenated", True)
         and not any(getattr(module, name, False) for name in _OTHERWISE)
     )

@@ -135,7 +135,7 @@ class LanguageUnit(Unit, LanguageStage):
         """Stop the language model from training."""
         self.freeze_parts("model")
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         if other == self.unit:
             return np.arange(sample.sizes[self.unit])
         if other in self.placeholder_ids:

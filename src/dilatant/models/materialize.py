@@ -36,20 +36,18 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
     inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
     fresh = [(layer, path, piece) for layer, path, piece in pieces if layer in held and _is_meta(piece)]
+    own = _of_own_making(unit, held, pieces)
+    if own:  # it draws all that is in it, and what is computed once
+        fresh = [entry for entry in fresh if entry[1].partition(".")[0] != "model"]
     here = {
         id(parameter) for _, _, piece in pieces for parameter in piece.parameters() if not parameter.is_meta
     }
     for layer, _, piece in fresh:
-        try:
-            _give_memory(piece)
-        except RuntimeError as error:  # torch has no other one for memory of the host
-            if "allocate memory" not in str(error):
-                raise
-            size = sum(tensor.nbytes for tensor in piece.parameters() if tensor.is_meta)
-            raise UserError(
-                f"{layer} needs another {size / 2**30:,.0f} GiB of this machine's memory, which has not so much left; "
-                "check the sizes in its config, or spread the model over more machines"
-            ) from None
+        _give_memory(piece, layer)
+    if own:
+        _give_memory(model, unit.unit, own)
+        with seeded(seed, f"{unit.unit}.generator/model"):
+            cast(Any, model).draw_weights(own)
     if any(_family_of(unit, path) is model for _, path, _ in fresh):
         # Containers and what every stage has, such as rotary embeddings. Containers may have a word in how what is
         # in them begins (Whisper's encoder sets its positions), so they come last.
@@ -101,16 +99,43 @@ def seeded(seed: int | None, name: str) -> Iterator[None]:
         yield
 
 
-def _give_memory(piece: nn.Module) -> None:
-    """Memory for what is on the meta device; a tied weight of another layer that has some keeps it."""
-    for module in piece.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                memory = torch.empty_like(parameter, device="cpu")
-                setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+def _of_own_making(
+    unit: Unit, held: Collection[str], pieces: Iterable[tuple[str, str, nn.Module]]
+) -> set[str]:
+    """What of a module that draws its weights itself, parts of it by name, is held and on the meta device."""
+    if not hasattr(unit.model, "draw_weights"):
+        return set()
+    named = (*unit.model.named_parameters(), *unit.model.named_buffers())
+    keys = {weight.key for weight in unit.weights if weight.part == "model" and weight.layer in held}
+    inside = tuple(f"{path}." for layer, path, _ in pieces if layer in held)
+    return {
+        name
+        for name, tensor in named
+        if tensor.is_meta and (name in keys or f"model.{name}".startswith(inside))
+    }
+
+
+def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = None) -> None:
+    """Memory for what is on the meta device, or for these parts of it; a tied weight of another layer that has some
+    keeps it. Raises UserError where the machine has no more."""
+    try:
+        for path, module in piece.named_modules():
+            before = f"{path}." if path else ""
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta and (names is None or before + name in names):
+                    memory = torch.empty_like(parameter, device="cpu")
+                    setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta and (names is None or before + name in names):
+                    setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    except RuntimeError as error:  # torch has no other one for memory of the host
+        if "allocate memory" not in str(error):
+            raise
+        size = sum(tensor.nbytes for tensor in piece.parameters() if tensor.is_meta)
+        raise UserError(
+            f"{what} needs another {size / 2**30:,.0f} GiB of this machine's memory, which has not so much left; "
+            "check the sizes in its config, or spread the model over more machines"
+        ) from None
 
 
 def _models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
@@ -141,12 +166,12 @@ def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, transformers draws nothing for these."""
     kept = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
     for parameter in kept:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        vars(parameter)["_is_hf_initialized"] = True
     try:
         yield
     finally:
         for parameter in kept:
-            del parameter._is_hf_initialized  # type: ignore[attr-defined]
+            del vars(parameter)["_is_hf_initialized"]
 
 
 def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
@@ -158,9 +183,6 @@ def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
 
 def _reset(piece: nn.Module, layer: str) -> None:
     """torch's own initialisation, for what belongs to no family. Raises UserError where a module has none."""
-    if hasattr(piece, "draw_weights"):  # it draws all that is in it, and what is computed once
-        cast(Any, piece).draw_weights()
-        return
     for name, module in piece.named_modules():
         if hasattr(module, "reset_parameters"):
             cast(Any, module).reset_parameters()

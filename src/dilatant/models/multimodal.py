@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -28,6 +28,7 @@ from dilatant.models.saving import load_model, save_model
 from dilatant.models.saving_generators import read_connectors
 from dilatant.models.sources import load_language_model
 from dilatant.models.unit import Unit
+from dilatant.models.weights import Weight
 from dilatant.models.whole import Whole
 
 _KEYWORDS = (
@@ -133,6 +134,12 @@ class MultimodalModel(nn.Module):
     def language(self) -> LanguageUnit:
         """The language model's unit."""
         return self[self.graph.anchor]
+
+    def weights_of_whole(self) -> Iterator[tuple[Unit, Weight]]:
+        """The weights of a whole model that are its own, each with its unit: not those of generators, nor queries."""
+        for name, unit in self.units.items():
+            if name not in self.generators:
+                yield from ((unit, weight) for weight in unit.weights if weight.part != "queries")
 
     def freeze(self, patterns: Iterable[str]) -> None:
         """Stop weights from training, as `model.freeze` of the YAML does: units ("vision"), their parts
@@ -277,10 +284,12 @@ class MultimodalModel(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write every unit in the Hugging Face layout, and what puts them together (see `saving`)."""
         units = {name: (encoder, cast(EncoderUnit, self[name])) for name, encoder in self.encoders.items()}
-        drawn = {
-            name: (generator, cast(GeneratorUnit, self[name])) for name, generator in self.generators.items()
-        }
-        save_model(Path(folder), self.language, units, drawn, self.tokenizer, self.media_attention)
+        save_model(Path(folder), self.language, units, self.drawing, self.tokenizer, self.media_attention)
+
+    @property
+    def drawing(self) -> dict[str, tuple[Generator, GeneratorUnit]]:
+        """Each generator, as it was said and as its unit."""
+        return {name: (given, cast(GeneratorUnit, self[name])) for name, given in self.generators.items()}
 
     @classmethod
     def from_pretrained(

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from dilatant.data.encode import grid_part
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
-from dilatant.models.encoder import Callbacks, EncoderStage, EncoderUnit
+from dilatant.models.encoder import Callbacks, EncoderStage
 from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.packed_encoder import PackedEncoderUnit
 from dilatant.models.random_draws import Spread
 from dilatant.models.shared_samples import SharesSamples
 from dilatant.models.slicing import StandIn
@@ -131,11 +132,10 @@ class NativeStage(SharesSamples, EncoderStage):
         return torch.cat([hidden, *taps, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
-class NativeEncoderUnit(SharesSamples, EncoderUnit):
+class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
     for Qwen's)."""
 
-    packs = True
     stage_type = NativeStage
 
     def __init__(
@@ -187,18 +187,6 @@ class NativeEncoderUnit(SharesSamples, EncoderUnit):
         self.numbers_of_patch = pixels
         self._freeze_at_start()
 
-    def _whole(self) -> NativeStage:
-        return self.stage(0, len(self.layers))
-
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        return self._whole().run(data, samples, inbound)
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return self._whole().spread(data, samples)
-
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        return self._whole()(inputs, hidden)
-
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Images of the typical size; what is left makes one smaller."""
         side, typical = int(np.sqrt(self.merged)), self._typical
@@ -223,8 +211,8 @@ class NativeEncoderUnit(SharesSamples, EncoderUnit):
             rows_of=partial(_rows, self.unit, self.merged if is_output else 1),
         )
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
-        return np.zeros(_rows(self.unit, 1 if other == self.unit else self.merged, sample), np.int64)
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
+        return np.zeros(rows, np.int64)
 
     def stage(self, first: int, end: int) -> NativeStage:
         self._check_stage(first, end)

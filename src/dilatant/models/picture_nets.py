@@ -1,4 +1,4 @@
-"""Nets that draw pictures, from diffusers: what each family is told, and how it is built.
+"""Nets that draw pictures, from diffusers: looked at without their weights, and built.
 
 diffusers is an extra and is imported inside functions: models without generators never need it.
 """
@@ -7,102 +7,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.models.autoencoder import encode, latents_of, spread_of
 from dilatant.models.diffusion import Diffusion, Objective
+from dilatant.models.image_features import features
+from dilatant.models.net_families import AUTOENCODERS, FAMILIES, Family
+from dilatant.models.net_source import PictureSource
 from dilatant.models.sources import MOST_BLOCKS
 
 INSTALL = 'pip install "dilatant[generators]"'
 WIDEST = 1 << 20
 """More is taken for a mistake."""
-_SUBFOLDERS = ("transformer", "unet")
-"""Where a pipeline of diffusers keeps its net."""
-_PREDICTIONS: dict[str, Objective] = {
-    "epsilon": "epsilon", "v_prediction": "velocity", "flow_prediction": "flow",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A class of diffusers. width(config): of a row of its condition. pooled(config): of the condition that it is told
-    once for a picture, None for none. say: how it is called, see `Diffusion`. problems(config): why we cannot."""
-
-    width: Callable[[Any], int]
-    say: Callable[..., Tensor]
-    pooled: Callable[[Any], int | None] = lambda config: None
-    problems: Callable[[Any], list[str]] = lambda config: []
-
-
-def _say_sd3(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    return net(
-        seen, encoder_hidden_states=rows, pooled_projections=pooled, timestep=times, return_dict=False
-    )[0]
-
-
-def _say_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    told: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
-    if net.use_additional_conditions:
-        height, width = 8.0 * seen.shape[-2], 8.0 * seen.shape[-1]  # in pixels of its autoencoder
-        told["resolution"] = seen.new_tensor([height, width]).expand(len(seen), 2)
-        told["aspect_ratio"] = seen.new_tensor([height / width]).expand(len(seen), 1)
-    return net(seen, encoder_hidden_states=rows, timestep=times, added_cond_kwargs=told, return_dict=False)[0]
-
-
-def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    scale = net.config.timestep_scale
-    return net(seen, encoder_hidden_states=rows, timestep=times * scale, return_dict=False)[0]
-
-
-def _say_unet(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
-    return net(seen, times, encoder_hidden_states=rows, return_dict=False)[0]
-
-
-def _unet_problems(config: Any) -> list[str]:
-    names = ("addition_embed_type", "class_embed_type", "encoder_hid_dim_type", "time_cond_proj_dim")
-    return [f"{name} is {config[name]!r}, which nobody tells it here" for name in names if config.get(name)]
-
-
-def _sana_problems(config: Any) -> list[str]:
-    return ["guidance_embeds is true, which nobody tells it here"] if config.get("guidance_embeds") else []
-
-
-FAMILIES: dict[str, Family] = {
-    "SD3Transformer2DModel": Family(
-        lambda config: config.joint_attention_dim, _say_sd3, lambda config: config.pooled_projection_dim
-    ),
-    "PixArtTransformer2DModel": Family(
-        lambda config: config.caption_channels or config.cross_attention_dim, _say_pixart
-    ),
-    "SanaTransformer2DModel": Family(
-        lambda config: config.caption_channels, _say_sana, problems=_sana_problems
-    ),
-    "UNet2DConditionModel": Family(
-        lambda config: _one(config.cross_attention_dim), _say_unet, problems=_unet_problems
-    ),
-}
-AUTOENCODERS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
-
-
-@dataclass(frozen=True, slots=True)
-class PictureSource:
-    """What a net is made of. settings, vae_settings: of diffusers, with `_class_name`. folder, vae_folder: what their
-    pretrained weights are in, as (id or folder, subfolder); None begins at random. objective: what the net was trained
-    for, as far as its source says."""
-
-    settings: Mapping[str, Any]
-    folder: tuple[str, str] | None = None
-    vae_settings: Mapping[str, Any] | None = None
-    vae_folder: tuple[str, str] | None = None
-    objective: Objective | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,61 +42,6 @@ class PictureNet:
     learned_variance: bool = False
 
 
-def read_source(
-    where: str, id: str | None, config: Mapping[str, Any] | None, vae: str | Mapping[str, Any] | None
-) -> PictureSource:
-    """The settings of a net: of a folder or hub id, one net's or a whole pipeline's, or given. vae: an id, a folder or
-    settings; None takes the pipeline's own, if there is one. Raises UserError."""
-    if config is not None:
-        settings, folder, objective, own_vae = dict(config), None, None, None
-    else:
-        assert id is not None
-        settings, folder = _settings_of(where, id, _SUBFOLDERS)
-        scheduler = _stored_json(id, "scheduler/scheduler_config.json")
-        objective = None if scheduler is None else _objective_of(scheduler)
-        own_vae = _stored_json(id, "vae/config.json")
-    vae_settings, vae_folder = None, None
-    if isinstance(vae, str):
-        vae_settings, vae_folder = _settings_of(f"{where}.vae", vae, ("vae",))
-    elif vae is not None:
-        vae_settings = dict(vae)
-    elif own_vae is not None:
-        assert id is not None
-        vae_settings, vae_folder = own_vae, (id, "vae")
-    return PictureSource(settings, folder, vae_settings, vae_folder, objective)
-
-
-def _settings_of(
-    where: str, source: str, subfolders: tuple[str, ...]
-) -> tuple[dict[str, Any], tuple[str, str]]:
-    for subfolder in (*subfolders, ""):
-        found = _stored_json(source, f"{subfolder}/config.json" if subfolder else "config.json")
-        if found is not None and "_class_name" in found:
-            return found, (source, subfolder)
-    raise UserError(
-        f"{where}: {source!r} is not here in diffusers' layout: no config.json with a _class_name in it or in its "
-        f"{' or '.join(subfolders)}; give a folder, or download it first (`hf download`)"
-    )
-
-
-def _stored_json(source: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a folder, or of a hub id as far as it is here or can be fetched."""
-    try:
-        path: Any = Path(source, name)
-        if not Path(source).is_dir():
-            path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        found = None if path is None else json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _objective_of(scheduler: Mapping[str, Any]) -> Objective | None:
-    if "FlowMatch" in str(scheduler.get("_class_name", "")):
-        return "flow"
-    return _PREDICTIONS.get(str(scheduler.get("prediction_type", "epsilon")))
-
-
 def look_at(source: PictureSource, where: str) -> PictureNet:
     """What the settings say, proven by building everything without memory. Raises UserError that lists what does not
     fit, also where diffusers is not installed."""
@@ -183,6 +50,7 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
         vae = None
         if source.vae_settings is not None:
             vae = _build(source.vae_settings, f"{where}.vae", AUTOENCODERS)
+        drawn = None if source.features is None else source.features.shapes(f"{where}.target.encoder")
     name = type(net).__name__
     family = FAMILIES[name]
     config = net.config
@@ -201,7 +69,12 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
     height, width = _pair(config.sample_size)
     shape = (channels, height, width)
     _draw_nothing(net, family, shape, where)
-    pixels = shape if vae is None else _pixels_of(vae, shape, where)
+    if drawn is not None and drawn[0] != shape:
+        raise UserError(
+            f"{where}: {name} draws {list(shape)}, but the features of target.encoder are {list(drawn[0])}; set "
+            f"in_channels and out_channels to {drawn[0][0]} and sample_size to {drawn[0][1]}"
+        )
+    pixels = drawn[1] if drawn is not None else shape if vae is None else _pixels_of(vae, shape, where)
     if pixels[0] not in (1, 3):
         raise UserError(
             f"{where}: {name} draws {channels} channels, which is no picture; name the autoencoder whose latents they "
@@ -239,7 +112,7 @@ def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, 
     """The picture whose latents have `shape`, found by trying one. Raises UserError for other channels."""
     channels, tried = int(vae.config.in_channels), 64
     with torch.no_grad():
-        latents = _latents(vae.encode(torch.zeros(1, channels, tried, tried, device="meta")))
+        latents, *_ = spread_of(vae, torch.zeros(1, channels, tried, tried, device="meta"))
     if latents.shape[1] != shape[0]:
         raise UserError(
             f"{where}.vae: its latents have {latents.shape[1]} channels, but the net draws {shape[0]}; name the "
@@ -250,24 +123,29 @@ def _pixels_of(vae: Any, shape: tuple[int, int, int], where: str) -> tuple[int, 
 
 
 def build_diffusion(
-    seen: PictureNet, where: str, objective: Objective, drop: float, hollow: bool
+    seen: PictureNet,
+    where: str,
+    objective: Objective,
+    drop: float,
+    hollow: bool,
+    keeps_latents: bool = False,
 ) -> Diffusion:
     """The module that learns. hollow: on the meta device; `materialize` or stored weights make it real. Raises
     UserError where pretrained weights cannot be read."""
     source = seen.source
 
     def fresh() -> tuple[nn.Module, nn.Module | None]:
-        vae = source.vae_settings
-        return (
-            _build(source.settings, where, tuple(FAMILIES)),
-            None if vae is None else _build(vae, f"{where}.vae", AUTOENCODERS),
-        )
+        net, vae = _build(source.settings, where, tuple(FAMILIES)), source.vae_settings
+        if source.features is not None:
+            return net, source.features.build(f"{where}.target.encoder")
+        return net, None if vae is None else _build(vae, f"{where}.vae", AUTOENCODERS)
 
     with torch.device("meta"):
-        net, vae = fresh()
+        net, encoder = fresh()
         pool = None
         if seen.pooled is not None:
             pool = nn.Identity() if seen.pooled == seen.width else nn.Linear(seen.width, seen.pooled)
+    config: Any = net.config
     module = Diffusion(
         net,
         _first_half(seen.family.say) if seen.learned_variance else seen.family.say,
@@ -276,60 +154,61 @@ def build_diffusion(
         objective,
         drop,
         pool,
-        vae,
-        None if vae is None else encode,
+        encoder,
+        *_seen_by(source),
         fresh,
+        seen.family.cut if seen.family.cut is not None and seen.family.cut.fits(config) else None,
+        keeps_latents,
     )
-    if not hollow and source.folder is not None:
+    if not hollow and source.has_weights:
         module.to_empty(device="cpu")
         module.draw_weights()
         module.load_state_dict(pretrained_weights(source, where), strict=False)
     return module
 
 
+def _seen_by(source: PictureSource) -> tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]:
+    """`encode` and `of_spread` of a `Diffusion`."""
+    if source.features is not None:
+        return features, None
+    return (None, None) if source.vae_settings is None else (encode, latents_of)
+
+
 def pretrained_weights(source: PictureSource, where: str) -> dict[str, Tensor]:
     """The stored weights of net and autoencoder, as `Diffusion` calls them. Raises UserError."""
     weights: dict[str, Tensor] = {}
-    for part, settings, folder in (
-        ("net", source.settings, source.folder),
-        ("vae", source.vae_settings, source.vae_folder),
-    ):
-        if folder is None or settings is None:
-            continue
-        kind = _class_of(settings, where, (*FAMILIES, *AUTOENCODERS))
-        try:
-            model = kind.from_pretrained(folder[0], subfolder=folder[1] or None, torch_dtype=torch.float32)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {reason}") from None
-        weights |= {f"{part}.{key}": tensor for key, tensor in model.state_dict().items()}
+    net = _pretrained(source.settings, source.folder, where)
+    if source.features is None:
+        encoder = pretrained_autoencoder(source, where)
+    else:
+        encoder = source.features.pretrained(f"{where}.target.encoder")
+    for part, model in (("net", net), ("encoder", encoder)):
+        if model is not None:
+            weights |= {f"{part}.{key}": tensor for key, tensor in model.state_dict().items()}
     return weights
 
 
-def encode(vae: Any, pixels: Tensor, noise: Tensor | None) -> Tensor:
-    """The latents that a net of this autoencoder draws: [items, channels, height, width]. noise: of a variational one;
-    None takes the likeliest."""
-    weight = next(vae.parameters())
-    latents = _latents(vae.encode(pixels.to(weight.dtype)), noise)
-    config = vae.config
-    shift = getattr(config, "shift_factor", None) or 0.0
-    return (latents - shift) * (getattr(config, "scaling_factor", None) or 1.0)
+def pretrained_autoencoder(
+    source: PictureSource, where: str, dtype: torch.dtype = torch.float32
+) -> nn.Module | None:
+    """The autoencoder with its stored weights; None where it has none. Raises UserError."""
+    return _pretrained(source.vae_settings, source.vae_folder, where, dtype)
 
 
-def decode(vae: Any, latents: Tensor) -> Tensor:
-    """The reverse of `encode`: pixels [items, channels, height, width] of about -1 to 1."""
-    config = vae.config
-    shift = getattr(config, "shift_factor", None) or 0.0
-    scaled = latents / (getattr(config, "scaling_factor", None) or 1.0) + shift
-    return vae.decode(scaled.to(next(vae.parameters()).dtype)).sample.float()
-
-
-def _latents(output: Any, noise: Tensor | None = None) -> Tensor:
-    spread = getattr(output, "latent_dist", None)
-    if spread is not None:
-        return spread.mode() if noise is None else spread.mean + spread.std * noise.to(spread.mean)
-    latents = getattr(output, "latents", None)
-    return output.latent if latents is None else latents
+def _pretrained(
+    settings: Mapping[str, Any] | None,
+    folder: tuple[str, str] | None,
+    where: str,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module | None:
+    if folder is None or settings is None:
+        return None
+    kind = _class_of(settings, where, (*FAMILIES, *AUTOENCODERS))
+    try:
+        return kind.from_pretrained(folder[0], subfolder=folder[1] or None, torch_dtype=dtype)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {reason}") from None
 
 
 def _first_half(say: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -377,32 +256,6 @@ def _class_of(settings: Mapping[str, Any], where: str, known: tuple[str, ...]) -
         raise UserError(f"{where}: generators need diffusers ({error}); {INSTALL}") from None
 
 
-def _one(value: Any) -> int:
-    return int(value[0] if isinstance(value, (list, tuple)) else value)
-
-
 def _pair(size: Any) -> tuple[int, int]:
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return int(height), int(width)
-
-
-def scheduler_settings(objective: Objective) -> dict[str, Any]:
-    """The scheduler of diffusers that draws with a net of this objective, as its config file has it."""
-    if objective == "flow":
-        return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
-    return {
-        "_class_name": "DDIMScheduler",
-        "num_train_timesteps": 1000,
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "prediction_type": "epsilon" if objective == "epsilon" else "v_prediction",
-        "clip_sample": False,
-        "set_alpha_to_one": False,
-    }
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A config file as diffusers writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilatant.models.autoencoder import decode
 from dilatant.models.diffusion import MOMENTS, Diffusion, alphas
-from dilatant.models.picture_nets import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,11 @@ class Drawing:
 @torch.no_grad()
 def draw(model: Diffusion, rows: Tensor, noise: Tensor, how: Drawing) -> Tensor:
     """Pictures of the conditions `rows` [items, k, width] from `noise` [items, *model.shape]: float32 [items, channels,
-    height, width] of -1 to 1, of pixels."""
+    height, width] of -1 to 1, of pixels; of a net that draws features, these as they are."""
     latents = _flow(model, rows, noise, how) if model.objective == "flow" else _turns(model, rows, noise, how)
-    pixels = latents if model.vae is None else decode(model.vae, latents)
+    if model.draws_features:
+        return latents.float()
+    pixels = latents if model.encoder is None else decode(model.encoder, latents)
     return pixels.float().clamp(-1, 1)
 
 

@@ -3,6 +3,7 @@
 folder/
   <generator>/             the net, as diffusers saves it
   <generator>/vae/         its autoencoder, if it has one
+  <generator>/target/      the vision model whose features it draws, if it does, as transformers saves it
   <generator>/scheduler/   which scheduler of diffusers draws with it
   connectors/<generator>.safetensors   connector, learned queries, pooled condition
 """
@@ -22,13 +23,10 @@ from dilatant.config.errors import UserError
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.language import LanguageUnit
-from dilatant.models.picture_nets import (
-    build_diffusion,
-    look_at,
-    read_source,
-    scheduler_settings,
-    write_json,
-)
+from dilatant.models.net_source import read_source, scheduler_settings, write_json
+from dilatant.models.picture_nets import build_diffusion, look_at
+
+_TARGET = "target"
 
 
 def save_generators(
@@ -44,8 +42,9 @@ def save_generators(
             )
         net: Any = unit.model.net
         net.save_pretrained(folder / name)
-        if unit.model.vae is not None:
-            unit.model.vae.save_pretrained(folder / name / "vae")
+        if unit.model.encoder is not None:
+            place = _TARGET if unit.model.draws_features else "vae"
+            unit.model.encoder.save_pretrained(folder / name / place)
         settings = scheduler_settings(unit.model.objective)
         write_json(folder / name / "scheduler" / "scheduler_config.json", settings)
         (folder / "connectors").mkdir(exist_ok=True)
@@ -62,6 +61,7 @@ def save_generators(
             "loss_weight": given.loss_weight,
             "objective": unit.model.objective,
             "drop": unit.model.drop,
+            "features": unit.model.draws_features,
         }
     return entries
 
@@ -74,7 +74,9 @@ def load_generators(
     generators = {}
     for name, entry in entries.items():
         where = f"{folder}: {name}"
-        seen = look_at(read_source(where, str(folder / name), None, None), where)
+        drawn = folder / name / _TARGET
+        encoder = str(drawn) if entry.get("features") else None
+        seen = look_at(read_source(where, str(folder / name), None, None, encoder), where)
         connector = entry["connector"] or connectors.get(name)
         if connector is None:
             raise UserError(

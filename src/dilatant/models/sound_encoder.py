@@ -22,8 +22,9 @@ from dilatant.config.errors import UserError
 from dilatant.data.encode import grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
-from dilatant.models.encoder import Callbacks, EncoderStage, EncoderUnit
+from dilatant.models.encoder import Callbacks, EncoderStage
 from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.packed_encoder import PackedEncoderUnit
 from dilatant.models.random_draws import Spread
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
@@ -48,7 +49,7 @@ class Held(nn.Module):
         self.__dict__["drawn_by"] = tower
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._modules[self._name](hidden)  # type: ignore[misc]
+        return self.get_submodule(self._name)(hidden)
 
 
 class SoundStage(EncoderStage):
@@ -89,10 +90,8 @@ class SoundStage(EncoderStage):
         return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
 
 
-class SoundEncoderUnit(EncoderUnit):
+class SoundEncoderUnit(PackedEncoderUnit):
     """A tower of sounds: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
-
-    packs = True
 
     def __init__(self, name: str, tower: PreTrainedModel, projector: Held, placeholder_id: int) -> None:
         config: Any = tower.config
@@ -127,18 +126,6 @@ class SoundEncoderUnit(EncoderUnit):
         self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)
         self._freeze_at_start(self.unused)
 
-    def _whole(self) -> SoundStage:
-        return self.stage(0, len(self.layers))
-
-    def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        return self._whole().run(data, samples, inbound)
-
-    def spread(self, data: StepData, samples: tuple[int, ...]) -> Spread:
-        return self._whole().spread(data, samples)
-
-    def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        return self._whole()(inputs, hidden)
-
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Sounds of the typical length; what is left makes one shorter."""
         one = self.geometry.encoder_tokens
@@ -164,7 +151,7 @@ class SoundEncoderUnit(EncoderUnit):
             rows_of=partial(_halved, self.unit, self.placeholder_id) if halved else partial(_rows, self.unit),
         )
 
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         raise UserError(
             f"{self.unit}: its sounds have unlike lengths, and ranks cannot share them; give it cp: 1"
         )

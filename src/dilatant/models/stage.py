@@ -218,14 +218,23 @@ class Stage(nn.Module, ABC):
 
 def _quiet_frozen(module: nn.Module) -> None:
     """Put every module whose weights are all frozen into evaluation mode: no dropout, no dropped layers."""
-    parameters = list(module.parameters())
-    if not parameters:
-        return
-    if any(parameter.requires_grad for parameter in parameters):
-        for child in module.children():
-            _quiet_frozen(child)
-    else:
-        module.eval()
+    flags: dict[int, frozenset[bool]] = {}
+
+    def read(module: nn.Module) -> frozenset[bool]:
+        """Whether its weights train, of all of them."""
+        if id(module) not in flags:
+            own = {parameter.requires_grad for parameter in module.parameters(recurse=False)}
+            flags[id(module)] = frozenset(own).union(*map(read, module.children()))
+        return flags[id(module)]
+
+    def quiet(module: nn.Module) -> None:
+        if True in read(module):
+            for child in module.children():
+                quiet(child)
+        elif read(module):
+            module.eval()
+
+    quiet(module)
 
 
 def share_evenly(counts: Sequence[int], size: int) -> list[NDArray[np.integer]]:

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
 from dilatant.models.experts import group_experts
+from dilatant.models.linear_heads import count_linear_heads
 from dilatant.models.lora import adapter_of, plain_linear
 from dilatant.models.loss import IGNORED
 from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
-from dilatant.models.tensor_plan import Experts, Region
+from dilatant.models.tensor_regions import Experts, Region
 from dilatant.models.token_shards import Product, Ranks, TokenShards
 
 
@@ -206,8 +207,12 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
 
 def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
     columns = [_local(plain_linear(block, path)) for path in region.columns]
-    for path in region.rows:
-        _local(plain_linear(block, path)).leave = shards.sum_products
+    rows = [_local(plain_linear(block, path)) for path in region.rows]
+    if region.exits:
+        _share_module(block, region, shards)
+        return
+    for linear in rows:
+        linear.leave = shards.sum_products
     _share_adapters(block, region, shards)
     if not region.path:
         for linear in columns:
@@ -231,6 +236,17 @@ def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None
     entry = block.get_submodule(region.path)
     entry.register_forward_pre_hook(_entering(enter), with_kwargs=True)
     entry.register_forward_hook(forget, always_call=True)  # recomputation may end within
+
+
+def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None:
+    """A region whose products are of parts of a row: all tokens come in before them, and leave behind them. What
+    adapters add is a summand of each rank's, too."""
+    for path in (*region.columns, *region.rows):
+        for linear in adapter_of(block, path) or ():
+            _local(linear)
+    module = block.get_submodule(region.path)
+    module.register_forward_pre_hook(_entering(shards.gather), with_kwargs=True)
+    module.register_forward_hook(_leaving(shards.sum_parts))
 
 
 def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> None:
@@ -259,6 +275,8 @@ def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
 
 
 def _share_heads(block: nn.Module, region: Region, size: int) -> None:
+    if region.key_heads:
+        count_linear_heads(block.get_submodule(region.path), size)
     if not (region.heads and region.kv_heads):
         return
     counts = {"num_key_value_heads": max(1, region.kv_heads // size)}

@@ -18,11 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dilatant.models.experts import fused_experts
+from dilatant.models.linear_heads import linear_paths, linear_refusals, linear_region
 from dilatant.models.lora import has_adapter, layers_of, plain_key, plain_linear
+from dilatant.models.tensor_regions import Cut, Experts, Intervals, Part, Region
 from dilatant.models.unit import Unit
-
-Intervals = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dimension of a weight, what of it is held."""
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _MLP = {"fc1": "colwise", "fc2": "rowwise"}
@@ -61,72 +60,6 @@ _DROPOUTS_OF_BLOCKS = ("activation_dropout",)
 
 _QUERY, _KEY_VALUE, _QKV = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value"), "qkv_proj"
 _HALVES = ("gate_up_proj", "weights_in")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """`count` pieces of `size` numbers each that ranks divide: heads, or single features."""
-
-    count: int
-    size: int = 1
-
-    def interval(self, tp: int, index: int) -> tuple[int, int]:
-        """Rank `index` of `tp` holds these numbers. Fewer pieces than ranks: several ranks hold the same one."""
-        if self.count < tp:
-            first = self.count * index // tp
-            return first * self.size, (first + 1) * self.size
-        return (self.count * index // tp) * self.size, (self.count * (index + 1) // tp) * self.size
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A dimension that ranks divide. parts: one after the other along it; a fused weight has several."""
-
-    dim: int
-    parts: tuple[Part, ...]
-
-    def intervals(self, shape: tuple[int, ...], tp: int, index: int) -> Intervals:
-        """What rank `index` of `tp` holds of a weight of `shape`."""
-        spans: list[tuple[int, int]] = []
-        start = 0
-        for part in self.parts:
-            first, end = part.interval(tp, index)
-            if spans and spans[-1][1] == start + first:
-                spans[-1] = spans[-1][0], start + end
-            else:
-                spans.append((start + first, start + end))
-            start += part.count * part.size
-        whole = tuple(((0, length),) for length in shape)
-        return (*whole[: self.dim], tuple(spans), *whole[self.dim + 1 :])
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Linear layers of a block that ranks share; all paths are within the block.
-
-    path: the module at whose entry all ranks have the same hidden states; "" where the block calls the layers itself.
-    columns: layers whose outputs are divided. rows: those whose inputs are. heads, kv_heads: of attention.
-    """
-
-    path: str
-    columns: Mapping[str, tuple[Part, ...]]
-    rows: Mapping[str, Part]
-    heads: int | None = None
-    kv_heads: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture in a block. path: of its module within the block. count: of experts. inner: features of each."""
-
-    path: str
-    count: int
-    inner: int
-
-    @property
-    def mixture(self) -> str:
-        """Path of the module that chooses among them."""
-        return self.path.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +125,10 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
                 if has_adapter(block.get_submodule(path)):
                     cuts[f"{layer}.{path}.lora_A.weight"] = Cut(1, (part,))
+            for path, parts in region.others.items():
+                cuts |= dict.fromkeys(
+                    (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), Cut(0, parts)
+                )
         # The rest of a block has part of the tokens, or of the heads; only beside experts all ranks have all tokens.
         mixtures_here = tuple(f"{layer}.{path}." for path in _mixtures(block))
         partial |= {
@@ -215,6 +152,11 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
     counts = {
         **{f"{region.heads} attention heads": region.heads for region in _all(plan) if region.heads},
         **{f"{region.kv_heads} key/value heads": region.kv_heads for region in _all(plan) if region.kv_heads},
+        **{
+            f"{region.key_heads} key heads of linear attention": region.key_heads
+            for region in _all(plan)
+            if region.key_heads
+        },
     }
 
     def fits(name: str, count: int, degree: int) -> bool:
@@ -302,12 +244,13 @@ def _rules(unit: Unit) -> Mapping[str, str]:
 
 
 def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """The rules for the linear layers of this block, by path. Experts have a rule of their own."""
+    """The rules for the linear layers of this block, by path. Experts and linear attention have rules of their own."""
     experts = [path for path, _ in fused_experts(block)]
+    apart = [*experts, *linear_paths(block)]
     found = {
         path: rule
         for path, rule in rules.items()
-        if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in experts)
+        if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in apart)
     }
     for parent in {path.rpartition(".")[0] for path in experts}:
         for name in _SHARED_EXPERTS:
@@ -334,8 +277,6 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
         name = path.rpartition(".")[2]
         if rule not in (*_COLUMNS, *_ROWS, _PARTIAL):
             yield f"layers such as {path!r} ({rule}) cannot be shared yet"
-        elif path.startswith("linear_attn."):
-            yield "linear attention cannot be shared by heads yet"
         elif rule == _GATHERED and name not in (_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(plain_linear(block, path), nn.Linear):
@@ -344,7 +285,9 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
     if "" in _mixtures(block):
         yield "its blocks choose experts themselves"
-    heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block))}
+    for path in linear_paths(block):
+        yield from linear_refusals(block, path)
+    heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block), *linear_paths(block))}
     for name, child in block.named_children():
         if name not in heads and not all(map(_is_per_token, child.modules())):
             yield f"its plan says nothing of {name!r}, which may need more than a rank's tokens"
@@ -372,6 +315,8 @@ def _is_per_token(module: nn.Module) -> bool:
 
 
 def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
+    for path in linear_paths(block):
+        yield linear_region(block, path)
     groups: dict[str, dict[str, str]] = {}
     for path, rule in _rules_of(block, rules).items():
         groups.setdefault(_entry(block, path), {})[path] = rule

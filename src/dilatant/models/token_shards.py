@@ -102,6 +102,10 @@ class TokenShards:
 
         return exchange_kept(exchange, input)[None]
 
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' `part`, [items, tokens, width]."""
+        return self.sum_products(part, lambda rows: rows)
+
     def is_share(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape, in a block, is of this rank's rows."""
         if self._shape is None or len(shape) < 3:

@@ -60,9 +60,10 @@ class Unit(Stage):
         """The rows that leave layer `end - 1` for `consumer`: this unit itself, or after the last layer another."""
 
     @abstractmethod
-    def element_of_row(self, other: str, sample: EncodedSample) -> NDArray[np.int64]:
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
         """Of each row of a sample that passes between stages of this unit, or between it and an `other` unit: the token
-        (of a language model) or item of this unit that it belongs to. int64 [rows]."""
+        (of a language model) or item of this unit that it belongs to, int64 [rows].
+        rows: how many of the sample there are."""
 
     @abstractmethod
     def part_name(self, part: str) -> str:
@@ -85,6 +86,11 @@ class Unit(Stage):
         if self.structure is None:
             return [self.model]
         return list(self.model.get_submodule(self.structure.blocks).children())
+
+    @property
+    def first_block(self) -> int:
+        """The layer that the first of `blocks` is."""
+        return 0 if self.structure is None else 1
 
     @property
     def config(self) -> Any:
@@ -129,8 +135,7 @@ class Unit(Stage):
         by_layer = (how,) * len(self.layers) if isinstance(how, str) else tuple(how)
         if len(by_layer) != len(self.layers):
             raise ValueError(f"the unit has {len(self.layers)} layers, not {len(by_layer)}")
-        first = 0 if self.structure is None else 1
-        for block, own in zip(self.blocks, by_layer[first:], strict=False):
+        for block, own in zip(self.blocks, by_layer[self.first_block :], strict=False):
             recompute(block, own)
 
     def freeze_names(self, names: frozenset[str]) -> None:

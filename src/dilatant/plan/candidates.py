@@ -85,7 +85,9 @@ class Candidate:
     """Chains of stages with their numbers of replicas; `replicas` is the language model's.
 
     `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
-    of this candidate beats: the work of its slowest stage. `disaggregated`: found by DistTrain's search.
+    of this candidate beats: the work of its slowest stage. `disaggregated`: found by DistTrain's search. `groups`: by
+    option, the group of unlike devices that it takes its devices of; then several options may hold the same unit, each
+    some of its replicas. Of a cluster of equal devices nothing.
     """
 
     encoders_at: EncoderPosition
@@ -97,6 +99,7 @@ class Candidate:
     estimate: float
     bound: float
     disaggregated: bool = False
+    groups: tuple[int, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -439,20 +442,26 @@ class _Shape:
         return max(ahead + float(busy.max()), option.heavy) + self._least_sync(option)
 
     def _least_sync(self, option: Option) -> float:
-        """A lower bound of the seconds in which the stage with the least gradients sums them over the replicas, however
-        these are spread over nodes."""
-        cluster, group = self.space.cluster, self.replicas * option.cp
-        crosses = group * option.tp > cluster.gpus_per_node
-        bandwidth = min(cluster.inside.bandwidth, cluster.between.bandwidth if crosses else math.inf)
-        return 2 * (group - 1) / group * option.least_gradient_bytes / bandwidth
+        return least_ring_seconds(option, self.replicas, self.space.cluster)
 
     def _sync(self, options: Sequence[Option]) -> float:
         """Seconds to sum the gradients of the fullest rank on a ring, if its replicas lie side by side."""
-        cluster, slowest = self.space.cluster, 0.0
-        for option in options:
-            group, bandwidth = self.replicas * option.cp, cluster.inside.bandwidth
-            if group * option.tp > cluster.gpus_per_node:
-                near = min(group, max(1, cluster.gpus_per_node // option.tp))
-                bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
-            slowest = max(slowest, 2 * (group - 1) / group * option.gradient_bytes / bandwidth)
-        return slowest
+        return max(ring_seconds(option, self.replicas, self.space.cluster) for option in options)
+
+
+def least_ring_seconds(option: Option, replicas: int, cluster: Cluster) -> float:
+    """A lower bound of the seconds in which the stage with the least gradients sums them over the replicas, however
+    these are spread over nodes."""
+    group = replicas * option.cp
+    crosses = group * option.tp > cluster.gpus_per_node
+    bandwidth = min(cluster.inside.bandwidth, cluster.between.bandwidth if crosses else math.inf)
+    return 2 * (group - 1) / group * option.least_gradient_bytes / bandwidth
+
+
+def ring_seconds(option: Option, replicas: int, cluster: Cluster) -> float:
+    """Seconds to sum the gradients of a chain's fullest rank over so many replicas side by side on equal devices."""
+    group, bandwidth = replicas * option.cp, cluster.inside.bandwidth
+    if group * option.tp > cluster.gpus_per_node:
+        near = min(group, max(1, cluster.gpus_per_node // option.tp))
+        bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
+    return 2 * (group - 1) / group * option.gradient_bytes / bandwidth

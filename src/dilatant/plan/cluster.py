@@ -1,13 +1,18 @@
-"""The devices a plan may use and the links between them."""
+"""The devices a plan may use and the links between them: one group of equal devices, or several that are unlike."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.cost.hardware import Hardware, Link
 from dilatant.cost.memory import NOTHING, MemoryReserve
 
-__all__ = ["Cluster", "Link", "cluster_of"]
+__all__ = ["Cluster", "Link", "cluster_of", "cluster_of_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,10 @@ class Cluster:
 
     `inside` links two devices of a node, `between` is one node's way to the others: that of `ports` network ports of
     equal bandwidth, which its devices share evenly. `bytes_per_device` are those that a plan may use, beside `reserve`.
+
+    `parts` are the groups of a cluster of unlike devices, each with its `name` and what its `device` is; the first has
+    the first ranks and nodes. Of such a cluster `gpus_per_node` are those of its largest node, and memory and links
+    the least of any group: what is asked of one rank (`at`) or of two (`link`) is of their groups.
     """
 
     nodes: int
@@ -25,6 +34,22 @@ class Cluster:
     between: Link
     ports: int = 1
     reserve: MemoryReserve = NOTHING
+    name: str = ""
+    device: str = ""
+    parts: tuple[Cluster, ...] = ()
+
+    @property
+    def groups(self) -> tuple[Cluster, ...]:
+        """Each of equal devices; a cluster of equal devices is one."""
+        return self.parts or (self,)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first rank of each group."""
+        firsts = [0]
+        for group in self.groups[:-1]:
+            firsts.append(firsts[-1] + group.num_devices)
+        return tuple(firsts)
 
     @property
     def memory(self) -> float:
@@ -33,15 +58,41 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        return self.nodes * self.gpus_per_node
+        return sum(part.num_devices for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
+
+    def group_of(self, rank: int) -> int:
+        """The number of the group that `rank` is in; of one beyond all, the last."""
+        firsts = self.firsts
+        return max(group for group, first in enumerate(firsts) if first <= max(rank, 0))
+
+    def at(self, rank: int) -> Cluster:
+        """The group that `rank` is in."""
+        return self.parts[self.group_of(rank)] if self.parts else self
 
     def node_of(self, rank: int) -> int:
         """The node on which `rank` sits."""
-        return rank // self.gpus_per_node
+        if not self.parts:
+            return rank // self.gpus_per_node
+        group = self.group_of(rank)
+        before = sum(part.nodes for part in self.parts[:group])
+        return before + (rank - self.firsts[group]) // self.parts[group].gpus_per_node
 
     def port_of(self, rank: int) -> int:
         """The port of its node through which `rank` sends."""
+        if self.parts:
+            group = self.group_of(rank)
+            return self.parts[group].port_of(rank - self.firsts[group])
         return rank % self.gpus_per_node * self.ports // self.gpus_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks on a node."""
+        first = 0
+        for group in self.groups:
+            if node < group.nodes:
+                break
+            node, first = node - group.nodes, first + group.num_devices
+        first += node * group.gpus_per_node
+        return range(first, first + group.gpus_per_node)
 
     @property
     def port(self) -> Link:
@@ -49,13 +100,65 @@ class Cluster:
         return Link(self.between.bandwidth / self.ports, self.between.latency)
 
     def link(self, rank: int, other: int) -> Link:
-        """The link between two different ranks."""
-        return self.inside if self.node_of(rank) == self.node_of(other) else self.port
+        """The link between two different ranks: between nodes, of their two ports the slower."""
+        one, two = self.at(rank), self.at(other)
+        if self.node_of(rank) == self.node_of(other):
+            return one.inside
+        bandwidth = min(one.port.bandwidth, two.port.bandwidth)
+        return Link(bandwidth, max(one.port.latency, two.port.latency))
+
+    def bytes_of(self, ranks: Iterable[int]) -> NDArray[np.float64]:
+        """What a plan may use of the memory of each of these: [ranks]."""
+        return np.array([self.at(rank).bytes_per_device for rank in ranks], dtype=np.float64)
+
+    def overflow(self, ranks: Sequence[int], peak_bytes: Sequence[float]) -> float:
+        """The most bytes by which the peak of any of these ranks is above what it may use; not above 0 if all fit."""
+        return (
+            float(np.max(np.asarray(peak_bytes) - self.bytes_of(ranks), initial=-np.inf))
+            if peak_bytes
+            else 0.0
+        )
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Cluster:
+        """Read what `dataclasses.asdict` made of one. Raises KeyError or TypeError for something else."""
+        return cls(
+            **{
+                **document,
+                **{name: Link(**document[name]) for name in ("inside", "between")},
+                "reserve": MemoryReserve(**document.get("reserve", {})),
+                "parts": tuple(cls.from_document(part) for part in document.get("parts", ())),
+            }
+        )
 
 
 def cluster_of(
-    hardware: Hardware, nodes: int, gpus_per_node: int, reserve: MemoryReserve = NOTHING
+    hardware: Hardware, nodes: int, gpus_per_node: int, reserve: MemoryReserve = NOTHING, name: str = ""
 ) -> Cluster:
     """`nodes` nodes of `gpus_per_node` such devices, of whose memory plans leave `reserve` free."""
     links = hardware.inside, hardware.between, hardware.ports
-    return Cluster(nodes, gpus_per_node, hardware.memory - reserve.total, *links, reserve)
+    memory = hardware.memory - reserve.total
+    return Cluster(nodes, gpus_per_node, memory, *links, reserve, name, hardware.name if name else "")
+
+
+def cluster_of_groups(groups: Sequence[Cluster]) -> Cluster:
+    """All groups together; a single one is a cluster of its own."""
+    if len(groups) == 1:
+        return groups[0]
+    smallest = min(groups, key=lambda group: group.bytes_per_device)
+    inside, port = (
+        Link(
+            min(getattr(group, name).bandwidth for group in groups),
+            max(getattr(group, name).latency for group in groups),
+        )
+        for name in ("inside", "port")
+    )
+    return Cluster(
+        nodes=sum(group.nodes for group in groups),
+        gpus_per_node=max(group.gpus_per_node for group in groups),
+        bytes_per_device=smallest.bytes_per_device,
+        inside=inside,
+        between=port,
+        reserve=smallest.reserve,
+        parts=tuple(groups),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan.candidates import Candidate, EncoderPosition, Space
+from dilatant.plan.cluster import Cluster
 from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.errors import PlanError
 from dilatant.plan.leftovers import promising, with_leftovers
@@ -43,7 +45,7 @@ class Finals:
     """The candidates that were simulated: `ranked` those that fit memory, `rejected` the others by what they lack.
     skipped: the least bound of those that were not simulated because a part of them had overflowed. seconds: of the
     steps of those that were, infinite where no plan of it fits. Plans count that have each layer on `copies` nodes of
-    `ranks_per_node` devices."""
+    `ranks_per_node` devices. ceiling: seconds of a plan that is known already."""
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class Finals:
         scorer: PlanScorer,
         copies: int = 1,
         ranks_per_node: int = 1,
+        ceiling: float = math.inf,
     ) -> None:
+        self._ceiling = ceiling
         self._space, self._rules, self._scorer = space, rules, scorer
         self._copies, self._ranks_per_node = copies, ranks_per_node
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
@@ -70,7 +74,8 @@ class Finals:
 
     @property
     def best(self) -> float:
-        return min((one.score.seconds for one in self.ranked), default=math.inf)
+        """Seconds of the fastest plan that is known."""
+        return min([self._ceiling, *(one.score.seconds for one in self.ranked)])
 
     def simulate(self, candidate: Candidate) -> None:
         """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows."""
@@ -91,16 +96,23 @@ class Finals:
     def reorder(self, most: int = 2) -> None:
         """Simulate the best plans in every other rank order too."""
         for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
+            if candidate.bound >= self._ceiling:
+                continue
             for plan in self._plans(candidate):
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, recomputing(plan, again))
 
-    def fill_idle(self, found: Sequence[Candidate]) -> None:
-        """Simulate the candidates of which one more pipeline on their idle devices promises most, with it."""
-        for candidate in promising(self._space, found, self.best):
-            for plan in sorted(self._plans(candidate), key=self._travel)[:1]:
-                for filled in with_leftovers(plan, candidate, self._space):
-                    self._score(candidate, filled)
+    def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
+        """Simulate the candidates of which one more pipeline on their idle devices promises most, with it; at most so
+        many such plans."""
+        filled = (
+            (candidate, filled)
+            for candidate in promising(self._space, found, self.best)
+            for plan in sorted(self._plans(candidate), key=self._travel)[:1]
+            for filled in with_leftovers(plan, candidate, self._space)
+        )
+        for candidate, plan in itertools.islice(filled, most):
+            self._score(candidate, plan)
 
     def _plans(self, candidate: Candidate) -> list[Plan]:
         """In every order of ranks with enough copies; none where tensor groups do not pack into nodes."""
@@ -108,9 +120,8 @@ class Finals:
         found: dict[Plan, None] = {}
         for order in orders:
             with suppress(PlanError):
-                found[map_ranks(candidate.chains, self._layers, self._feeds, self._space.cluster, order)] = (
-                    None
-                )
+                shape = candidate.chains, self._layers, self._feeds, self._space.cluster, order
+                found[map_ranks(*shape, candidate.groups)] = None
         if self._copies == 1:
             return list(found)
         return [
@@ -135,27 +146,39 @@ class Finals:
         self._seen.add(key)
         cluster = self._space.cluster
         score = self._scorer(plan, candidate.num_microbatches)
-        excess = max(score.peak_bytes, default=0.0) - cluster.bytes_per_device
+        excess = cluster.overflow(plan.ranks, score.peak_bytes)
         if excess > 0.0:
-            frugal = more_recomputed(plan, score, self._space.table, cluster.bytes_per_device)
+            most = cluster.bytes_of(plan.ranks).tolist()
+            frugal = more_recomputed(plan, score, self._space.table, most)
             if frugal is not None:
                 return self._score(candidate, frugal)
-            culprit, text = rejection(plan, candidate, score, excess)
+            culprit, text = rejection(plan, candidate, score, cluster, excess)
             return culprit, excess, text
-        self._found.append((_ranked(plan, candidate, score, cluster.num_devices), candidate))
+        self._found.append((_ranked(plan, candidate, score, cluster), candidate))
         self.seconds[candidate] = min(self.seconds.get(candidate, math.inf), score.seconds)
         return None
 
 
-def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, devices: int) -> RankedPlan:
+def _stage_seconds(candidate: Candidate, cluster: Cluster) -> dict[str, tuple[float, ...]]:
+    """By a chain's last unit; what has it on other devices too is called after its group."""
+    found: dict[str, tuple[float, ...]] = {}
+    for option, group in itertools.zip_longest(candidate.options, candidate.groups, fillvalue=0):
+        assert isinstance(option, Option), "a group is of an option"
+        unit = [*option.cuts][-1]
+        name = f"{unit} on {cluster.groups[group].name}" if unit in found else unit
+        found[name] = tuple(option.seconds.tolist())
+    return found
+
+
+def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster) -> RankedPlan:
     return RankedPlan(
         plan=plan,
         encoders_at=candidate.encoders_at,
         replicas=candidate.replicas,
         microbatch_size=candidate.microbatch_size,
         num_microbatches=candidate.num_microbatches,
-        stage_seconds={[*option.cuts][-1]: tuple(option.seconds.tolist()) for option in candidate.options},
-        idle_devices=devices - len(plan.ranks),
+        stage_seconds=_stage_seconds(candidate, cluster),
+        idle_devices=cluster.num_devices - len(plan.ranks),
         estimate=candidate.estimate,
         bound=candidate.bound,
         score=score,

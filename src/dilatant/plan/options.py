@@ -218,6 +218,10 @@ class OptionTable:
         squares, tokens = self._workload.of_samples(unit)
         return np.asarray(square * squares + linear * tokens)
 
+    def dense(self, unit: str) -> float:
+        """What the square of a row costs more than attention that skips, see `Workload.dense`; 1 where it does skip."""
+        return self._workload.dense.get(unit, 1.0)
+
     def _ranks_sharing(self, unit: str, tp: int, cp: int, ep: int) -> NDArray[np.float64]:
         """[layers]: the ranks that divide the optimizer's state of what one holds, see `shared_by`; those of a stage
         that hold the same are among them."""

@@ -7,7 +7,7 @@ needs torch. Reading order: `Plan` → `UnitPlan` → `Replica` → `Stage`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from dilatant.config.recompute import Recompute
@@ -133,6 +133,26 @@ class Plan:
     def ranks(self) -> tuple[int, ...]:
         """Every rank the plan uses, ascending."""
         return tuple(sorted({rank for placed in self.stages() for rank in placed.stage.ranks}))
+
+    def shifted(self, first: int) -> Plan:
+        """The plan on ranks that are higher by `first`."""
+        return Plan(
+            tuple(
+                replace(
+                    unit,
+                    replicas=tuple(
+                        Replica(
+                            tuple(
+                                replace(stage, ranks=tuple(first + rank for rank in stage.ranks))
+                                for stage in replica.stages
+                            )
+                        )
+                        for replica in unit.replicas
+                    ),
+                )
+                for unit in self.units
+            )
+        )
 
     def to_json(self) -> str:
         """A JSON document that `from_json` reads back to an equal value."""

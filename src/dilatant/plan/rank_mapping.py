@@ -57,12 +57,76 @@ def map_ranks(
     feeds: Mapping[str, tuple[str, ...]],
     cluster: Cluster,
     order: RankOrder = RankOrder.STAGES,
+    groups: Sequence[int] = (),
 ) -> Plan:
     """The plan of some chains: units in the order of `layers` (their number of layers), edges from `feeds`.
 
+    groups: by chain, the group of the cluster whose devices it takes; nothing where there is only one. Several chains
+    may hold the same unit: their replicas follow each other, and recompute what any of them does.
     No tensor group crosses a node. Raises PlanError when the chains do not fit the cluster that way, in this order.
     """
-    pipelines = max(chain.replicas for chain in chains)
+    found: _Ranks = {}
+    for group, (own, first) in enumerate(zip(cluster.groups, cluster.firsts)):
+        here = [number for number in range(len(chains)) if not groups or groups[number] == group]
+        placed = _placed([chains[number] for number in here], own, order)
+        found |= {
+            (here[number], replica, stage): tuple(first + rank for rank in ranks)
+            for (number, replica, stage), ranks in placed.items()
+        }
+        if not groups:
+            break
+    return Plan(
+        tuple(
+            UnitPlan(
+                name,
+                tuple(
+                    replica
+                    for number, chain in enumerate(chains)
+                    if name in chain.cuts
+                    for replica in _replicas(name, chain, count, number, found)
+                ),
+                tuple(feeds.get(name, ())),
+                _most_recomputed([chain.recompute.get(name, ()) for chain in chains if name in chain.cuts]),
+            )
+            for name, count in layers.items()
+        )
+    )
+
+
+_Ranks = dict[tuple[int, int, int], tuple[int, ...]]
+"""(number of a chain, replica, place among its groups of devices) → ranks."""
+_FRUGAL: tuple[Recompute, ...] = ("none", "block_keep_attention", "block")
+
+
+def _most_recomputed(each: Sequence[tuple[Recompute, ...]]) -> tuple[Recompute, ...]:
+    said = [own for own in each if own]
+    return tuple(max(layer, key=_FRUGAL.index) for layer in zip(*said, strict=True))
+
+
+def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) -> list[Replica]:
+    """Those of one unit in a chain."""
+    ends = (*chain.cuts[name][1:], layers)
+    return [
+        Replica(
+            tuple(
+                Stage(
+                    first,
+                    end,
+                    ranks[number, replica, stage % chain.groups],
+                    chain.tp,
+                    chain.cp,
+                    chain.ep.get(name, 1),
+                )
+                for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
+            )
+        )
+        for replica in range(chain.replicas)
+    ]
+
+
+def _placed(chains: Sequence[Chain], cluster: Cluster, order: RankOrder) -> _Ranks:
+    """The ranks of equal devices, counted from 0, for all groups of these chains."""
+    pipelines = max((chain.replicas for chain in chains), default=1)
 
     def place(number: int, stage: int, replica: int) -> tuple[int, ...]:
         chain = chains[number]
@@ -80,7 +144,7 @@ def map_ranks(
         for replica in range(chain.replicas)
         for stage in range(chain.groups)
     ]
-    ranks: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    ranks: _Ranks = {}
     following = 0
     for _, number, stage, replica in sorted(slots):
         tp, width = chains[number].tp, chains[number].tp * chains[number].cp
@@ -92,35 +156,7 @@ def map_ranks(
             f"the stages need {following} devices with tensor groups inside nodes of {cluster.gpus_per_node}, "
             f"there are {cluster.num_devices}"
         )
-    units = []
-    for name, count in layers.items():
-        number = next(n for n, chain in enumerate(chains) if name in chain.cuts)
-        chain = chains[number]
-        ends = (*chain.cuts[name][1:], count)
-        units.append(
-            UnitPlan(
-                name,
-                tuple(
-                    Replica(
-                        tuple(
-                            Stage(
-                                first,
-                                end,
-                                ranks[number, replica, stage % chain.groups],
-                                chain.tp,
-                                chain.cp,
-                                chain.ep.get(name, 1),
-                            )
-                            for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))
-                        )
-                    )
-                    for replica in range(chain.replicas)
-                ),
-                tuple(feeds.get(name, ())),
-                chain.recompute.get(name, ()),
-            )
-        )
-    return Plan(tuple(units))
+    return ranks
 
 
 def _aligned(first: int, tp: int, width: int, node: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +18,13 @@ def recomputing(plan: Plan, by_unit: Mapping[str, tuple[Recompute, ...]]) -> Pla
     return Plan(tuple(replace(unit, recompute=by_unit.get(unit.name, unit.recompute)) for unit in plan.units))
 
 
-def more_recomputed(plan: Plan, score: PlanScore, table: OptionTable, capacity_bytes: float) -> Plan | None:
+def more_recomputed(
+    plan: Plan, score: PlanScore, table: OptionTable, capacity_bytes: Sequence[float]
+) -> Plan | None:
     """The plan with the stages of ranks that overflow recomputing what costs least next; None where they recompute all
-    that they can, or the model leaves nothing to the plan."""
-    overflowing = {rank for rank, peak in zip(plan.ranks, score.peak_bytes) if peak > capacity_bytes}
+    that they can, or the model leaves nothing to the plan. capacity_bytes: by rank, in the order of `Plan.ranks`."""
+    capacities = zip(plan.ranks, score.peak_bytes, capacity_bytes, strict=True)
+    overflowing = {rank for rank, peak, most in capacities if peak > most}
     changed: dict[str, tuple[Recompute, ...]] = {}
     for unit in plan.units:
         if not table.is_free(unit.name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -117,12 +118,18 @@ def _halving(number: int) -> Iterator[int]:
         number //= 2
 
 
-def rejection(plan: Plan, candidate: Candidate, score: PlanScore, excess: float) -> tuple[Option, str]:
+def rejection(
+    plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, excess: float
+) -> tuple[Option, str]:
     """(the option that overflows, what to tell the user) of a plan that does not fit once it is simulated."""
-    rank = plan.ranks[int(np.argmax(score.peak_bytes))]
+    rank = plan.ranks[int(np.argmax(score.peak_bytes - cluster.bytes_of(plan.ranks)))]
     held = [placed for placed in plan.stages() if rank in placed.stage.ranks]
     where = " and ".join(f"{placed.unit} stage {placed.position}" for placed in held)
-    culprit = next(option for option in candidate.options if held[0].unit in option.cuts)
+    culprit = next(
+        option
+        for option, group in itertools.zip_longest(candidate.options, candidate.groups)
+        if held[0].unit in option.cuts and group in (None, cluster.group_of(rank))
+    )
     return culprit, (
         f"{candidate.replicas} pipelines, {candidate.encoders_at}: rank {rank} ({where}) overflows by "
         f"{bytes_text(excess)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -12,11 +13,13 @@ import numpy as np
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
+from dilatant.plan.across_groups import in_group, mixed_candidates, placed_candidates
 from dilatant.plan.answer import Answer
 from dilatant.plan.candidates import Candidate, EncoderPosition, Mode, Space, roles_of
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import Finals, RankedPlan
+from dilatant.plan.group_bound import least_seconds
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import OptionTable
 from dilatant.plan.orchestrate import ModuleCost, orchestrate
@@ -31,6 +34,11 @@ from dilatant.plan.workload import Workload
 
 MANY, FEWEST = 128, 6
 """On more devices than this fewer plans are simulated than were asked for, but not fewer than these."""
+LEFTOVERS = 40
+"""Plans with one more pipeline on idle devices that are simulated at most; on many devices fewer, as above."""
+CLOSE, FAR = 1.25, 2.0
+"""Candidates across groups that promise to take so many times as long as the best on one group are not simulated, and
+not looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +122,57 @@ def search(
     """
     started = time.perf_counter()
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
-    space = open_space(model, costs, cluster, workload, global_batch, rules, chunks, halves)
+    how = _How(
+        mode, sizes, rules, finalists, num_microbatches, all_devices, copies, ranks_per_node, leftovers
+    )
+    spaces = [
+        open_space(model, costs.on(group.name), group, workload, global_batch, rules, chunks, halves)
+        for group in cluster.groups
+    ]
+    if len(spaces) == 1:
+        _, answer = _search_group(spaces[0], scorer, how)
+    else:
+        answer = _search_groups(spaces, cluster, scorer, how)
+    return replace(answer, wall_seconds=time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How to search, as the arguments of `search` of these names."""
+
+    mode: Mode
+    sizes: Sequence[int]
+    rules: ParameterBytes
+    finalists: int
+    num_microbatches: int | None
+    all_devices: bool
+    copies: int
+    ranks_per_node: int | None
+    leftovers: bool
+
+    def finalists_on(self, devices: int) -> int:
+        """Steps on many devices take longer to simulate, and all of their candidates together are to take seconds."""
+        return min(self.finalists, max(FEWEST, self.finalists * MANY // devices))
+
+
+def _search_group(
+    space: Space, scorer: PlanScorer, how: _How, ceiling: float = math.inf
+) -> tuple[list[Candidate], SearchResult]:
+    """All candidates on equal devices, and the best of them; of those that cannot be faster than `ceiling` seconds, no
+    more than the first. Raises PlanError."""
+    cluster, mode, copies = space.cluster, how.mode, how.copies
+    asked = how.sizes, how.num_microbatches, how.all_devices
     check_devices(space.table, space.roles, cluster, mode)
-    found = enumerate_candidates(space, mode, sizes, num_microbatches, all_devices)
+    found = enumerate_candidates(space, mode, *asked)
     if not found:
-        raise does_not_fit(space, mode, sizes[0])
+        raise does_not_fit(space, mode, how.sizes[0])
     found = [candidate for candidate in found if min(candidate.counts) >= copies]
-    per_node = ranks_per_node or cluster.gpus_per_node
-    # Steps on many devices take longer to simulate, and all of their candidates together are to take seconds.
-    finalists = min(finalists, max(FEWEST, finalists * MANY // cluster.num_devices))
-    finals = Finals(space, rules, scorer, copies, per_node)
-    remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
-    done = 0
-    for candidate in found:
-        if finals.ranked and (len(finals.ranked) >= finalists or remaining_bound[done] >= finals.best):
-            break
-        done += 1
-        finals.simulate(candidate)
-    for first in _first_of_modes(space, found, mode, sizes, num_microbatches, all_devices):
-        finals.simulate(first)
+    per_node = how.ranks_per_node or cluster.gpus_per_node
+    finals = Finals(space, how.rules, scorer, copies, per_node, ceiling)
+    unseen = _simulate(finals, found, how.finalists_on(cluster.num_devices))
+    for first in _first_of_modes(space, found, mode, *asked):
+        if first.bound < ceiling:
+            finals.simulate(first)
     if not finals.ranked and copies > 1 and not finals.rejected:
         nodes = cluster.num_devices // per_node
         raise PlanError(
@@ -142,25 +182,123 @@ def search(
     if not finals.ranked:
         raise nothing_survived(finals.rejected, cluster)
     finals.reorder()
-    if leftovers:
-        finals.fill_idle(found)
+    if how.leftovers:
+        finals.fill_idle(found, max(FEWEST, LEFTOVERS * MANY // max(MANY, cluster.num_devices)))
+    return found, _answer(found, finals, min(finals.skipped, unseen), how)
+
+
+def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int) -> float:
+    """Simulate in this order until so many fit memory, or no other can be faster; returns the least bound of those that
+    were not simulated."""
+    remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
+    done = 0
+    for candidate in found:
+        if finals.ranked and (len(finals.ranked) >= finalists or remaining_bound[done] >= finals.best):
+            break
+        done += 1
+        finals.simulate(candidate)
+    return float(remaining_bound[done]) if done < len(found) else math.inf
+
+
+def _answer(found: Sequence[Candidate], finals: Finals, unseen: float, how: _How) -> SearchResult:
     ranked = sorted(finals.ranked, key=lambda one: one.score.seconds)
-    if all_devices:
+    if how.all_devices:
         ranked.sort(key=lambda one: one.idle_devices)
     winner = ranked[0]
-    unseen = min(finals.skipped, remaining_bound[done] if done < len(found) else math.inf)
     return SearchResult(
         winner=winner,
         runners_up=tuple(ranked[1:]),
         rejected=tuple(text for _, text in finals.rejected),
         candidates=len(found),
-        mode=mode,
+        mode=how.mode,
         seconds=winner.score.seconds,
         proven=bool(unseen >= winner.score.seconds),
         lower_bound=min(winner.score.seconds, unseen),
-        wall_seconds=time.perf_counter() - started,
         groups=_groups(found, finals, winner.score.seconds),
     )
+
+
+def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _How) -> SearchResult:
+    """The best of all plans over groups of unlike devices: of those on one group, which are searched as if it were
+    alone, and those across groups (`across_groups`). Published systems' searches know only the former."""
+    if how.copies > 1:
+        raise PlanError("plans over groups of unlike devices are not made for nodes that may be lost")
+    alone: list[SearchResult] = []
+    refused: list[PlanError] = []
+    candidates: list[list[Candidate]] = [[] for _ in spaces]
+    # The group that can do most first: of others less is simulated where they cannot be faster.
+    for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
+        space, first = spaces[group], cluster.firsts[group]
+        try:
+            ceiling = min((answer.seconds for answer in alone), default=math.inf)
+            own, answer = _search_group(space, _from_rank(scorer, first), how, ceiling)
+        except PlanError as error:
+            refused.append(error)
+            continue
+        candidates[group] = [in_group(one, group) for one in own]
+        alone.append(on_ranks_from(answer, first, cluster.num_devices))
+    across: list[Candidate] = []
+    least = math.inf
+    if how.mode is Mode.BEST:
+        least = least_seconds(spaces)
+        best = min((answer.seconds for answer in alone), default=math.inf)
+        asked = how.sizes, how.num_microbatches, how.all_devices
+        across = _across(spaces, candidates, *asked, most_seconds=FAR * best)
+    best = min((answer.seconds for answer in alone), default=math.inf)
+    finals = Finals(replace(spaces[0], cluster=cluster), how.rules, scorer, ceiling=best)
+    across = [one for one in across if one.estimate <= CLOSE * best]
+    answers = alone
+    if across:
+        unseen = _simulate(finals, across, how.finalists_on(cluster.num_devices))
+        if finals.ranked:
+            finals.reorder()
+            # Not all that could stand side by side were looked at.
+            unseen = min(finals.skipped, unseen, least)
+            answers = [*alone, _answer(across, finals, unseen, how)]
+    if not answers:
+        raise refused[0]
+    return best_of(answers, how.all_devices)
+
+
+def _across(
+    spaces: Sequence[Space],
+    alone: Sequence[Sequence[Candidate]],
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+    most_seconds: float = math.inf,
+) -> list[Candidate]:
+    """The candidates that take devices of several groups, the most promising first; `alone` are those of each.
+    most_seconds: units are not placed where that promises to take longer."""
+    placed = list(placed_candidates(spaces, sizes, microbatches, most_seconds))
+    mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))
+    found = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))
+    most = max((one.gpus for one in found), default=0)
+    return [one for one in found if not all_devices or one.gpus == most]
+
+
+def all_candidates(
+    spaces: Sequence[Space],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
+) -> list[Candidate]:
+    """As `enumerate_candidates`, over groups of unlike devices with a space for each."""
+    asked = sizes, microbatches, all_devices
+    if len(spaces) == 1:
+        return enumerate_candidates(spaces[0], mode, *asked)
+    alone = [
+        [in_group(one, group) for one in enumerate_candidates(space, mode, *asked)]
+        for group, space in enumerate(spaces)
+    ]
+    across = _across(spaces, alone, *asked) if mode is Mode.BEST else []
+    return sorted([*itertools.chain(*alone), *across], key=lambda one: (one.estimate, -one.gpus))
+
+
+def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:
+    """Scores plans of a group whose ranks count from 0."""
+    return lambda plan, count: scorer(plan.shifted(first), count)
 
 
 def open_space(
@@ -178,6 +316,39 @@ def open_space(
     table = OptionTable(model, costs, workload, cluster.bytes_per_device, *limits)
     unaware = OptionTable(_all_trainable(model), costs, workload, math.inf, *limits)
     return Space(model, roles_of(model), table, unaware, cluster, global_batch, tuple(chunks))
+
+
+def on_ranks_from(answer: SearchResult, first: int, devices: int) -> SearchResult:
+    """The answer for a group of devices as one for all of them, of which it has the ranks from `first` on."""
+
+    def there(one: RankedPlan) -> RankedPlan:
+        return replace(one, plan=one.plan.shifted(first), idle_devices=devices - len(one.plan.ranks))
+
+    return replace(
+        answer, winner=there(answer.winner), runners_up=tuple(there(one) for one in answer.runners_up)
+    )
+
+
+def best_of(answers: Sequence[SearchResult], all_devices: bool = False) -> SearchResult:
+    """One answer of several, each of which has looked at other plans."""
+    ranked = sorted(
+        (one for answer in answers for one in (answer.winner, *answer.runners_up)),
+        key=lambda one: (one.idle_devices if all_devices else 0, one.score.seconds),
+    )
+    seconds = ranked[0].score.seconds
+    unseen = [answer.lower_bound for answer in answers if not answer.proven]
+    groups = [group for answer in answers for group in answer.groups]
+    return SearchResult(
+        winner=ranked[0],
+        runners_up=tuple(ranked[1:]),
+        rejected=tuple(text for answer in answers for text in answer.rejected),
+        candidates=sum(answer.candidates for answer in answers),
+        mode=answers[0].mode,
+        seconds=seconds,
+        proven=all(bound >= seconds for bound in unseen),
+        lower_bound=min([seconds, *unseen]),
+        groups=tuple(sorted(groups, key=lambda one: (one.seconds is None, one.seconds or one.bound))),
+    )
 
 
 def _groups(found: Sequence[Candidate], finals: Finals, best: float) -> tuple[SearchedGroup, ...]:

@@ -13,6 +13,7 @@ from dilatant.cost.layer import frozen_work, trainable_before, with_experts_on_r
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.cost.quadratic import Quadratic
+from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec, UnitSpec
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.state_sharing import sharing
@@ -121,21 +122,29 @@ def layer_table(
     )
 
 
-def stage_costs(plan: Plan, model: ModelSpec, costs: CostModel, rules: ParameterBytes = BF16) -> StageCosts:
-    """The costs of every stage of `plan`. Raises UserError when the cost model lacks a layer type or degree."""
-    tables: dict[tuple[str, int, int, int], LayerTable] = {}
+def stage_costs(
+    plan: Plan,
+    model: ModelSpec,
+    costs: CostModel,
+    rules: ParameterBytes = BF16,
+    cluster: Cluster | None = None,
+) -> StageCosts:
+    """The costs of every stage of `plan`, on the devices of its group of `cluster` where these are unlike. Raises
+    UserError when the cost model lacks a layer type or degree."""
+    tables: dict[tuple[str, int, int, int, str], LayerTable] = {}
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
     static, gradient, summed = (np.empty(len(placed)) for _ in range(3))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
-        key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep
+        group = "" if cluster is None else cluster.at(entry.stage.ranks[0]).name
+        key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep, group
         if key not in tables:
             upstream = model.upstream_trainable(entry.unit)
             again = plan.unit(entry.unit).recompute
             tables[key] = layer_table(
-                model.unit(entry.unit), upstream, costs, *key[1:3], rules, again, key[3]
+                model.unit(entry.unit), upstream, costs.on(group), *key[1:3], rules, again, key[3]
             )
         table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
         seconds[entry.index] = table.seconds[layers].sum(axis=0)

@@ -66,10 +66,7 @@ class StepCosts:
             arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
             if cluster is not None:
-                links = {name: Link(**cluster[name]) for name in ("inside", "between")}
-                cluster = Cluster(
-                    **{**cluster, **links, "reserve": MemoryReserve(**cluster.get("reserve", {}))}
-                )
+                cluster = Cluster.from_document(cluster)
             costs = cls(
                 StageCosts(**arrays),
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
@@ -96,9 +93,10 @@ class StepCosts:
 def _check_numbers(costs: StepCosts) -> None:
     """Raise ValueError for what is no number, or below 0. A link may be without bounds."""
     cluster = costs.cluster
-    places = () if cluster is None else (cluster, cluster.inside, cluster.between, cluster.reserve)
+    groups = () if cluster is None else (cluster, *cluster.parts)
+    places = [place for one in groups for place in (one, one.inside, one.between, one.reserve)]
     values = [getattr(place, field.name) for place in places for field in fields(place)]
-    numbers = [value for value in values if not isinstance(value, Link | MemoryReserve)]
+    numbers = [value for value in values if not isinstance(value, Link | MemoryReserve | str | tuple)]
     numbers += [*costs.item_tokens.values(), *costs.dense.values(), *costs.sync_seconds.values()]
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
         raise ValueError("tokens, seconds and links must be numbers and not negative")

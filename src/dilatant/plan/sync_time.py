@@ -21,10 +21,10 @@ def sync_seconds(
     Holders are the context-parallel ranks of every replica of the layer. A ring passes `2 (n - 1) / n` of the bytes
     through each of its n members: over the links inside nodes, and in and out of each node once, spread over the ports
     of the members that are there. Small ones wait for as many messages as a tree is high. All ranks sum at the same
-    time, so what several groups send through one port adds up.
+    time, so what several groups send through one port adds up. Of unlike devices the slowest on a ring decides.
     """
     inside, waits = dict.fromkeys(plan.ranks, 0.0), dict.fromkeys(plan.ranks, 0.0)
-    through: dict[tuple[int, int], float] = defaultdict(float)  # bytes by node and port
+    through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port
     rings: list[list[tuple[int, int]]] = []  # the ports of each group between nodes
     used: dict[int, set[int]] = defaultdict(set)  # groups by rank
     for unit in plan.units:
@@ -37,21 +37,23 @@ def sync_seconds(
             for rank in ranks:
                 ports[cluster.node_of(rank)].add(cluster.port_of(rank))
             crosses = len(ports) > 1
-            latency = cluster.between.latency if crosses else cluster.inside.latency
+            own_groups = [cluster.at(rank) for rank in ranks] if cluster.parts else [cluster]
+            latency = max((group.between if crosses else group.inside).latency for group in own_groups)
             for rank in ranks:
                 waits[rank] += 2 * math.ceil(math.log2(count)) * latency
                 # The only one of a node sends past its neighbours, straight through the port.
                 if len(ranks) > len(ports):
-                    inside[rank] += passed / cluster.inside.bandwidth
+                    inside[rank] += passed / cluster.at(rank).inside.bandwidth
                 if crosses:
                     used[rank].add(len(rings))
             if not crosses:
                 continue
             for node, own in ports.items():
+                bandwidth = cluster.at(cluster.ranks_of(node)[0]).port.bandwidth
                 for port in own:
-                    through[node, port] += passed / len(own)
+                    through[node, port] += passed / len(own) / bandwidth
             rings.append([(node, port) for node, own in ports.items() for port in own])
-    slowest = [max(through[port] for port in ring) / cluster.port.bandwidth for ring in rings]
+    slowest = [max(through[port] for port in ring) for ring in rings]
     return {
         rank: waits[rank] + max(own, max((slowest[ring] for ring in used[rank]), default=0.0))
         for rank, own in inside.items()

@@ -149,6 +149,9 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
                 f"{_place(entry)} uses ranks {beyond}, but the cluster has {cluster.num_devices} devices "
                 f"({cluster.nodes} nodes of {cluster.gpus_per_node})"
             )
+        kinds = list(dict.fromkeys(cluster.at(rank).name for rank in stage.ranks))
+        if len(kinds) > 1 and not beyond:
+            problems.append(f"{_place(entry)} has ranks of unlike groups of devices: {', '.join(kinds)}")
         for start in range(0, len(stage.ranks), max(stage.tp, 1)):
             group = stage.ranks[start : start + stage.tp]
             nodes = sorted({cluster.node_of(rank) for rank in group})

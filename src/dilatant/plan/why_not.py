@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import yaml
 
@@ -12,18 +13,21 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan.candidates import Candidate, Mode, Space
+from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import Finals, RankedPlan
 from dilatant.plan.options import Option
 from dilatant.plan.score import PlanScorer
-from dilatant.plan.search import SearchResult, enumerate_candidates
+from dilatant.plan.search import SearchResult, all_candidates
 
 KEYS = ("replicas", "tp", "cp", "pp", "chunks")
 """What may be said of a unit; as in `ParallelSpec`."""
+GROUP = "group"
+"""This, too: the name of the group of unlike devices that it is on."""
 TRIED = 3
 """So many of the layouts that fit what is asked are simulated, the most promising."""
 
-Asked = Mapping[str, Mapping[str, int]]
-"""Unit → key of `KEYS` → value; what is not said may be anything."""
+Asked = Mapping[str, Mapping[str, Any]]
+"""Unit → key of `KEYS` → whole number, or `GROUP` → name; what is not said may be anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +61,13 @@ def read_asked(text: str, units: Sequence[str]) -> Asked:
     ]
     for unit, wanted in found.items():
         for key, value in wanted.items():
-            if key not in KEYS:
-                problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)} can")
+            if key == GROUP:
+                if not isinstance(value, str):
+                    problems.append(
+                        f"{unit}: group is {value!r}; it must be the name of one in cluster.groups"
+                    )
+            elif key not in KEYS:
+                problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)} and {GROUP} can")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
     if problems:
@@ -75,18 +84,21 @@ def why_not(
     rules: ParameterBytes,
     num_microbatches: int | None = None,
     all_devices: bool = False,
+    groups: Sequence[Space] = (),
 ) -> WhyNot:
     """What became of layouts like `asked` in the search of `space` whose answer is `result`; the other arguments are
-    those of that search. They are simulated now, if the search did not."""
+    those of that search. They are simulated now, if the search did not. groups: the spaces of groups of unlike devices,
+    where `space` is of all of them."""
     problems = _problems(space, asked)
     if problems:
         return WhyNot(impossible=tuple(problems))
     search = sizes, num_microbatches, all_devices
-    found = [one for one in enumerate_candidates(space, result.mode, *search) if _is_like(one, asked)]
+    spaces = groups or [space]
+    found = _like(spaces, space.cluster, asked, all_candidates(spaces, result.mode, *search))
     roomy = found
     if not found:  # perhaps for lack of memory
-        unbounded = _without_limit(space, rules)
-        roomy = [one for one in enumerate_candidates(unbounded, result.mode, *search) if _is_like(one, asked)]
+        unbounded = [_without_limit(one) for one in spaces]
+        roomy = _like(spaces, space.cluster, asked, all_candidates(unbounded, result.mode, *search))
     if not roomy:
         return WhyNot(impossible=(_nowhere(space, asked, result.mode, sizes),))
     finals = Finals(space, rules, scorer)
@@ -99,20 +111,29 @@ def why_not(
         if plans
         else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
         plans=plans,
-        is_chosen=_chosen(result.winner, asked),
+        is_chosen=_chosen(result.winner, asked, space.cluster),
         was_simulated=bool(plans) and (plans[0].plan, plans[0].num_microbatches) in known,
         candidates=len(found),
         bound=min((one.bound for one in found), default=0.0),
     )
 
 
-def _is_like(candidate: Candidate, asked: Asked) -> bool:
-    return all(
-        _degrees(option, count, unit).items() >= wanted.items()
-        for unit, wanted in asked.items()
-        for option, count in zip(candidate.options, candidate.counts)
-        if unit in option.cuts
-    )
+def _like(
+    spaces: Sequence[Space], cluster: Cluster, asked: Asked, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """Those of which all chains of each unit are as asked."""
+    names = [cluster.groups[number].name for number in range(len(spaces))]
+
+    def is_like(candidate: Candidate) -> bool:
+        groups = candidate.groups or (0,) * len(candidate.options)
+        return all(
+            {**_degrees(option, count, unit), GROUP: names[group]}.items() >= wanted.items()
+            for unit, wanted in asked.items()
+            for option, count, group in zip(candidate.options, candidate.counts, groups, strict=True)
+            if unit in option.cuts
+        )
+
+    return [one for one in candidates if is_like(one)]
 
 
 def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
@@ -121,12 +142,14 @@ def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
     return {"replicas": count, "tp": option.tp, "cp": option.cp, "pp": stages // chunks, "chunks": chunks}
 
 
-def _chosen(winner: RankedPlan, asked: Asked) -> bool:
+def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
     for unit, wanted in asked.items():
         replicas = winner.plan.unit(unit).replicas
         stages = replicas[0].stages
         groups = len({stage.ranks for stage in stages})
+        homes = {cluster.at(one.stages[0].ranks[0]).name for one in replicas}
         own = {
+            GROUP: homes.pop() if len(homes) == 1 else "",
             "replicas": len(replicas), "tp": stages[0].tp, "cp": stages[0].cp, "pp": groups,
             "chunks": len(stages) // groups,
         }  # fmt: skip
@@ -138,7 +161,11 @@ def _chosen(winner: RankedPlan, asked: Asked) -> bool:
 def _problems(space: Space, asked: Asked) -> list[str]:
     """What no search could find, whatever its cluster."""
     problems = []
+    names = [group.name for group in space.cluster.groups if group.name]
     for unit, wanted in asked.items():
+        if wanted.get(GROUP, "") not in ("", *names):
+            there = f"they are {', '.join(names)}" if names else "there are none"
+            problems.append(f"{unit}: group {wanted[GROUP]!r} is none of cluster.groups; {there}")
         degrees = space.table.degrees([unit])
         for axis, key in enumerate(("tp", "cp")):
             offered = sorted({degree[axis] for degree in degrees})
@@ -188,7 +215,7 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
     return f"mode {mode} looks at no plan like it"
 
 
-def _without_limit(space: Space, rules: ParameterBytes) -> Space:
+def _without_limit(space: Space) -> Space:
     return replace(space, table=space.table.with_capacity(math.inf), _sides={}, _heaviest={})
 
 

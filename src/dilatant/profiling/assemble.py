@@ -11,11 +11,14 @@ from typing import Any
 
 from dilatant.config import Config, EncoderConfig, ModelConfig, UserError, list_problems
 from dilatant.config.config import unit_problems
+from dilatant.config.model import TargetConfig
 from dilatant.config.recompute import Recompute
 from dilatant.data.blend import Blend, StreamBlend, open_blend
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.image_target import ImageTarget, image_target
+from dilatant.data.image_unit import ImageProcessor
+from dilatant.data.processors import image_processor
 from dilatant.data.sample import MediaUnit
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.tokenizer import load_tokenizer
@@ -173,7 +176,8 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
     """What each generator draws, from configs alone. Raises UserError that names the key."""
     if not config.generators:
         return ()
-    first = _vocabulary(config, len(tokenizer)) + len(config.encoders)
+    encoders = open_whole(config).family.towers if config.is_whole else config.encoders
+    first = _vocabulary(config, len(tokenizer)) + len(encoders)
     targets = []
     for position, (name, seen) in enumerate(picture_nets(config).items()):
         entry = config.generators[name]
@@ -186,9 +190,17 @@ def image_targets(config: ModelConfig, tokenizer: Any) -> tuple[ImageTarget, ...
                 start=entry.start,
                 marker=entry.marker,
                 pixels=seen.pixels,
+                processor=None if entry.target is None else _as_it_sees(entry.target, seen.pixels),
             )
         )
     return tuple(targets)
+
+
+def _as_it_sees(target: TargetConfig, pixels: tuple[int, int, int]) -> ImageProcessor:
+    """How the encoder of a target is shown pictures."""
+    channels, height, width = pixels
+    source = target.encoder if isinstance(target.encoder, str) else None
+    return image_processor(source, height=height, width=width, channels=channels)
 
 
 def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:

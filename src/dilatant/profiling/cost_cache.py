@@ -29,7 +29,7 @@ def keep_costs(costs: CostModel, model: ModelDescription) -> bool:
     """Keep measured costs that are no scatter, and say whether they are that; where the cache cannot be written, they
     are just not kept."""
     fits = [cost.fit_error or 0.0 for degrees in costs.layers.values() for cost in degrees.values()]
-    if costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
+    if costs.groups or costs.origin != "measured" or max(fits, default=0.0) > SCATTERED:
         return False
     path = _path(costs.hardware, costs.dtype, model)
     part = path.with_suffix(f".{os.getpid()}.part")

@@ -192,6 +192,8 @@ def _experts(block: nn.Module) -> tuple[int, int]:
 def _role(unit: Unit, index: int) -> tuple[str, str]:
     """The role of a layer, and the family's word for it where blocks differ."""
     name = unit.layers[index].removeprefix(f"{unit.unit}.")
+    if isinstance(unit, GeneratorUnit) and index and unit.cut is not None:
+        return GENERATOR, "block" if name.startswith("layers.") else name
     if not name.startswith("layers."):
         return name, ""
     names = getattr(unit.config, "layer_types", None)

@@ -91,8 +91,12 @@ def recovery_costs(
 def best_templates(problem: PlanningProblem, most_nodes: int) -> TemplateSet:
     """Templates of up to `most_nodes` nodes, for the microbatch size with the fastest step on all of them.
 
-    Raises PlanError when no number of nodes can hold the model.
+    Raises PlanError when no number of nodes can hold the model, and for unlike devices.
     """
+    if problem.target.groups:
+        raise PlanError(
+            "templates are made of equal devices; leave out cluster.groups, or name one kind with --cluster"
+        )
     batch = problem.global_batch
     found: list[TemplateSet] = []
     problems = set()

@@ -34,8 +34,12 @@ def layer_costs(
 ) -> CostModel:
     """The costs that `plan.costs` names; else measured, if `target` is here; else modelled, and said to be so.
 
+    Of groups of unlike devices each has its own: a file counts for the group that it names, or for devices of its kind.
+
     Raises UserError for a file of other hardware (naming it), of another precision, or of other layers.
     """
+    if target.groups:
+        return _costs_of_groups(config, model, target, say)
     if config.plan.costs is not None:
         return read_costs(Path(config.plan.costs), model, target)
     degrees = planned_degrees(config.plan, model, target)
@@ -46,12 +50,40 @@ def layer_costs(
     return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype, per_node)
 
 
-def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
-    """A cost file that must fit the target and the model. Raises UserError."""
+def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:
+    file = None if config.plan.costs is None else _load(Path(config.plan.costs))
+    known: set[str] = set()
+    if file is not None:
+        known = {
+            own.cluster.name
+            for own in target.groups
+            if own.cluster.name in file.groups or is_same_hardware(file.hardware, own.requested)
+        }
+        if not known:
+            kinds = ", ".join(repr(own.requested) for own in target.groups)
+            raise UserError(f"plan.costs holds costs of {file.hardware!r}, but groups have {kinds}")
+    unnamed = config.model_copy(update={"plan": config.plan.model_copy(update={"costs": None})})
+    groups = {
+        own.cluster.name: layer_costs(config if own.cluster.name in known else unnamed, model, own, say)
+        for own in target.groups
+    }
+    return replace(next(iter(groups.values())), groups=groups)
+
+
+def _load(path: Path) -> CostModel:
     try:
-        costs = load_costs(path)
+        return load_costs(path)
     except OSError as error:
         raise UserError(f"plan.costs: {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def read_costs(path: Path, model: ModelDescription, target: Target) -> CostModel:
+    """A cost file that must fit the target and the model; of one with groups that of the target. Raises UserError."""
+    costs = _load(path)
+    kinds = {own.hardware: own for own in reversed([*costs.groups.values()])}
+    costs = costs.groups.get(target.cluster.name) or next(
+        (own for kind, own in kinds.items() if is_same_hardware(kind, target.requested)), costs
+    )
     if not is_same_hardware(costs.hardware, target.requested):
         raise UserError(
             f"{path} holds costs of {costs.hardware!r}, but the plan is for {target.requested!r}; profile there "
@@ -146,6 +178,8 @@ def costs_in_use(
     """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by chunks
     if a microbatch of up to `row` tokens has more than `chunk` of them, and never puts its weight gradient off; and
     only blocks are recomputed."""
+    if costs.groups:
+        return costs.mapped(lambda own: costs_in_use(own, model, targets, row, chunk))
     heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
 
     def used(kind: str, cost: LayerCost) -> LayerCost:

@@ -19,7 +19,8 @@ from dilatant.models.lora import is_adapter
 from dilatant.models.materialize import materialize
 from dilatant.models.stage import Stage
 from dilatant.models.tensor_parallel import share_tokens
-from dilatant.models.tensor_plan import Region, tensor_plan
+from dilatant.models.tensor_plan import tensor_plan
+from dilatant.models.tensor_regions import Region
 from dilatant.models.unit import Unit
 from dilatant.profiling.describe_model import HEAD, LayerType
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears

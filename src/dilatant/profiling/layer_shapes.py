@@ -44,7 +44,11 @@ def layer_shapes(model: ModelDescription, guess: bool = False) -> dict[str, Laye
             if not guess:
                 raise
             shapes[entry.kind] = _plain_shape(entry)
-        shapes[entry.kind] = replace(shapes[entry.kind], trained_share=_trained_share(entry))
+        shapes[entry.kind] = replace(
+            shapes[entry.kind],
+            trained_share=_trained_share(entry),
+            divided=entry.unit.structure is not None,
+        )
     return shapes
 
 
@@ -81,7 +85,7 @@ def _shape(entry: LayerType) -> LayerShape:
         return _projector(entry, parameters)
     if entry.role == GENERATOR and isinstance(entry.unit.model, Diffusion):
         assert isinstance(entry.unit, GeneratorUnit)
-        return net_shape(entry.unit.model, width, entry.unit.tokens_per_item)
+        return net_shape(entry.unit, entry.index)
     if entry.role in (ENCODER, CONNECTOR, GENERATOR):
         return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
     heads, key_value_heads, size = _heads(entry)

@@ -14,41 +14,58 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilatant.cost.analytic import LayerShape
 from dilatant.models.diffusion import Diffusion
+from dilatant.models.generator import GeneratorUnit
 
 
-def net_shape(model: Diffusion, width: int, tokens_per_item: int) -> LayerShape:
-    """The shape of the layer that `model` is, per row of the language model: a picture's work over its rows.
-
-    width: of a row. The autoencoder's work has no backward.
-    """
-    hollow = _hollow(model)
-    rows = torch.randn(1, tokens_per_item, width, device="meta", requires_grad=True)
+def net_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
+    """The shape of a layer of a generator's net, or of all of it where it is one layer, per row of the language model:
+    a picture's work over its rows. The autoencoder's work has no backward."""
+    hollow = _hollow(unit)
+    model: Any = hollow.model
+    assert isinstance(model, Diffusion)
+    items, last = hollow.tokens_per_item, len(hollow.layers) - 1
+    rows = torch.randn(1, items, hollow.width, device="meta", requires_grad=True)
     seen = torch.randn(1, *model.shape, device="meta")
     times = torch.zeros(1, device="meta")
-    products, kept, calls = _counted(lambda: hollow.say(seen, times, rows), hollow)
+    if hollow.cut is None:
+        products, kept, calls = _counted(lambda: model.say(seen, times, rows), model)
+    else:
+        first: Any = hollow.stage(1, 2).model
+        head: Any = hollow.stage(last, last + 1).model
+        between = first.enter(seen, times, rows)
+        if layer == 1:
+            products, kept, calls = _counted(lambda: first.enter(seen, times, rows).patches, first)
+        elif layer == last:
+            products, kept, calls = _counted(lambda: head.leave(between), head)
+        else:
+            cut, block = hollow.cut, hollow.blocks[layer - 2]
+            products, kept, calls = _counted(lambda: cut.block(model.net, block, between).patches, block)
     encoded = 0
-    if model.vae is not None:
+    if layer == 1 and model.encoder is not None and not model.keeps_latents:
         pixels = torch.randn(1, *model.pixels, device="meta")
         with torch.no_grad():
-            encoded, _, _ = _counted(lambda: hollow.encode(pixels), hollow)
+            encoded, _, _ = _counted(lambda: model.encode(pixels), model)
+    own = [weight for weight in unit.weights if weight.layer == unit.layers[layer]]
+    sizes = {name: parameter.numel() for name, parameter in unit.named_logical_parameters()}
+    given_on = 0 if layer == last else hollow.rows_between * hollow.boundary(layer + 1, unit.unit).width
     return LayerShape(
-        matmul=products // tokens_per_item,
+        matmul=products // items,
         leading=0,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        kept=kept / tokens_per_item,
-        weight_kept=kept / tokens_per_item,
-        traffic=2 * kept / tokens_per_item,
-        output_width=0,
+        parameters=sum(sizes.get(weight.canonical, 0) for weight in own),
+        kept=kept / items,
+        weight_kept=kept / items,
+        traffic=2 * kept / items,
+        output_width=given_on // items,
         launches=calls,
-        forward_only=encoded // tokens_per_item,
+        forward_only=encoded // items,
     )
 
 
-def _hollow(model: Diffusion) -> Diffusion:
+def _hollow(unit: GeneratorUnit) -> GeneratorUnit:
     """The same without memory for weights."""
-    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    held = {id(tensor): tensor for tensor in (*unit.parameters(), *unit.buffers())}
     memo: dict[int, Any] = {key: _on_meta(tensor) for key, tensor in held.items()}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(unit, memo)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import platform
 import re
@@ -27,7 +28,7 @@ from dilatant.cost.memory import (
     Zero,
     bytes_text,
 )
-from dilatant.plan.cluster import Cluster, cluster_of
+from dilatant.plan.cluster import Cluster, cluster_of, cluster_of_groups
 from dilatant.profiling.link_probe import MeasuredLinks
 from dilatant.runtime.precision import pick_precision
 
@@ -45,7 +46,8 @@ class Target:
     """The devices to plan for. Cost files must be of `requested`: the entry that the config names, or this device.
 
     `is_local` says that this machine has such devices, so layers can be measured; `threads` are then those of one CPU
-    process. `dtype` is that of weights and activations, `rules` what a parameter takes.
+    process. `dtype` is that of weights and activations, `rules` what a parameter takes. `groups`: of unlike devices,
+    each a target of its own; the rest is then of the first.
     """
 
     hardware: Hardware
@@ -55,6 +57,15 @@ class Target:
     threads: int
     dtype: str
     rules: ParameterBytes
+    groups: tuple[Target, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Nodes, devices and what these are."""
+        if self.groups:
+            return "; ".join(f"{group.cluster.name}: {group.text}" for group in self.groups)
+        nodes = "1 node" if self.cluster.nodes == 1 else f"{self.cluster.nodes:,} nodes"
+        return f"{nodes} of {self.cluster.gpus_per_node} × {self.hardware.name}"
 
 
 def devices_per_node(config: ClusterConfig) -> int:
@@ -73,6 +84,8 @@ def plan_target(
     Raises UserError for hardware that the file does not have, for bf16 on a GPU here without it, and for a reserve that
     leaves nothing.
     """
+    if config.groups:
+        return _target_of_groups(config, precision, zero, optimizer)
     gpus = torch.cuda.device_count()
     per_node = devices_per_node(config)
     threads = max(1, _cores() // per_node)
@@ -105,6 +118,36 @@ def plan_target(
             ranks_per_node=per_node,
         ),
     )
+
+
+def _target_of_groups(
+    config: ClusterConfig, precision: str, zero: Zero | None, optimizer: OptimizerConfig | None
+) -> Target:
+    """None is taken to be here: layers are modelled alike for all, where no file says better. Where one computes in
+    fp32 all do. Optimizer state is taken to be shared inside nodes that are as small as divides every group's."""
+    names = [group.name for group in config.groups or ()]
+    each = [plan_target(group, precision, zero, optimizer) for group in config.of_groups]
+    precise = any(target.dtype == "float32" for target in each)
+    dtype = "float32" if precise else "bfloat16"
+    rules = replace(
+        rules_of(FP32 if precise else BF16, optimizer or OptimizerConfig()),
+        zero=zero or DEFAULT_ZERO,
+        ranks_per_node=math.gcd(*(target.cluster.gpus_per_node for target in each)),
+    )
+    groups = tuple(
+        replace(
+            target,
+            cluster=replace(target.cluster, name=name, device=target.requested),
+            is_local=False,
+            dtype=dtype,
+            rules=rules,
+        )
+        for name, target in zip(names, each, strict=True)
+    )
+    if len(groups) == 1:
+        return groups[0]
+    together = cluster_of_groups([target.cluster for target in groups])
+    return replace(groups[0], cluster=together, groups=groups)
 
 
 def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> MemoryReserve:

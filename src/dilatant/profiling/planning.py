@@ -123,7 +123,7 @@ def planning_problem(
     if problems := [problem for unit in whole.units.values() for problem in context_problems(unit)]:
         if max(config.plan.context_parallel or (1,)) > 1:
             raise list_problems("context-parallel degrees (plan.context_parallel):", problems)
-        measured = _without_context(measured)  # a cost file may know more than this model can do
+        measured = measured.mapped(_without_context)  # a cost file may know more than this model can do
     if config.plan.costs is None and kept is None:
         keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
@@ -167,13 +167,18 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
 def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
     """Why the search of this run chose no layout like `asked`."""
     problem, config = planned.problem, planned.problem.config
-    space = open_space(
-        problem.model.spec, problem.costs, problem.target.cluster, problem.simulated(), problem.global_batch,
-        problem.target.rules, _searched_chunks(config), _splits(config),
-    )  # fmt: skip
+    cluster = problem.target.cluster
+    spaces = [
+        open_space(
+            problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
+            problem.target.rules, _searched_chunks(config), _splits(config),
+        )
+        for group in cluster.groups
+    ]  # fmt: skip
+    space = replace(spaces[0], cluster=cluster)
     return why_not(
         space, asked, planned.result, _scorer(problem), _searched_sizes(config, problem.target),
-        problem.target.rules, config.parallel.microbatches, all_devices,
+        problem.target.rules, config.parallel.microbatches, all_devices, spaces,
     )  # fmt: skip
 
 
@@ -244,8 +249,8 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
     found = {count: score(plan, count) for count in counts}
 
     def rank(count: int) -> tuple[bool, float]:
-        overflows = max(found[count].peak_bytes, default=0.0) > problem.target.cluster.bytes_per_device
-        return overflows, found[count].seconds
+        overflow = problem.target.cluster.overflow(plan.ranks, found[count].peak_bytes)
+        return overflow > 0.0, found[count].seconds
 
     best = min(found, key=rank)
     ranked = _as_ranked(problem, plan, pipelines, best, found[best])
@@ -301,7 +306,7 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
         plan,
         step.assignment,
         step.schedule,
-        stage_costs(plan, spec, problem.costs, target.rules),
+        stage_costs(plan, spec, problem.costs, target.rules, target.cluster),
         tokens,
         target.cluster,
         squares={unit: tokens[unit] * item for unit, item in problem.model.item_tokens.items()},
@@ -393,10 +398,10 @@ def _stable_batch(
     problem: PlanningProblem, winner: RankedPlan, work: NDArray[np.float64]
 ) -> StableBatch | None:
     """How large a batch must be to ask for the same devices per unit: those of one pipeline; where the winner does not
-    keep units apart, of the longest pipelines that could."""
+    keep units apart, of the longest pipelines that could. Nothing is said of unlike devices."""
     devices = problem.target.cluster.num_devices
     budget = devices // winner.replicas if winner.encoders_at is not EncoderPosition.IN_LANGUAGE else devices
-    if work.shape[1] == 1 or not work.any():
+    if work.shape[1] == 1 or not work.any() or problem.target.groups:
         return None
     for share in range(budget, 0, -1):
         allocations = _allocations(problem, share) if budget % share == 0 else ()
@@ -424,7 +429,8 @@ def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...
 def _as_ranked(
     problem: PlanningProblem, plan: Plan, pipelines: int, num_microbatches: int, score: PlanScore
 ) -> RankedPlan:
-    table = stage_costs(plan, problem.model.spec, problem.costs, problem.target.rules)
+    target = problem.target
+    table = stage_costs(plan, problem.model.spec, problem.costs, target.rules, target.cluster)
     seconds: dict[str, tuple[float, ...]] = {}
     size = problem.global_batch / (pipelines * num_microbatches)
     samples = problem.simulated()

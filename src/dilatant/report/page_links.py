@@ -15,6 +15,7 @@ PAGES = {
     "plan/failures.html": "Failures",
     "timeline.html": "Last step",
     "plan.html": "Last step, simulated",
+    "generations.html": "Losses and recoveries",
     "metrics.jsonl": "Figures of every step",
 }
 """What a run folder may hold for a browser, by its place in the folder, and how a link to it reads."""

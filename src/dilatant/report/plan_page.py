@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dilatant.report.gantt_tables import (
 )
 from dilatant.report.model_graph import model_graph
 from dilatant.report.page import render, write_page
-from dilatant.report.plan_report import ComparedPlan, PlanReport, SizeDistribution
+from dilatant.report.plan_report import ComparedPlan, DeviceGroup, PlanReport, SizeDistribution
 from dilatant.report.plan_summary import explain, suggest, summarize
 from dilatant.report.step_comparison import comparison_rows
 from dilatant.report.wording import (
@@ -276,23 +277,40 @@ def _device_rows(report: PlanReport) -> list[dict[str, str]]:
     """Node by node, what its ranks hold, by the port through which they leave the node."""
     if not report.gpus_per_node:
         return []
-    stages, per_node, ports = report.plan.stages(), report.gpus_per_node, report.ports_per_node
+    stages = report.plan.stages()
     held: dict[int, list[PlacedStage]] = {}
     for placed in stages:
         for rank in placed.stage.ranks:
             held.setdefault(rank, []).append(placed)
     rows = []
-    for node in sorted({rank // per_node for rank in held}):
+    for name_of_node, first, per_node, ports in _nodes(report, max(held, default=0)):
         by_port: dict[int, dict[str, list[int]]] = {}
-        for rank in range(node * per_node, (node + 1) * per_node):
+        for place in range(per_node):
+            rank = first + place
             if rank in held:
-                port = rank % per_node * ports // per_node
+                port = place * ports // per_node
                 name = f"{stage_name(held[rank])} of replica {held[rank][-1].replica}"
                 by_port.setdefault(port, {}).setdefault(name, []).append(rank)
         for port, names in by_port.items():
             text = "; ".join(f"{ranks_text(ranks)}: {name}" for name, ranks in names.items())
-            rows.append({"node": str(node), "port": str(port), "ranks": text})
+            rows.append({"node": name_of_node, "port": str(port), "ranks": text})
     return rows
+
+
+def _nodes(report: PlanReport, last: int) -> Iterator[tuple[str, int, int, int]]:
+    """(name, first rank, devices, ports) of each node up to that of rank `last`."""
+    equal = DeviceGroup("", "", last + 1, report.gpus_per_node or 1, report.ports_per_node)
+    first = node = 0
+    for group in report.device_groups or (equal,):
+        for _ in range(group.nodes):
+            if first <= last:
+                yield (
+                    f"{node} ({group.name})" if group.name else str(node),
+                    first,
+                    group.gpus_per_node,
+                    group.ports,
+                )
+            first, node = first + group.gpus_per_node, node + 1
 
 
 def _footer(report: PlanReport) -> str:

@@ -111,6 +111,17 @@ class SearchedPlans:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """A group of equal devices in a cluster of unlike ones: nodes and ranks follow those of the group before."""
+
+    name: str
+    device: str
+    nodes: int
+    gpus_per_node: int
+    ports: int
+
+
+@dataclass(frozen=True, slots=True)
 class WhyNotFacts:
     """A layout that somebody asked for, and why it was not chosen."""
 
@@ -124,8 +135,8 @@ class PlanReport:
 
     `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
     step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
-    they are, `groups` in numbers. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned,
-    shown as they are.
+    they are, `groups` in numbers. `device_groups`: of unlike devices; none where all are equal. `reasons` for this
+    plan, `advice` and `warnings` are sentences of whoever planned, shown as they are.
     """
 
     title: str
@@ -153,6 +164,7 @@ class PlanReport:
     why_not: tuple[WhyNotFacts, ...] = ()
     gpus_per_node: int | None = None
     ports_per_node: int = 1
+    device_groups: tuple[DeviceGroup, ...] = ()
 
     @property
     def step_seconds(self) -> float:

@@ -38,7 +38,8 @@ from dilatant.report.wording import (
 _WIDTH, _HEIGHT, _LEFT, _NODES = 1100.0, 210.0, 64.0, 70.0
 _SPARKS = 60
 _CAUSES = (RECONFIGURING, COPYING, RESTARTING, UNFINISHED, ROLLED_BACK, SAVING, TOO_FEW)
-_TONES = {cause: f"lost{order}" for order, cause in enumerate(_CAUSES)}
+TONES: Mapping[str, str] = {cause: f"lost{order}" for order, cause in enumerate(_CAUSES)}
+"""Cause of lost time → its colour, on every page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def write_replay_page(replays: Sequence[Replay], path: str | Path, setting: Repl
 def render_replay_page(replays: Sequence[Replay], setting: ReplaySetting) -> str:
     """The page as text: the first replay against the others over time, and lost time by cause."""
     causes = _causes(replays)
-    tones = {cause: _TONES[cause] for cause in causes}
+    tones = {cause: TONES[cause] for cause in causes}
     rows = []
     for order, one in enumerate(replays):
         useful = max(one.seconds - sum(one.lost.values()), 0.0)

@@ -23,9 +23,11 @@ from dilatant.report.durable import LEFTOVERS, write_durably
 
 _WRITTEN = (
     *("config.yaml", "metrics.jsonl", "metrics.damaged", "plan.json", "step.json", "eval.json", "data.html"),
-    *("timeline.html", "timeline.json", "checkpoints", "resilience"),
+    *("timeline.html", "timeline.json", "generations.html", "checkpoints", "resilience"),
 )
 """What a run replaces without asking, for it is its own; an export says itself what it may replace."""
+_TAIL_BYTES = 1 << 16
+"""Of metrics.jsonl: more than a record."""
 
 
 class RunFolder:
@@ -117,8 +119,10 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
-    def begin_metrics(self, completed_steps: int) -> str | None:
+    def begin_metrics(self, completed_steps: int, goes_on: bool = False) -> str | None:
         """Open metrics.jsonl after step `completed_steps`; returns a warning if some of it was unreadable.
+
+        goes_on: the run is going on, with other ranks; then only the last record is looked at, where that will do.
 
         Records of later steps, left by a run that died after its last checkpoint, are dropped: those steps
         will be run again and the file keeps one record a step. Lines that are no records go to metrics.damaged, but for
@@ -126,6 +130,9 @@ class RunFolder:
         """
         path = self.path / "metrics.jsonl"
         with self._writing():
+            if goes_on and 0 < last_step(path) <= completed_steps and _ends_with_a_line(path):
+                self._metrics = path.open("a", encoding="utf-8")
+                return None
             kept, damaged = _records(path, completed_steps)
             if damaged:
                 with (self.path / "metrics.damaged").open("ab") as aside:
@@ -160,6 +167,35 @@ class RunFolder:
             yield
         except OSError as error:
             raise UserError(f"output_dir {str(self.path)!r} cannot be written: {error.strerror}") from None
+
+
+def last_step(path: Path) -> int:
+    """The last step in a metrics.jsonl that others may be writing to; 0 before the first. Reads the file's end only."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            length = _TAIL_BYTES
+            while True:
+                file.seek(max(0, size - length))
+                lines = file.read(length).split(b"\n")
+                for line in reversed(lines[0 if length >= size else 1 :]):
+                    try:
+                        step = json.loads(line)["step"]
+                    except (ValueError, RecursionError, KeyError, TypeError):
+                        continue
+                    if isinstance(step, int) and not isinstance(step, bool):
+                        return step
+                if length >= size:
+                    return 0
+                length *= 8
+    except OSError:
+        return 0
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _records(path: Path, completed_steps: int) -> tuple[list[str], list[bytes]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from dilatant.plan.candidates import EncoderPosition
+from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import RankedPlan
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.search import SearchResult
 from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
 
@@ -17,11 +18,11 @@ _WHERE = {
 }
 
 
-def search_reasons(result: SearchResult) -> tuple[str, ...]:
+def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:
     """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
     Idle time, memory and runners-up are not among them: the plan report draws these."""
     winner = result.winner
-    lines = [_shape(winner), *_shares(winner), _bottleneck(winner), *_tensor(result)]
+    lines = [_shape(winner, cluster), *_shares(winner), _bottleneck(winner), *_tensor(result)]
     sync = winner.score.sync_seconds
     if sync > 0.0:
         lines.append(
@@ -37,32 +38,45 @@ def search_reasons(result: SearchResult) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def layout_text(plan: Plan) -> str:
-    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`."""
+def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
+    """Every unit's replicas, stages and, where not 1, degrees: `vision 4 × 2 stages, language 4 × 3 stages tp 2`; of
+    unlike devices with the group that they are on."""
+
+    def group(replica: Replica) -> str:
+        if cluster is None or not cluster.parts:
+            return ""
+        names = dict.fromkeys(cluster.at(stage.ranks[0]).name for stage in replica.stages)
+        return f"on {' and '.join(names)}"
+
     texts = []
     for unit in plan.units:
         alike = Counter(
-            (len(replica.stages), tuple(sorted({(stage.tp, stage.cp, stage.ep) for stage in replica.stages})))
+            (
+                len(replica.stages),
+                tuple(sorted({(stage.tp, stage.cp, stage.ep) for stage in replica.stages})),
+                group(replica),
+            )
             for replica in unit.replicas
         )
         shapes = [
             " ".join(
                 [
                     f"{count} × {counted(stages, 'stage')}",
-                    *filter(None, (degrees_text(*one) for one in degrees)),
+                    *filter(None, (*(degrees_text(*one) for one in degrees), where)),
                 ]
             )
-            for (stages, degrees), count in alike.items()
+            for (stages, degrees, where), count in alike.items()
         ]
         texts.append(f"{unit.name} {' and '.join(shapes)}")
     return ", ".join(texts)
 
 
-def _shape(one: RankedPlan) -> str:
-    extra = ", one more on the devices that these leave" if _is_unlike(one.plan) else ""
+def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
+    on_groups = cluster is not None and cluster.parts
+    extra = ", one more on the devices that these leave" if _is_unlike(one.plan) and not on_groups else ""
     return (
         f"{counted(one.replicas, 'pipeline')}{extra}, {counted(one.num_microbatches, 'microbatch')} of "
-        f"{counted(one.microbatch_size, 'sample')} each: {layout_text(one.plan)}; {_WHERE[one.encoders_at]}."
+        f"{counted(one.microbatch_size, 'sample')} each: {layout_text(one.plan, cluster)}; {_WHERE[one.encoders_at]}."
     )
 
 

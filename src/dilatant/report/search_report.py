@@ -22,6 +22,7 @@ from dilatant.plan.workload import Workload
 from dilatant.report.gantt_of_step import predicted_chart
 from dilatant.report.plan_report import (
     ComparedPlan,
+    DeviceGroup,
     MemoryUse,
     PlanReport,
     SearchedPlans,
@@ -92,11 +93,15 @@ def search_report(
         proven=result.proven,
         planning_seconds=result.wall_seconds,
         allocated_devices=cluster.num_devices,
-        reasons=search_reasons(result),
+        reasons=search_reasons(result, cluster),
         warnings=tuple(warning for warning in warnings if warning),
         searched=searched,
         gpus_per_node=cluster.gpus_per_node,
         ports_per_node=cluster.ports,
+        device_groups=tuple(
+            DeviceGroup(group.name, group.device, group.nodes, group.gpus_per_node, group.ports)
+            for group in cluster.parts
+        ),
         groups=tuple(
             SearchedPlans(
                 name=_shape_name(group.encoders_at, group.replicas, len(model.units)),
@@ -172,15 +177,16 @@ def memory_use(
         groups.setdefault((tuple(placed.index for placed in held[rank]), round(peak)), []).append(rank)
     uses = []
     shared_by = sharing(timeline.plan, model, rules)
-    reserved = {"reserve": round(cluster.reserve.total)} if cluster.reserve.total else {}
     for (stages, peak), ranks in groups.items():
+        own = cluster.at(ranks[0])
+        reserved = {"reserve": round(own.reserve.total)} if own.reserve.total else {}
         fixed = _parameter_bytes(held[ranks[0]], model, rules, shared_by)
         uses.append(
             MemoryUse(
                 ranks=tuple(ranks),
                 stages=stages,
                 bytes_by_use={**fixed, "activations": max(peak - sum(fixed.values()), 0), **reserved},
-                capacity_bytes=round(cluster.memory) if math.isfinite(cluster.memory) else peak,
+                capacity_bytes=round(own.memory) if math.isfinite(own.memory) else peak,
             )
         )
     return tuple(uses)
@@ -207,13 +213,18 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
     """A searched plan as the report compares it."""
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
+    devices = [cluster.at(rank) for rank in plan.ranks]
+    microbatches = counted(ranked.num_microbatches, "microbatch")
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
         name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
-        layout=f"{layout_text(plan)}; {counted(ranked.num_microbatches, 'microbatch')} of {ranked.microbatch_size}",
+        layout=f"{layout_text(plan, cluster)}; {microbatches} of {ranked.microbatch_size}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
-        peak_memory=(max(score.peak_bytes, default=0.0) + cluster.reserve.total) / cluster.memory,
+        peak_memory=max(
+            ((peak + own.reserve.total) / own.memory for peak, own in zip(score.peak_bytes, devices)),
+            default=0.0,
+        ),
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
     )

@@ -7,7 +7,7 @@ from dilatant.plan.search import SearchResult
 from dilatant.plan.why_not import WhyNot
 from dilatant.report.plan_summary import explain
 from dilatant.report.search_report import compared_plan
-from dilatant.report.wording import bytes_text, counted, percent_text, seconds_text
+from dilatant.report.wording import bytes_text, counted, listed, percent_text, seconds_text
 
 
 def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tuple[str, ...]:
@@ -17,7 +17,7 @@ def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tupl
     if answer.is_chosen:
         return ("The plan that was chosen is like that.",)
     if not answer.plans:
-        capacity = bytes_text(cluster.bytes_per_device)
+        capacity = _capacities(cluster)
         return (
             f"No plan like that fits memory, of which plans may use {capacity} on each device: the nearest, "
             f"{answer.overflow}.",
@@ -32,8 +32,15 @@ def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tupl
         f"{'more' if slower >= 0 else 'less'} than the plan that was chosen ({seconds_text(result.seconds)}).",
         explain(own, winner),
         f"Its fullest rank needs {bytes_text(max(best.score.peak_bytes, default=0.0))} of "
-        f"{bytes_text(cluster.bytes_per_device)}.",
+        f"{_capacities(cluster)}.",
     )
+
+
+def _capacities(cluster: Cluster) -> str:
+    """What plans may use of a device."""
+    if not cluster.parts:
+        return bytes_text(cluster.bytes_per_device)
+    return listed([f"{bytes_text(own.bytes_per_device)} ({own.name})" for own in cluster.parts])
 
 
 def _tried(answer: WhyNot, result: SearchResult) -> str:

@@ -27,6 +27,8 @@ LAST_SECONDS = 5.0
 STATE = "coordinator.json"
 EVENTS = "events.jsonl"
 PID = "coordinator.pid"
+COMMIT = "commit"
+"""In the history: the first step of a generation is committed, so that the run goes on."""
 
 
 def read_record(folder: Path) -> Record | None:
@@ -53,6 +55,7 @@ class Service:
         self._links: dict[str, Link] = {}
         self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
         self._shown = (0, Task.WAIT)
+        self._began_at: int | None = None
         accept_into(self._received, self._listener, self._token)
 
     def serve(self) -> None:
@@ -114,15 +117,22 @@ class Service:
         write_durably(self._folder / STATE, msgspec.json.encode(record).decode() + "\n")
 
     def _show(self) -> None:
-        """A line of the run's history at every change of what is to be done."""
+        """A line of the run's history at every change of what is to be done, and at a generation's first step."""
         coordinator = self._coordinator
         shown = coordinator.generation, coordinator.task
-        if shown == self._shown:
-            return
-        self._shown = shown
+        if shown != self._shown:
+            self._shown = shown
+            self._began_at = coordinator.committed if coordinator.task is Task.RUN else None
+            self._write_event(coordinator.task.value)
+        elif self._began_at is not None and coordinator.committed > self._began_at:
+            self._began_at = None
+            self._write_event(COMMIT)
+
+    def _write_event(self, task: str) -> None:
+        coordinator = self._coordinator
         event = {
             "time": time.time(),
-            "task": coordinator.task.value,
+            "task": task,
             "generation": coordinator.generation,
             "step": coordinator.committed,
             "members": list(coordinator.members),

@@ -22,6 +22,7 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted
 from dilatant.resilience.coordinator_process import read_record
+from dilatant.resilience.history import PAGE, write_history
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
@@ -33,6 +34,8 @@ COORDINATOR = "dilatant.resilience.coordinator_process"
 AGENT = "dilatant.resilience.agent_process"
 WATCH_SECONDS = 0.05
 LAST_SECONDS = 2.0
+RESTART_SECONDS = 1.0
+"""After which a lost node is started again: its start would take cores from those who recover."""
 ASK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
 """How often the coordinator is asked whether it is there, and what it has to answer at least."""
 BETWEEN_STARTS_SECONDS, UNATTENDED_SECONDS = 0.25, 30.0
@@ -71,12 +74,14 @@ def launch_resiliently(
                 ],
             )
         except WorkerFailed as failure:
+            write_history(folder.parent, config.output_dir)
             if supervisor.failure:
                 raise WorkerFailed(f"the run stopped: {supervisor.failure}") from failure
             record = known_record(folder)
             if record is None or not record.stopped:
                 raise
             raise stopped_error(record) from failure
+    write_history(folder.parent, config.output_dir)
     record = known_record(folder)
     if record is not None and TOO_FEW in record.stopped:
         raise stopped_error(record)
@@ -94,6 +99,7 @@ def fresh_folder(config: Config) -> Path:
     """For the coordinator's record, without that of a run before. Raises UserError."""
     folder = RunFolder(config.output_dir).path / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
+    (folder.parent / PAGE).unlink(missing_ok=True)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -228,26 +234,30 @@ class _Supervisor:
         self._asked = self._spoke = time.monotonic()
 
     def _run(self) -> None:
-        ended: set[int] = set()
+        ended_at: dict[int, float] = {}
         while not self._closed.wait(WATCH_SECONDS):
             self._watch_coordinator()
             for node, agent in enumerate(self._agents):
-                if node not in ended and not agent.is_alive:
-                    ranks = [
-                        rank
-                        for rank, seat in enumerate(self._seats)
-                        if seat.node.partition(".")[0] == f"node{node}"
-                    ]
+                if agent.is_alive:
+                    continue
+                ranks = [
+                    rank
+                    for rank, seat in enumerate(self._seats)
+                    if seat.node.partition(".")[0] == f"node{node}"
+                ]
+                if node not in ended_at:
+                    ended_at[node] = time.monotonic()
                     if agent.process.returncode:
                         _kill(ranks)
-                    record = known_record(Path(self._restart.folder))
-                    if self._restarts and record is not None and not record.stopped:
-                        self._restarts -= 1
-                        agent.close()
-                        _join(ranks)
-                        self._begin_again(node, f"node{node}")
-                    else:
-                        ended.add(node)
+                if not self._restarts or time.monotonic() - ended_at[node] < RESTART_SECONDS:
+                    continue
+                record = known_record(Path(self._restart.folder))
+                if record is not None and not record.stopped:
+                    self._restarts -= 1
+                    agent.close()
+                    _join(ranks)
+                    self._begin_again(node, f"node{node}")
+                    del ended_at[node]
 
 
 def _port(child: Child) -> int:

@@ -15,6 +15,7 @@ from dilatant.comm.store_server import StoreServer
 from dilatant.comm.token import shared_token
 from dilatant.config import Config, UserError
 from dilatant.report.say import say
+from dilatant.resilience.history import write_history
 from dilatant.resilience.job import Job, is_loopback
 from dilatant.resilience.launch import (
     COORDINATOR,
@@ -90,6 +91,7 @@ def lead(
         others = ranks // workers - leading.trains_here
         say(console_for(show), f"waits for {others} other machines at {leading.name}:{leading.port}")
         record = led.stopped(agent)
+    write_history(folder.parent, config.output_dir)
     result = read_result(folder)
     if result is None or TOO_FEW in record.stopped:
         mistake = record.stopped.partition("UserError: ")[2]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommTimeout
@@ -20,17 +22,19 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
-from dilatant.report.run_folder import RunFolder
+from dilatant.report.run_folder import RunFolder, last_step
+from dilatant.resilience.history import write_history
 from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
-from dilatant.resilience.status import read_last_step
+from dilatant.resilience.status import REBUILDS
 from dilatant.resilience.transfer import Lost, transfer
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoint import list_checkpoints, newest_valid
 from dilatant.training.checkpoint_boxes import pieces_of
 from dilatant.training.commit import Membership
+from dilatant.training.decoding import decoding_of, stand_by
 from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
 from dilatant.training.master_weights import MOMENTS
 from dilatant.training.prepare import Prepared, prepare, with_costs
@@ -41,8 +45,9 @@ from dilatant.training.trainer import Trainer
 
 LOOK = timedelta(seconds=0.2)
 """How long a rank waits for the plan before it looks whether it still should."""
-FOLDER, REBUILDS = "resilience", "rebuilds.jsonl"
-"""In the run folder: how long its first rank took for each generation."""
+LATER_SECONDS = 1.0
+"""After a generation began: then nobody waits for what need not be done at once."""
+FOLDER = "resilience"
 _BEGUN = "resilience/begun"
 """In the run's store once the run has a folder of its own."""
 
@@ -130,6 +135,8 @@ class _Rank:
         self._pending: Held | None = None
         self._trainers: list[Trainer] = []
         self._opened: list[Comm] = []
+        self._is_joining = False
+        self._later: threading.Timer | None = None
         self._spare: MultimodalModel | None = None
         self._mistake: UserError | None = None
         self._node_of: list[str] = []
@@ -173,12 +180,23 @@ class _Rank:
     def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
         """Become part of a generation, and train in it to the end."""
         made = self._pending = self._made(order)
-        self._spare = copy.deepcopy(self._prepared.model)  # while others get ready
         self._link.await_activation(made.trainer.step)
         late = None if self._held is None else self._not_logged(self._held.trainer, made.trainer)
         old, self._held, self._pending = self._held, made, None
         del old  # only now is nobody to go back to it
+        self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
+        self._later.daemon = True
+        self._later.start()
         return train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
+
+    def _do_later(self, comm: Comm) -> None:
+        """Make the copy of the model that the next generation is built in, show what has happened, and be ready to
+        decode for the machine."""
+        if self._spare is None:
+            self._spare = copy.deepcopy(self._prepared.model)
+        stand_by(comm, decoding_of(self._config.data))
+        if comm.rank == 0:
+            write_history(self._folder.path, self._config.output_dir)
 
     def _await_rebuild(self) -> Rebuild:
         """Stand still with what is held; apply what turned out to be committed."""
@@ -284,11 +302,12 @@ class _Rank:
 
     def _trainer(self, order: Rebuild, planned: TrainingPlan, weights_follow: bool) -> Trainer:
         """Built in a model of its own: the one before keeps its memory until all are ready."""
+        self._is_joining = True
         if self._link.is_fenced:
             raise Fenced
         places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
         membership = Membership(
-            order.generation, places, weights_follow, self._link, self._opened.append, order.reason
+            order.generation, places, weights_follow, self._link, self._joined, order.reason
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
@@ -296,6 +315,10 @@ class _Rank:
         trainer = Trainer(self._config, samples, model, planned, worker, self._folder.checkpoints, membership)
         self._trainers.append(trainer)
         return trainer
+
+    def _joined(self, comm: Comm) -> None:
+        self._opened.append(comm)
+        self._is_joining = False
 
     def _begin(self, trainer: Trainer, planned: TrainingPlan) -> None:
         """With nobody's state: as the run was asked to, or once it has begun at its newest checkpoint."""
@@ -319,16 +342,18 @@ class _Rank:
         state = {} if old is None else old.state()
         of_weights = state.get("optimizer", {})
         moments = {parse_key(key)[0] for key, kinds in of_weights.items() if MOMENTS[0] in kinds}
-        told = all_gather_object(trainer.comm, None if old is None else [old.values(), sorted(moments)])
-        values, _ = next(each for each in told if each is not None)
-        everybody = {name for each in told if each is not None for name in each[1]}
+        newest = list_checkpoints(self._folder.checkpoints)[:1] if trainer.rank == 0 else []
+        own = None if old is None else [old.values(), sorted(moments)]
+        gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0])
+        told = [each for each, _ in gathered if each is not None]
+        values = told[0][0]
+        everybody = {name for _, names in told for name in names}
         held = [] if old is None else list(pieces_of(state, old.shapes))
         wanted = trainer.empty_state(everybody)
         copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
         trainer.go_on_from(values)
-        newest = list_checkpoints(self._folder.checkpoints)[:1] if trainer.rank == 0 else []
-        saved = all_gather_object(trainer.comm, newest[0].step if newest else 0)[0]
-        trainer.continue_branch(saved, newest[0].path if newest else None)
+        trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
+        trainer.decide_ahead()
         return copied
 
     def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
@@ -338,10 +363,12 @@ class _Rank:
             return None
         if new.step % self._config.train.logging_steps:
             return None
-        return metrics if read_last_step(self._folder.path) < new.step else None
+        return metrics if last_step(self._folder.path / "metrics.jsonl") < new.step else None
 
     def _still(self) -> None:
         """End all communication and what works in the background; what is held stays."""
+        if self._later is not None:
+            self._later.cancel()
         for trainer in self._trainers:
             with contextlib.suppress(Exception):
                 trainer.close()
@@ -352,8 +379,13 @@ class _Rank:
 
     def _unblock(self, generation: int) -> None:
         """From the link's thread: whoever waits for others in this generation waits no more."""
-        with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:
-            end_generation(store, generation, self._rank, "this generation is over")
+        is_joining = self._is_joining  # before looking at what is open: it turns from the one into the other
+        for comm in tuple(self._opened):  # from threads of their own: the link has to hear what comes next
+            end = partial(comm.abort, "this generation is over", tell_others=False)
+            threading.Thread(target=end, name="dilatant-end", daemon=True).start()
+        if is_joining:
+            with contextlib.suppress(Exception), contextlib.closing(self._store.clone()) as store:
+                end_generation(store, generation, self._rank, "this generation is over")
 
     def _explain(self, error: Exception) -> None:
         """Say why this rank cannot go on, unless that is known already."""

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.config.errors import UserError
-from dilatant.resilience.coordinator_process import EVENTS, read_record
+from dilatant.report.run_folder import last_step
+from dilatant.resilience.coordinator_process import COMMIT, EVENTS, read_record
+from dilatant.resilience.protocol.values import Task
+
+REBUILDS = "rebuilds.jsonl"
+"""In the run's folder for recovery: how long its first rank took for each generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,26 @@ def read_status(run: Path) -> RunStatus:
             workers = tuple(document["workers"].values())
             name = document["node"]
             nodes.append(Node(name, host, document["pid"], workers, name in record.members, alive))
-    task = events[-1]["task"] if events else "wait"
+    task = events[-1]["task"] if events else Task.WAIT.value
+    task = Task.RUN.value if task == COMMIT else task
     return RunStatus(
-        record.generation, task, read_last_step(run) or None, record.stopped, tuple(nodes), events
+        record.generation,
+        task,
+        last_step(run / "metrics.jsonl") or None,
+        record.stopped,
+        tuple(nodes),
+        events,
     )
+
+
+def read_rebuilds(run: Path) -> Iterator[dict[str, Any]]:
+    """What the first ranks wrote of each generation; what else is in the file is passed over."""
+    kinds: dict[str, Any] = {"generation": int, "step": int, "seconds": dict}
+    for line in _lines(run / "resilience" / REBUILDS):
+        if all(isinstance(line.get(key), kind) for key, kind in kinds.items()) and all(
+            isinstance(seconds, int | float) for seconds in line["seconds"].values()
+        ):
+            yield line
 
 
 def _is_event(line: dict[str, Any]) -> bool:
@@ -88,12 +109,6 @@ def _is_introduction(line: dict[str, Any]) -> bool:
     if not all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
         return False
     return all(isinstance(pid, int) for pid in line["workers"].values())
-
-
-def read_last_step(run: Path) -> int:
-    """The last step in metrics.jsonl; 0 before the first."""
-    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
-    return steps[-1] if steps else 0
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,15 @@ def plan_copies(
     for rank, boxes in enumerate(held):
         for box in boxes:
             holders[box.name].append((rank, box))
+    own = [set(boxes) for boxes in held]
     sent: Counter[int] = Counter()
     copies: list[Copy] = []
     lost: dict[str, None] = {}
     for target, boxes in enumerate(wanted):
         for box in boxes:
+            if target < len(own) and box in own[target]:
+                copies += [Copy(cell, target, target) for cell in box.cells()]
+                continue
             found = _cover(box, target, holders[box.name], sent)
             if sum(cell.size for _, cell in found) != box.size:
                 lost[box.name] = None
@@ -73,9 +78,13 @@ def transfer(comm: Comm, held: Sequence[Piece], wanted: Sequence[Piece]) -> int:
 
     Raises Lost on all ranks, before anything is filled, and Corrupted.
     """
-    gathered = all_gather_object(comm, [[_row(piece.box) for piece in pieces] for pieces in (held, wanted)])
-    boxes = [[[_box(row) for row in rows] for rows in of_rank] for of_rank in gathered]
-    copies = plan_copies([of_rank[0] for of_rank in boxes], [of_rank[1] for of_rank in boxes])
+    own = [[piece.box for piece in pieces] for pieces in (held, wanted)]
+    texts = [json.dumps([_row(box) for box in boxes]) for boxes in own]
+    gathered = all_gather_object(comm, texts)
+    read = dict(zip(texts, own))  # most ranks hold and want the same
+    for text in {text for two in gathered for text in two} - read.keys():
+        read[text] = [_box(row) for row in json.loads(text)]
+    copies = plan_copies([read[has] for has, _ in gathered], [read[wants] for _, wants in gathered])
     have: dict[str, list[Piece]] = defaultdict(list)
     for piece in held:
         have[piece.box.name].append(piece)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import sys
 import traceback
@@ -29,13 +31,20 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerStart)
     end_with_parent()
+    code = 0
     try:
         train(start)
     except UserError as error:
-        sys.exit(f"error: {start.node}: {error}")
+        print(f"error: {start.node}: {error}", file=sys.stderr)
+        code = 1
     except Exception:
         traceback.print_exc()
-        sys.exit(1)
+        code = 1
+    # Threads that wait in torch for ranks which are cut off would not survive the interpreter's own end.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def train(start: WorkerStart) -> None:

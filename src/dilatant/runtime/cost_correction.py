@@ -17,7 +17,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.stage_costs import KIND_ORDER
 from dilatant.plan.step_costs import StepCosts
 
@@ -41,7 +41,7 @@ _TRIANGLE = np.triu_indices(PARTS)
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnWork:
     """What the costs say of one rank's actions of a step, in their order: `parts [actions, 3]` seconds, square, linear
-    and fixed; `group [actions]`, 2 * unit, plus 1 for backwards and their halves."""
+    and fixed; `group [actions]`, as `CostCorrection.group_of` numbers them."""
 
     parts: NDArray[np.float64]
     group: NDArray[np.int64]
@@ -51,15 +51,17 @@ class CostCorrection:
     """The costs of one run as they are corrected. Steps are finished one after another; `costs_at` may be called from
     any thread.
 
+    Factors are of a unit, of unlike devices of a unit on one group of them; and for each direction.
+
     enabled: False only observes, and `costs_at` stays at `origin`.
     """
 
     def __init__(self, plan: Plan, origin: StepCosts, enabled: bool = True) -> None:
         self.origin = origin
         self.drift: Mapping[str, float] = {}
-        self._units = [unit.name for unit in plan.units]
-        number = {name: index for index, name in enumerate(self._units)}
-        unit = np.asarray([number[placed.unit] for placed in plan.stages()])
+        names = [_name(placed, origin) for placed in plan.stages()]
+        self._units = list(dict.fromkeys(names))
+        unit = np.asarray([self._units.index(name) for name in names])
         backward = np.asarray([kind != "F" for kind in KIND_ORDER], dtype=np.int64)
         self._group = 2 * unit[:, None] + backward  # [stages, kinds]
         self._enabled = enabled
@@ -92,6 +94,12 @@ class CostCorrection:
             if version not in self._costs:
                 self._costs[version] = self.origin.scaled(self._versions[version][self._group])
             return self._costs[version]
+
+    def group_of(
+        self, stage: NDArray[np.signedinteger], kind: NDArray[np.signedinteger]
+    ) -> NDArray[np.int64]:
+        """`OwnWork.group` of actions, by stage number and place in `KIND_ORDER`."""
+        return self._group[stage, kind]
 
     def own(self, work: OwnWork, seconds: Sequence[float]) -> list[float]:
         """This rank's sums of a step, its actions having taken `seconds`: all ranks' are added up for `finish`."""
@@ -184,6 +192,14 @@ class CostCorrection:
             f"actions take other times than the costs ({self.origin.origin}) say: {listed}. Is the machine shared? "
             "Otherwise measure again with `dilatant profile`, and plan again"
         )
+
+
+def _name(placed: PlacedStage, costs: StepCosts) -> str:
+    """What has factors of its own: a unit, of unlike devices on each group of them."""
+    cluster = costs.cluster
+    if cluster is None or not cluster.parts:
+        return placed.unit
+    return f"{placed.unit} on {cluster.at(placed.stage.ranks[0]).name}"
 
 
 def _factors(sums: NDArray[np.float64]) -> NDArray[np.float64]:

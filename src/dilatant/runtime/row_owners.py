@@ -64,7 +64,9 @@ class RowOwners:
         if own.cp == 1:
             return [boundary.rows_of(self._data.samples[sample]) for sample in samples]
         place = own.ranks.index(rank) // own.tp
-        return [int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other)]
+        return [
+            int((owners == place).sum()) for owners in self._owners(stage, samples, samples, other, boundary)
+        ]
 
     def parcel(self, message: Message, link: Link) -> Parcel:
         """What of a message goes along a link."""
@@ -133,11 +135,17 @@ class RowOwners:
             return np.arange(self._count(message))
         action = message.producer if message.producer.stage == stage else message.consumer
         row = self._routes.samples[action]
-        owners = self._owners(stage, row, message.samples, self._placed[other].unit)
+        other_unit = self._placed[other].unit
+        owners = self._owners(stage, row, message.samples, other_unit, self.boundary(message))
         return np.flatnonzero(np.concatenate([np.empty(0, np.int64), *owners]) == place)
 
     def _owners(
-        self, stage: int, row: tuple[int, ...], samples: Sequence[int], other: str
+        self,
+        stage: int,
+        row: tuple[int, ...],
+        samples: Sequence[int],
+        other: str,
+        boundary: Boundary,
     ) -> list[NDArray[np.integer]]:
         placed = self._placed[stage]
         unit = self._units[placed.unit]
@@ -145,7 +153,8 @@ class RowOwners:
         if key not in self._of_elements:
             self._of_elements[key] = unit.owners(self._data, row, placed.stage.cp)
         of_row = dict(zip(row, self._of_elements[key], strict=True))
-        return [of_row[s][unit.element_of_row(other, self._data.samples[s])] for s in samples]
+        given = [(s, self._data.samples[s]) for s in samples]
+        return [of_row[s][unit.element_of_row(other, each, boundary.rows_of(each))] for s, each in given]
 
 
 def _among(rows: Rows, all_rows: Rows) -> Rows | None:

@@ -97,6 +97,8 @@ class Runtime:
     those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
     communication, too. num_sources: data sets that samples are of, whose losses are told apart where there are several.
+    begins_alike: prove that replicas have equal weights, and take the costs of rank 0; False: the weights are yet to be
+    filled in, and all ranks were given the same costs.
 
     holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
@@ -127,6 +129,7 @@ class Runtime:
         check_transport: bool = False,
         owns_comm: bool = False,
         num_sources: int = 1,
+        begins_alike: bool = True,
     ) -> None:
         require_trainable(plan, model.units)
         refuse_random_depth(model.units.values())
@@ -163,7 +166,9 @@ class Runtime:
             model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights, keeps_masters
         )
         self._sync = self._shared.sync
-        self._shared.require_equal()
+        if begins_alike:
+            self._shared.require_equal()
+            costs = _first_ranks(comm, costs, plan)
         self._recorder = Recorder(comm.rank, comm.device)
         self._shares = ShareCounter(plan)
         self._transport = Transport(comm, [p.stage for p in self._placed], look_ahead, check_transport)
@@ -176,7 +181,6 @@ class Runtime:
             self._recorder,
             comm.device,
         )
-        costs = _first_ranks(comm, costs, plan)
         self.costs = CostCorrection(
             plan,
             costs or token_costs(plan, self._trainability.backward),
@@ -335,12 +339,13 @@ class Runtime:
         """Prove that all holders of a weight have the same, and all who own the same box the same state, after they
         were loaded; called by all ranks. masters: what is updated of the owned weights, by their keys. moments: key →
         kind → tensor, as `optimizer_tensors` gives them. Raises UserError."""
-        self._shared.require_equal()
         copies = {key: tensor for key, tensor in masters.items() if tensor is not self.owned.parameters[key]}
-        self._shared.require_equal_state(copies, "master weights")
+        state = {"master weights": copies}
         for kind in ("exp_avg", "exp_avg_sq", "ema"):
-            own = {key: tensors[kind] for key, tensors in moments.items() if kind in tensors}
-            self._shared.require_equal_state(own, f"moments ({kind})")
+            state[f"moments ({kind})"] = {
+                key: tensors[kind] for key, tensors in moments.items() if kind in tensors
+            }
+        self._shared.require_equal(state)
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""

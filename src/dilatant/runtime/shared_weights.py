@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from dilatant.cost.memory import Zero
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import BucketShare, Format, make_buckets, share_of
 from dilatant.plan.holdings import Holdings
-from dilatant.runtime.equality import require_equal
+from dilatant.runtime.equality import Compared, require_equal
 from dilatant.runtime.gradient_sync import GradientSync
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.shared_groups import open_groups
@@ -26,19 +26,20 @@ class SharedWeights:
     owned: OwnedWeights
     sync: GradientSync
 
-    def require_equal(self) -> None:
-        """Prove that all holders of a weight have the same; called by all ranks. Raises UserError."""
-        require_equal(self.owned.comm, self.shares, self.owned.view, "weights")
+    def require_equal(self, state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        """Prove that all holders of a weight have the same, and all who own the same box the same `state`: name of a
+        kind → tensors shaped like the owned weights of their keys. Called by all ranks. Raises UserError."""
 
-    def require_equal_state(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """The same of the optimizer's state. tensors: shaped like the owned weights of their keys."""
+        def of_kind(tensors: Mapping[str, Tensor]) -> Callable[[Box], Tensor | None]:
+            def state_of(box: Box) -> Tensor | None:
+                key = box.key if box.key in self.owned.parameters else self.owned.held[box.name].key
+                held = tensors.get(key)
+                return None if held is None else held[self.owned.boxes[key].place(box)]
 
-        def state_of(box: Box) -> Tensor | None:
-            key = box.key if box.key in self.owned.parameters else self.owned.held[box.name].key
-            held = tensors.get(key)
-            return None if held is None else held[self.owned.boxes[key].place(box)]
+            return state_of
 
-        require_equal(self.owned.comm, self.shares, state_of, what, state=True)
+        states = [Compared(kind, of_kind(tensors), is_state=True) for kind, tensors in (state or {}).items()]
+        require_equal(self.owned.comm, self.shares, [Compared("weights", self.owned.view), *states])
 
 
 def share_weights(

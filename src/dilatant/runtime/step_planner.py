@@ -22,7 +22,6 @@ from dilatant.runtime.cost_correction import CostCorrection, OwnWork
 from dilatant.runtime.routes import Routes, derive_routes
 from dilatant.schedule.families import gpipe
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.packed import FORWARD
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
@@ -171,9 +170,8 @@ class StepPlanner:
         index = packed.ranks.index(self._rank)
         rows = slice(packed.offsets[index], packed.offsets[index + 1])
         stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
-        unit = graph.arrays.unit_of[graph.arrays.chain[stage]]
         seconds = self._costs.origin.stages.seconds[stage, kind]
-        return OwnWork(seconds * timed.sums[piece], 2 * unit + (kind != FORWARD))
+        return OwnWork(seconds * timed.sums[piece], self._costs.group_of(stage, kind))
 
 
 def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:

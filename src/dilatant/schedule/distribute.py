@@ -60,6 +60,7 @@ def assign(
     evaluations: int | None = None,
     weight: ArrayLike | None = None,
     capacity: float | None = None,
+    pace: Mapping[str, Sequence[float]] | None = None,
 ) -> Assignment:
     """Which samples each microbatch of each replica holds.
 
@@ -70,7 +71,8 @@ def assign(
     counts (`compose_pipelines` gives a slow pipeline fewer). `anchor` names the anchor where it is not the unit that
     most others feed. `backward[unit]` is backward seconds per forward second, 2 where not given, and `fixed[unit]` what
     a microbatch costs a stage beyond its samples, 0 where not given. `family` is the schedule that will run, eager 1F1B
-    by default; policies that simulate, simulate it.
+    by default; policies that simulate, simulate it. `pace[unit][replica]` is how many times as long a stage takes there
+    as in the unit's first replica; by default by its number of layers alone.
     With a token budget, the `weight[sample]` of an anchor's microbatch add up to at most `capacity`, except that a
     sample above it is alone in its own: a replica then gets as many microbatches as that takes, and at least its count.
     Raises UserError when a unit is missing or lists differ in length.
@@ -80,7 +82,9 @@ def assign(
     if missing:
         raise UserError(f"seconds says nothing about units {missing}")
     table = np.stack([np.asarray(seconds[name], dtype=np.float64) for name in names], axis=1)
-    center = names.index(anchor) if anchor is not None else _pipeline(plan, 0, None, {}, {}, None)[0].anchor
+    center = (
+        names.index(anchor) if anchor is not None else _pipeline(plan, 0, None, {}, {}, None, {})[0].anchor
+    )
     replicas = len(plan.units[center].replicas)
     counts = [num_microbatches] * replicas if isinstance(num_microbatches, int) else list(num_microbatches)
     rates = list(speed) if speed is not None else [float(count) for count in counts]
@@ -98,7 +102,7 @@ def assign(
             # Clipped: a sample above the budget fills a microbatch, and nothing joins it.
             weights = np.minimum(np.asarray(weight, dtype=np.float64)[mine], capacity)
             count = max(count, len(pack_rows(weights.tolist(), capacity)))
-        shape, scale = _pipeline(plan, replica, center, backward or {}, fixed or {}, family)
+        shape, scale = _pipeline(plan, replica, center, backward or {}, fixed or {}, family, pace or {})
         return mine, assign_microbatches(
             table[mine] * scale,
             count,
@@ -137,6 +141,7 @@ def _pipeline(
     backward: Mapping[str, float],
     fixed: Mapping[str, float],
     family: Family | None,
+    pace: Mapping[str, Sequence[float]],
 ) -> tuple[PipelineShape, NDArray[np.float64]]:
     """The pipeline of one anchor replica: its stages with those of the replicas that serve it; and, by unit, the
     seconds of a stage there per second of a stage of the unit's first replica.
@@ -150,11 +155,11 @@ def _pipeline(
         count = len(unit.replicas)
         serving = replica * count // anchors if count <= anchors else -(-replica * count // anchors)
         here = unit.replicas[serving].stages
-        deeper = len(unit.replicas[0].stages) / len(here)
+        longer = pace[unit.name][serving] if unit.name in pace else len(unit.replicas[0].stages) / len(here)
         stages.append(len(here))
         ranks += [stage.ranks[0] for stage in here]
-        scale.append(deeper * anchors / count)
-        constants.append(fixed.get(unit.name, 0.0) * deeper)
+        scale.append(longer * anchors / count)
+        constants.append(fixed.get(unit.name, 0.0) * longer)
     return PipelineShape(
         stages=tuple(stages),
         feeds=tuple(tuple(number[target] for target in unit.feeds) for unit in plan.units),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
@@ -94,7 +95,7 @@ def simulated_steps(
         model,
         step_costs(plan, model, costs, cluster, rules),
         batches,
-        cluster.bytes_per_device,
+        cluster.bytes_of(plan.ranks),
         Microbatching(num_microbatches, policy=policy, seed=seed, row_tokens=row_tokens),
         families,
     )
@@ -106,7 +107,7 @@ def step_costs(
     """The costs of this plan's steps on `cluster`; without one, nothing travels and no gradient is summed. Squares of
     items and dense rows are the caller's to add. Raises UserError when the cost model lacks a layer type or degree."""
     return StepCosts(
-        stage_costs(plan, model, costs, rules),
+        stage_costs(plan, model, costs, rules, cluster),
         cluster=cluster,
         sync_seconds={} if cluster is None else sync_seconds(plan, model, cluster, rules),
         origin=origin_text(costs),
@@ -115,6 +116,8 @@ def step_costs(
 
 def origin_text(costs: CostModel) -> str:
     """Where the costs are from, in words."""
+    if costs.groups:
+        return ", ".join(dict.fromkeys(map(origin_text, costs.groups.values())))
     if costs.origin == "measured":
         return f"measured on {costs.hardware}"
     return (
@@ -138,13 +141,13 @@ def best_steps(
     model: ModelSpec,
     costs: StepCosts,
     batches: Sequence[Workload],
-    bytes_per_device: float,
+    bytes_per_device: float | NDArray[np.float64],
     how: Microbatching,
     families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
     """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
     of them; the most frugal if none does. `how` says the rest: its own family is not looked at. Raises ValueError for a
-    family that cannot run this plan."""
+    family that cannot run this plan. bytes_per_device: of all, or by rank of `Plan.ranks`."""
     families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
@@ -175,14 +178,15 @@ def best_steps(
     by_speed = sorted(families, key=lambda name: sum(one.seconds for one in quick[name]))
     for name in (*by_speed, FRUGAL if FRUGAL in families else by_speed[0]):
         steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
-        if all(_peak(step) <= bytes_per_device for step in steps):
+        if all((_peaks(step) <= bytes_per_device).all() for step in steps):
             break
     return steps
 
 
-def _peak(step: Step) -> float:
+def _peaks(step: Step) -> NDArray[np.float64]:
+    """By rank, in the order of `Plan.ranks`."""
     assert step.timeline.peak_bytes is not None, "the sweep was asked for"
-    return float(step.timeline.peak_bytes.max())
+    return step.timeline.peak_bytes
 
 
 def _step(one: TimedStep, schedule: str) -> Step:

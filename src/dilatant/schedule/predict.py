@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -131,24 +131,37 @@ def message_lag(graph: ScheduleGraph, size: NDArray[np.float64], cluster: Cluste
     the same ranks. size: bytes that a rank of the stage which makes the rows has of them.
 
     All ranks of the stage with fewer of them send or receive an equal share; tensor-parallel ranks gather theirs.
+    Between unlike devices the slower port decides.
     """
     placed = graph.arrays.placed
     tp, cp = (np.asarray([getattr(entry.stage, name) for entry in placed]) for name in ("tp", "cp"))
     groups: dict[tuple[int, ...], int] = {}
     group = np.asarray([groups.setdefault(entry.stage.ranks, len(groups)) for entry in placed])
-    node = np.asarray([entry.stage.ranks[0] for entry in placed]) // cluster.gpus_per_node
+    node, near, port = _ways([entry.stage.ranks[0] for entry in placed], cluster)
     source = graph.stage[graph.edge_source[: graph.num_messages]]
     target = graph.stage[graph.edge_target[: graph.num_messages]]
     inside = node[source] == node[target]
     maker = np.where(graph.kind[graph.edge_source[: graph.num_messages]] == FORWARD, source, target)
     whole = size * cp[maker]
     share = whole / np.minimum((tp * cp)[source], (tp * cp)[target])
-    seconds = np.where(inside, cluster.inside.latency, cluster.port.latency) + share / np.where(
-        inside, cluster.inside.bandwidth, cluster.port.bandwidth
-    )
-    gathered = whole / cp[target] * (1 - 1 / tp[target]) / cluster.inside.bandwidth
-    seconds += np.where(tp[target] > 1, cluster.inside.latency + gathered, 0.0)
+    latency = np.where(inside, near[0][source], np.maximum(port[0][source], port[0][target]))
+    bandwidth = np.where(inside, near[1][source], np.minimum(port[1][source], port[1][target]))
+    seconds = latency + share / bandwidth
+    gathered = whole / cp[target] * (1 - 1 / tp[target]) / near[1][target]
+    seconds += np.where(tp[target] > 1, near[0][target] + gathered, 0.0)
     return np.where((group[source] == group[target]) | (size == 0), 0.0, seconds)
+
+
+def _ways(
+    ranks: Sequence[int], cluster: Cluster
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """Of each rank: its node, [ranks]; latency and bandwidth of its link inside the node and of its port, [2, ranks]
+    each."""
+    nodes = np.array([cluster.node_of(rank) for rank in ranks])
+    groups = [cluster.at(rank) for rank in ranks]
+    inside, port = [group.inside for group in groups], [group.port for group in groups]
+    near, far = (np.array([[link.latency, link.bandwidth] for link in links]).T for links in (inside, port))
+    return nodes, near, far
 
 
 def _owner(graph: ScheduleGraph) -> NDArray[np.int64]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.stage_costs import StageCosts
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.workload import Workload
@@ -47,6 +48,8 @@ def assign_step(
     Samples stay in their global batch. Raises UserError as `assign` does.
     """
     seconds = sample_seconds(plan, costs.stages, samples)
+    placed = plan.stages()
+    whole = _batch_seconds(plan, placed, costs.stages, samples)
     profile = {unit.name: _unit_profile(plan, unit.name, costs.stages, samples) for unit in plan.units}
     return assign(
         plan,
@@ -55,12 +58,13 @@ def assign_step(
         how.policy,
         how.seed,
         anchor=anchor,
-        speed=_speeds(plan, anchor, costs.stages, samples),
+        speed=_speeds(plan, anchor, placed, whole),
         backward={unit: ratio for unit, (ratio, _) in profile.items()},
         fixed={unit: fixed for unit, (_, fixed) in profile.items()},
         family=how.family,
         weight=None if how.row_tokens is None else samples.tokens[anchor],
         capacity=how.row_tokens,
+        pace=_paces(plan, placed, whole),
     )
 
 
@@ -88,19 +92,42 @@ def _unit_profile(plan: Plan, unit: str, costs: StageCosts, samples: Workload) -
     return (backward / forward if forward else 2.0), fixed
 
 
-def _speeds(plan: Plan, anchor: str, costs: StageCosts, samples: Workload) -> list[float]:
+def _batch_seconds(
+    plan: Plan, placed: Sequence[PlacedStage], costs: StageCosts, samples: Workload
+) -> NDArray[np.float64]:
+    """Forward plus backward of the whole batch on each stage, without what calls cost: [stages]."""
+    sizes = {unit.name: _sizes(samples, unit.name) for unit in plan.units}
+    batch = {name: (squares.sum(), tokens.sum(), 0.0) for name, (tokens, squares) in sizes.items()}
+    return np.einsum(
+        "ij,ij->i", costs.seconds[:, 0] + costs.seconds[:, 1], np.array([batch[one.unit] for one in placed])
+    )
+
+
+def _paces(plan: Plan, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]) -> dict[str, list[float]]:
+    """By unit and replica: seconds of the batch on its mean stage, as a multiple of those on that of the first one."""
+    found = {}
+    for unit in plan.units:
+        mine = [one.index for one in placed if one.unit == unit.name]
+        replica = [placed[index].replica for index in mine]
+        mean = np.bincount(replica, seconds[mine]) / np.bincount(replica)
+        found[unit.name] = (mean / mean[0] if mean[0] > 0.0 else np.ones(len(mean))).tolist()
+    return found
+
+
+def _speeds(
+    plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]
+) -> list[float]:
     """By replica of the anchor: global batches per second of the ranks that have most to do for it, other units' stages
-    on the same ranks included."""
-    busy: list[dict[tuple[int, ...], float]] = [{} for _ in plan.unit(anchor).replicas]
-    replica_of = {placed.stage.ranks: placed.replica for placed in plan.stages() if placed.unit == anchor}
-    for placed in plan.stages():
-        ranks = placed.stage.ranks
-        if ranks in replica_of:
-            tokens, squares = _sizes(samples, placed.unit)
-            batch = np.array([squares.sum(), tokens.sum(), 0.0])
-            seconds = float((costs.seconds[placed.index, 0] + costs.seconds[placed.index, 1]) @ batch)
-            own = busy[replica_of[ranks]]
-            own[ranks] = own.get(ranks, 0.0) + seconds
+    on the same ranks included, and of units with as many replicas those that serve it alone."""
+    anchors = len(plan.unit(anchor).replicas)
+    busy: list[dict[tuple[int, ...], float]] = [{} for _ in range(anchors)]
+    replica_of = {one.stage.ranks: one.replica for one in placed if one.unit == anchor}
+    alone = {unit.name for unit in plan.units if len(unit.replicas) == anchors}
+    for one, own in zip(placed, seconds.tolist(), strict=True):
+        ranks = one.stage.ranks
+        replica = replica_of.get(ranks, one.replica if one.unit in alone else None)
+        if replica is not None:
+            busy[replica][ranks] = busy[replica].get(ranks, 0.0) + own
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
 
 

@@ -42,7 +42,10 @@ class Devices:
         return self.nodes * self.per_node
 
     def cluster(self, config: ClusterConfig) -> ClusterConfig:
-        """These devices, with what the config says of such hardware."""
+        """These devices, with what the config says of such hardware; the groups of the config if they have as many."""
+        if config.num_devices == self.count:
+            return config
+        config = config.model_copy(update={"groups": None})
         return config.model_copy(update={"nodes": self.nodes, "gpus_per_node": self.per_node})
 
 
@@ -132,7 +135,7 @@ def _planned_devices(folder: RunFolder, plan: TrainingPlan) -> int:
     """The devices that the plan was made for, of which it may leave some idle."""
     with suppress(OSError, UserError):
         cluster = load_config(folder.path / "plan" / "config.yaml").cluster
-        return cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
+        return cluster.num_devices or cluster.nodes * (cluster.gpus_per_node or len(plan.plan.ranks))
     return len(plan.plan.ranks)
 
 

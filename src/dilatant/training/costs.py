@@ -68,7 +68,7 @@ def _target(config: Config, plan: Plan) -> Target:
     here = len(plan.ranks) if place is None else place.local_size
     if config.resilience.enabled and (place is not None or config.resilience.listen is not None):
         here = config.resilience.ranks_per_node
-    shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here}
+    shape = {"nodes": -(-len(plan.ranks) // here), "gpus_per_node": here, "groups": None}
     try:
         target = plan_target(
             config.cluster.model_copy(update=shape),

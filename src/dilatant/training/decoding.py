@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from dilatant.data.pool_owner import PoolOwner
 from dilatant.data.pool_source import join
 from dilatant.data.ray_cluster import Connection, cluster_address
 from dilatant.data.ray_source import RaySource
-from dilatant.data.workers import workers_of_machine
+from dilatant.data.workers import warm_up, workers_of_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +91,17 @@ class MachineSource:
     def __init__(
         self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
     ) -> None:
-        hosts = [""] if comm is None else all_gather_object(comm, socket.gethostname())
-        rank = 0 if comm is None else comm.rank
-        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        rank, here = (0, (0,)) if comm is None else (comm.rank, comm.ranks_here)
         workers = workers_of_machine(how.workers, len(here))
         self._owner: PoolOwner | None = None
         if workers and datasets and rank == here[0]:
             self._owner = PoolOwner(datasets, encoding, workers, how.seconds)
-        own = None if self._owner is None else self._owner.address
-        address = own if comm is None else all_gather_object(comm, own)[here[0]]
+        address = "" if self._owner is None else self._owner.address
+        if comm is not None and how.workers != 0:  # cores that are free may be counted unlike on the others
+            address = comm.tell_machine(address)
         self._source: Source = (
             InlineSource(datasets, encoding)
-            if address is None
+            if not address
             else join(address, how.memory, on_wait=partial(_report, rank))
         )
         self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
@@ -113,6 +111,13 @@ class MachineSource:
         self._source.close()
         if self._owner is not None:
             self._owner.close()
+
+
+def stand_by(comm: Comm, how: Decoding) -> None:
+    """Where this rank would own the pool of its machine if the first one there were lost, start the server that workers
+    come from, which takes seconds."""
+    if how.cluster is None and how.workers != 0 and comm.ranks_here[1:2] == (comm.rank,):
+        warm_up()
 
 
 def _report(rank: int, waiting: Waiting) -> None:

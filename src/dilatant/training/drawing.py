@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dilatant.config.errors import UserError
+from dilatant.config.model import LANGUAGE
 from dilatant.data.encode import EncodedPrompt
 from dilatant.data.image_target import ImageTarget
 from dilatant.models.diffusion import Diffusion, generator_of
@@ -18,11 +20,14 @@ from dilatant.models.generator import GeneratorUnit
 from dilatant.models.language_stage import MultimodalOutput
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.sampling import Drawing, draw
-from dilatant.models.stage import in_dtype_of
+from dilatant.models.stage import StepData, in_dtype_of
 from dilatant.training.generation import encoder_inputs
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from PIL.Image import Image
+
+    Drawn = Image | NDArray[np.float32]
 
 
 class _Announced(StoppingCriteria):
@@ -55,12 +60,15 @@ def answer_with_pictures(
     how: Drawing,
     seed: int = 0,
     **generation: Any,
-) -> list[str | Image]:
-    """What the model answers, in order; texts without what announces a picture. Greedy unless `generation` says
+) -> list[str | Drawn]:
+    """What the model answers, in order; texts without what announces a picture; features as float32 [width, height,
+    width of the grid]. Greedy unless `generation` says
     otherwise. seed: of the noise. Raises UserError for a prompt of so many pictures that it cannot be an answer."""
+    if model.whole is not None and not model.whole.reads_as_text:
+        return [_picture_at_once(model, tokenizer, prompt, targets, how, seed)]
     ids = torch.as_tensor(prompt.sample.input_ids)[None].to(device)
     inputs = encoder_inputs([prompt], device)
-    parts: list[str | Image] = []
+    parts: list[str | Drawn] = []
     for number in range(MOST_PICTURES + 1):
         # An answer with pictures is not read again by encoders: what is drawn is known to the model by its queries.
         written = model.generate(
@@ -83,8 +91,39 @@ def answer_with_pictures(
         places = torch.full((1, target.tokens_per_item), target.placeholder_id, device=device)
         ids = torch.cat([ids, written, places], dim=1)
         rows = rows_behind(model, ids, inputs, target)
-        parts.append(to_image(draw_items(model[target.name], rows, how, [f"picture {number}"], seed)[0]))
+        parts.append(_drawn(model[target.name], rows, how, f"picture {number}", seed))
     raise UserError(f"the model draws more than {MOST_PICTURES} pictures in one answer")
+
+
+def _picture_at_once(
+    model: MultimodalModel,
+    tokenizer: Any,
+    prompt: EncodedPrompt,
+    targets: Sequence[ImageTarget],
+    how: Drawing,
+    seed: int,
+) -> Drawn:
+    """A picture as the whole answer, of a whole model whose positions or masks `generate` does not know: its own stages
+    read the prompt, as in training. Raises UserError for one that draws in several ways."""
+    if len(targets) > 1:
+        raise UserError("a whole model of such a family draws at once, and this one has several generators")
+    (target,) = targets
+    start = tokenizer.encode(target.start, add_special_tokens=False)
+    places = [target.placeholder_id] * target.tokens_per_item
+    ids = np.array([*prompt.sample.input_ids.tolist(), *start, *places])
+    sizes = {**prompt.sample.sizes, LANGUAGE: len(ids)}
+    asked = replace(prompt.sample, input_ids=ids, labels=np.full(len(ids), -100), sizes=sizes)
+    data = StepData.of([asked], model.graph.losses, model.language.model.device, draws=["prompt"])
+    model.eval()
+    rows: dict[str, Tensor] = {}
+    for name in model.encoders:
+        if asked.sizes.get(name):
+            made = model[name].run(data, (0,), {}).rows_for(LANGUAGE)
+            assert made is not None
+            rows[name] = made
+    told = model.language.run(data, (0,), rows).rows_for(target.name)
+    assert told is not None
+    return _drawn(model[target.name], told[None], how, "picture 0", seed)
 
 
 def rows_behind(
@@ -134,6 +173,12 @@ def draw_items(unit: GeneratorUnit, rows: Tensor, how: Drawing, keys: Sequence[s
             for key in keys
         ]
         return draw(net, in_dtype_of(net, told), torch.stack(noise).to(rows.device), how)
+
+
+def _drawn(unit: GeneratorUnit, rows: Tensor, how: Drawing, key: str, seed: int) -> Drawn:
+    (found,) = draw_items(unit, rows, how, [key], seed)
+    assert isinstance(unit.model, Diffusion)
+    return found.cpu().numpy() if unit.model.draws_features else to_image(found)
 
 
 def to_image(pixels: Tensor) -> Image:

@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
@@ -20,7 +22,7 @@ from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
 from dilatant.data.framed_clip_unit import FramedClipUnit
-from dilatant.data.image_target import image_target
+from dilatant.data.image_target import ImageTarget, image_target
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
@@ -34,17 +36,22 @@ from dilatant.models.dtype import hold_in
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
+from dilatant.models.saving_generators import load_generators, read_connectors, save_generators
 from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
+from dilatant.plan.boxes import Box
 from dilatant.profiling.media_units import media_unit, units_of_whole
 from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
+from dilatant.training.stored_weights import read_whole
 from dilatant.training.whole_answers import WholeAnswers
 from dilatant.training.whole_export import write_whole
 
 CONVERSATION = "conversation.json"
+GENERATORS = "generators.json"
+"""Beside a whole model: what `save_generators` says of those that draw."""
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -96,6 +103,9 @@ def export_model(
                     model.save_pretrained(writing)
                 else:
                     write_whole(model, writing, source)
+                    if model.generators:
+                        drawn = save_generators(writing, model.language, model.drawing)
+                        _write_json(writing / GENERATORS, drawn)
                 for adapted in adapted_models(model, config) if config is not None else ():
                     assert config is not None
                     assert config.lora is not None
@@ -153,8 +163,8 @@ def export_model(
 def load_exported(folder: Path) -> Exported:
     """Read what `export_model` wrote. Raises UserError."""
     if (folder / "config.json").is_file():
-        _read_conversation(folder)
-        return _load_whole(folder)
+        _, drawn = _read_conversation(folder)
+        return _load_drawing_whole(folder, drawn) if drawn else _load_whole(folder)
     if (folder / "adapter_config.json").is_file():
         _read_conversation(folder)
         return _load_adapter(folder)
@@ -179,7 +189,12 @@ def load_exported(folder: Path) -> Exported:
             )
         )
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
-    targets = tuple(
+    encoding = Encoding(chat=chat, units=tuple(units), targets=_targets(model, drawn))
+    return Exported(model, model.tokenizer, encoding)
+
+
+def _targets(model: MultimodalModel, drawn: Mapping[str, Mapping[str, str]]) -> tuple[ImageTarget, ...]:
+    return tuple(
         image_target(
             name,
             placeholder_id=model.output_ids[name],
@@ -190,7 +205,36 @@ def load_exported(folder: Path) -> Exported:
         )
         for name, entry in drawn.items()
     )
-    return Exported(model, model.tokenizer, Encoding(chat=chat, units=tuple(units), targets=targets))
+
+
+def _load_drawing_whole(folder: Path, drawn: Mapping[str, Mapping[str, str]]) -> Exported:
+    """A whole model with generators, in our own units: transformers' class knows nothing of these."""
+    where = str(folder)
+    tokenizer = load_tokenizer(where)
+    try:
+        entries = json.loads((folder / GENERATORS).read_text(encoding="utf-8"))
+        if entries.keys() != drawn.keys():
+            raise ValueError
+        with without_bars(folder):
+            generators = load_generators(folder, entries, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(
+            f"{where!r} is not a whole export: {GENERATORS} does not fit {CONVERSATION}; make it again with "
+            "`dilatant export RUN`"
+        ) from None
+    whole = Whole.of(load_pretrained_config(where, where), where)
+    model = MultimodalModel({}, whole, tokenizer=tokenizer, seed=0, device="meta", generators=generators)
+    weights = allocate(model.units)
+    own = {weight.canonical for _, weight in model.weights_of_whole()}
+    held = {name: Box.of(name, tuple(weights[name].shape)) for name in own}
+    with torch.no_grad():
+        for name, tensor in read_whole(model, where, held).items():
+            weights[name].copy_(tensor)
+    read_connectors(folder, model.language, {name: model[name] for name in generators})
+    use_row_attention(model)
+    units = units_of_whole(whole, where, tokenizer)
+    encoding = Encoding(chat=chat_tokenizer(tokenizer), units=units, targets=_targets(model, drawn))
+    return Exported(model, tokenizer, encoding)
 
 
 def _load_adapter(folder: Path) -> Exported:

@@ -67,6 +67,11 @@ class Inputs:
         datasets = {name: known.samples for name, known in self._data.items()}
         self._source = open_source(comm, datasets, samples.encoding, decoding_of(data))
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether samples are known only once they are read."""
+        return self._shared is not None
+
     @contextmanager
     def training(
         self,

@@ -26,7 +26,9 @@ from dilatant.training.generation import generate_answers
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Answer = list["str | Image"]
+    from dilatant.training.drawing import Drawn
+
+Answer = list["str | Drawn"]
 Judge = Callable[[str, Answer, Answer], float]
 """judge(question, expected, answered) → a number; texts and pictures in their order."""
 
@@ -99,7 +101,7 @@ def _answer(
     model, tokenizer, targets = exported.model, exported.tokenizer, exported.encoding.targets
     if not targets:
         return [*generate_answers(model, tokenizer, [prompt], device, max_new_tokens)]
-    assert isinstance(model, MultimodalModel)  # whole models draw nothing
+    assert isinstance(model, MultimodalModel)  # whatever draws is
     return answer_with_pictures(model, tokenizer, prompt, targets, device, max_new_tokens, how, seed)
 
 

@@ -78,5 +78,7 @@ def peak_flops(config: Config) -> float | None:
     """Of this machine's GPU, as its data sheet has it; None on a CPU, or where it is not known."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return None
-    target = plan_target(config.cluster.model_copy(update={"hardware": None}), config.train.precision)
+    target = plan_target(
+        config.cluster.model_copy(update={"hardware": None, "groups": None}), config.train.precision
+    )
     return target.hardware.peak_flops.get(target.dtype)

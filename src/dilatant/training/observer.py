@@ -36,7 +36,9 @@ class Observer:
             why = f" with {trainer.comm.size} ranks: {reason}" if reason else ""
             self._console.print(f"going on after step {trainer.step}{why}", highlight=False, markup=False)
             self._history = self._folder.evaluations_before(trainer.step)
-        if (warning := self._folder.begin_metrics(trainer.step)) is not None:
+        if (
+            warning := self._folder.begin_metrics(trainer.step, trainer.membership.weights_follow)
+        ) is not None:
             warn(self._console, warning)
         self._trackers = open_trackers(
             self._config.train.report_to,

@@ -79,7 +79,8 @@ def _unfreezing(planned: PlannedRun) -> list[str]:
 
 
 def _fits(planned: PlannedRun, score: PlanScore) -> bool:
-    return max(score.peak_bytes, default=0.0) <= planned.problem.target.cluster.bytes_per_device
+    ranks = planned.result.winner.plan.ranks
+    return planned.problem.target.cluster.overflow(ranks, score.peak_bytes) <= 0.0
 
 
 def _is_better(planned: PlannedRun, score: PlanScore) -> bool:
@@ -92,5 +93,7 @@ def _instead(planned: PlannedRun, score: PlanScore) -> str:
 
 
 def _memory(planned: PlannedRun, score: PlanScore) -> str:
-    capacity = planned.problem.target.cluster.bytes_per_device
-    return f"{bytes_text(max(score.peak_bytes, default=0.0))} of {bytes_text(capacity)} on the fullest device"
+    ranks = planned.result.winner.plan.ranks
+    capacities = planned.problem.target.cluster.bytes_of(ranks).tolist()
+    peak, capacity = max(zip(score.peak_bytes, capacities, strict=True), key=lambda one: one[0] - one[1])
+    return f"{bytes_text(peak)} of {bytes_text(capacity)} on the fullest device"

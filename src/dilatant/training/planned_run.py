@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
+from dilatant.plan.candidates import roles_of
 from dilatant.plan.finals import RankedPlan
+from dilatant.plan.sample_work import sample_work
 from dilatant.plan.why_not import Asked
 from dilatant.profiling.planning import (
     PlannedRun,
@@ -16,6 +18,7 @@ from dilatant.profiling.planning import (
     costs_of_plan,
     tried_schedules,
 )
+from dilatant.report.group_reasons import group_reasons
 from dilatant.report.plan_page import write_plan_page
 from dilatant.report.plan_report import PlanReport, WhyNotFacts
 from dilatant.report.run_folder import RunFolder
@@ -43,10 +46,9 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
     layouts that somebody `asked` for, by their texts, were not chosen."""
     problem, cluster = planned.problem, planned.problem.target.cluster
     samples = problem.samples
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     report = search_report(
         title,
-        f"{nodes} of {cluster.gpus_per_node} × {problem.target.hardware.name}",
+        problem.target.text,
         _cost_source(problem),
         planned.result,
         planned.typical,
@@ -70,7 +72,9 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
         report,
         units=units,
         reasons=(
-            *report.reasons[:-1],
+            *report.reasons[:1],
+            *_groups(planned),
+            *report.reasons[1:-1],
             *_decoding(planned),
             report.reasons[-1],
         ),  # the last says how sure it is
@@ -81,6 +85,19 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
             for text, layout in (asked or {}).items()
         ),
     )
+
+
+def _groups(planned: PlannedRun) -> tuple[str, ...]:
+    """What unlike devices do."""
+    problem = planned.problem
+    spec, samples = problem.model.spec, problem.samples.first(problem.samples.available)
+    names = [unit.name for unit in spec.units]
+    work = {
+        name: dict(zip(names, sample_work(spec, own, samples).mean(axis=0).tolist(), strict=True))
+        for name, own in problem.costs.groups.items()
+    }
+    cluster, language = problem.target.cluster, roles_of(spec).language
+    return group_reasons(planned.result, planned.typical, cluster, language, work)
 
 
 _REPORT = "report.json"
@@ -113,6 +130,9 @@ def write_plan_folder(planned: PlannedRun, report: PlanReport) -> Path:
 
 def _cost_source(problem: PlanningProblem) -> str:
     """Where the costs are from, for a reader."""
+    groups = problem.measured.groups
+    if len({own.origin for own in groups.values()}) > 1:
+        return "; ".join(f"{name}: {origin_text(own.origin)}" for name, own in groups.items())
     origin = origin_text(problem.measured.origin)
     return f"{origin} before (`dilatant profile` measures again)" if problem.from_before else origin
 

@@ -134,6 +134,9 @@ def _choose(job: PlanningJob, progress: Callable[[str], None]) -> ChosenPlan:
 def _for_devices_here(config: Config) -> tuple[Config, list[str]]:
     """The config for the devices at hand: those of `cluster.hardware` may be elsewhere."""
     cluster = config.cluster
+    if cluster.groups:
+        names = ", ".join(f"{group.num_devices} of {group.name}" for group in cluster.groups)
+        return config, [f"ranks are taken to be those of cluster.groups, in order: {names}"]
     if plan_target(cluster, config.train.precision).is_local:
         return config, []
     here = cluster.model_copy(
@@ -163,7 +166,8 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
-        f"  {layout_text(ranked.plan)}; {counted(ranked.num_microbatches, 'microbatch')} of about "
+        f"  {layout_text(ranked.plan, problem.target.cluster)}; "
+        f"{counted(ranked.num_microbatches, 'microbatch')} of about "
         f"{counted(ranked.microbatch_size, 'sample')}, schedule {ranked.score.schedule}, samples placed by "
         f"{problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",

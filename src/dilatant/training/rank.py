@@ -26,6 +26,7 @@ from dilatant.report.say import warn
 from dilatant.report.stats_page import write_stats_page
 from dilatant.report.step_comparison import Prediction
 from dilatant.report.step_page import write_step_page
+from dilatant.training.device_groups import unlike_devices
 from dilatant.training.evaluation import Evaluation
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.observer import Observer
@@ -83,8 +84,11 @@ def train_rank(
         checkpoint = agreed_checkpoint(trainer.comm, start.checkpoint)
         if checkpoint is not None:
             trainer.restore(checkpoint)
+        others = unlike_devices(trainer.comm, planned.costs)
         if trainer.rank == 0:
             begin_folder(config, prepared, planned, folder, start.discards, show)
+            if others is not None:
+                warn(console_for(show), others)
         with StopSignal() as stop:
             return train_to_end(config, trainer, folder, show, stop)
     except BaseException as error:

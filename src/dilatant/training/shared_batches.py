@@ -7,7 +7,6 @@ they take them from the first rank of their machine that reads. Batches travel a
 from __future__ import annotations
 
 import json
-import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -36,7 +35,7 @@ class SharedBatches:
 
     def __init__(self, comm: Comm, feeds_media: bool) -> None:
         self._comm = comm
-        places = [tuple(place) for place in all_gather_object(comm, [socket.gethostname(), feeds_media])]
+        places = list(zip(comm.machines, all_gather_object(comm, feeds_media)))
         self.source = source_of(places, comm.rank)
         self._receivers = {
             receiver: self._group(comm.rank, receiver)

@@ -23,7 +23,8 @@ from dilatant.config.model import GeneratorConfig
 from dilatant.models.lora import is_adapter, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.picture_nets import pretrained_weights, read_source
+from dilatant.models.net_source import source_of_entry
+from dilatant.models.picture_nets import pretrained_weights
 from dilatant.models.sources import load_encoder, load_language_model, without_bars
 from dilatant.models.unit import Unit
 from dilatant.models.whole import Whole
@@ -45,8 +46,8 @@ def read_pretrained(
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
     if config.is_whole:
-        whole = {} if config.id is None else _read_whole(model, config.id, held)
-        return whole | read_adapters(model, config, held)
+        whole = {} if config.id is None else read_whole(model, config.id, held)
+        return whole | _of_generators(model, config, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
@@ -72,32 +73,37 @@ def read_pretrained(
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
+    return weights | _of_generators(model, config, held) | read_adapters(model, config, held)
+
+
+def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
     for name, entry in config.generators.items():
         weights |= _of_generator(model, name, entry, held)
-    return weights | read_adapters(model, config, held)
+    return weights
 
 
 def _of_generator(
     model: MultimodalModel, name: str, entry: GeneratorConfig, held: Mapping[str, Box]
 ) -> dict[str, Tensor]:
-    """A generator is one stage: whoever holds any of its net holds all of it, and diffusers reads it whole."""
+    """diffusers reads a net whole, whatever part of it is held here."""
     unit = model.units[name]
     wanted = [weight for weight in unit.weights if weight.part == "model" and weight.name in held]
     where = f"model.generators.{name}"
-    source = read_source(where, entry.id, entry.config, entry.vae)
-    if not wanted or (source.folder is None and source.vae_folder is None):
+    source = source_of_entry(entry, where)
+    if not wanted or not source.has_weights:
         return {}
     stored = pretrained_weights(source, where)
     return {w.name: part(stored[w.key], held[w.name]) for w in wanted if w.key in stored}
 
 
-def _read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
+def read_whole(model: MultimodalModel, source: str, held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of a whole model's own weights in a folder or under an id. Raises UserError."""
     whole = model.whole
     assert whole is not None
     wanted = {
         weight.name: whole.key_of(unit, weight)
-        for unit in model.units.values()
-        for weight in unit.weights
+        for unit, weight in model.weights_of_whole()
         if weight.name in held and not is_adapter(weight.name)
     }
     files = pretrained_files(source) or {}

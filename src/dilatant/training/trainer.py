@@ -38,6 +38,7 @@ from dilatant.training.commit import ALONE, Membership, gradient_hashes
 from dilatant.training.evaluation import Evaluation, Judging, evaluate
 from dilatant.training.feed import agree_on_bad, merge_found
 from dilatant.training.inputs import Inputs, Steps
+from dilatant.training.latents import with_latents
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
 from dilatant.training.master_weights import MOMENTS
@@ -131,6 +132,7 @@ class Trainer:
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
             num_sources=len(self._sources),
+            begins_alike=not membership.weights_follow,
         )
 
         def matching(pattern: str) -> frozenset[str]:
@@ -162,14 +164,16 @@ class Trainer:
         ema = config.train.optimizer.ema
         self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
         self.best = Best()
+        samples = with_latents(self.comm, config, samples, worker.device)
         self._inputs = Inputs(self.comm, self.runtime, config, samples)
+        self._ahead: tuple[contextlib.ExitStack, Steps] | None = None
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
         self._written = written_cells(self.runtime.holdings, worker.rank)
         self._shapes = {name: box.whole for name, box in held.items()}
         self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
-        session = all_gather_object(self.comm, secrets.token_hex(8))[0]
+        session = self.comm.attempt[:16] or secrets.token_hex(8)
         self._writer = CheckpointWriter(
             checkpoints, config.train.keep_checkpoints, session, worker.rank, worker.size
         )
@@ -287,9 +291,9 @@ class Trainer:
         stop = self._any_rank(should_stop(), "the agreement to begin")
         evaluation = None
         try:
-            ahead = self.step, self.total_steps
-            with self._inputs.training(self._sampler, self._position, *ahead, self._left_out) as steps:
-                steps.leave_out(agree_on_bad(self.comm, steps.found()))
+            with self._begin_steps() as steps:
+                if self._config.data.on_error == "skip":
+                    steps.leave_out(agree_on_bad(self.comm, steps.found()))
                 while self.step < self.total_steps and not stop and not self.ends_early:
                     metrics, stop = self._train_step(steps, should_stop)
                     if self.step % config.logging_steps == 0 or self.step == self.total_steps:
@@ -314,6 +318,27 @@ class Trainer:
         seconds = time.perf_counter() - began
         finished = self.step >= self.total_steps or self.ends_early
         return TrainResult(self.step, self.total_steps, seconds, finished, evaluation)
+
+    def decide_ahead(self) -> None:
+        """Let the coming steps be decided and decoded in the background before `run` wants them, once it is known where
+        to go on. Of a stream nothing is: its ranks begin and end together."""
+        if not self._inputs.is_stream:
+            stack = contextlib.ExitStack()
+            self._ahead = stack, stack.enter_context(self._open_steps())
+
+    @contextlib.contextmanager
+    def _begin_steps(self) -> Iterator[Steps]:
+        if self._ahead is None:
+            with self._open_steps() as steps:
+                yield steps
+            return
+        stack, steps = self._ahead
+        with stack:
+            yield steps
+
+    def _open_steps(self) -> contextlib.AbstractContextManager[Steps]:
+        ahead = self.step, self.total_steps
+        return self._inputs.training(self._sampler, self._position, *ahead, self._left_out)
 
     @property
     def published(self) -> Path | None:
@@ -375,6 +400,8 @@ class Trainer:
     def close(self) -> None:
         """Finish writing, and end the runtime and its communication."""
         try:
+            if self._ahead is not None:
+                self._ahead[0].close()
             self._inputs.close()
             self._writer.close()
         finally:

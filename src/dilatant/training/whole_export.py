@@ -74,17 +74,22 @@ def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str
     assert model.whole is not None
     state: dict[str, Tensor] = {}
     frozen = set()
-    for unit in model.units.values():
-        merged = {part: merged_state(getattr(unit, part)) for part in unit.parts}
-        adapted = {beside(weight.key) for weight in unit.weights if is_adapter(weight.key)}
-        trains = trained_names(unit)
-        for weight in unit.weights:
-            if is_adapter(weight.key):
-                continue
-            key = model.whole.key_of(unit, weight)
-            state[key] = merged[weight.part][plain_key(weight.key)]
-            if weight.canonical not in trains and plain_key(weight.key) not in adapted:
-                frozen.add(key)
+    own = [unit for name, unit in model.units.items() if name not in model.generators]
+    merged = {
+        (unit.unit, part): merged_state(getattr(unit, part))
+        for unit in own
+        for part in unit.parts
+        if part != "queries"
+    }
+    trains = {name for unit in own for name in trained_names(unit)}
+    adapted = {(unit.unit, beside(w.key)) for unit in own for w in unit.weights if is_adapter(w.key)}
+    for unit, weight in model.weights_of_whole():
+        if is_adapter(weight.key):
+            continue
+        key = model.whole.key_of(unit, weight)
+        state[key] = merged[unit.unit, weight.part][plain_key(weight.key)]
+        if weight.canonical not in trains and (unit.unit, plain_key(weight.key)) not in adapted:
+            frozen.add(key)
     return state, frozenset(frozen)
 
 

@@ -1,0 +1,207 @@
+"""What a run that outlives its machines pays in every step: votes, heartbeats and hashes of gradients.
+
+Measured: steps of so many workers, each a process with an agent of its own, with the vote and without, in turns, so
+that noise of the machine falls on both. A step is a sleep, and then all wait for each other as for gradients. All
+processes share this machine's cores, which on a cluster only the coordinator's part of the work does.
+
+Simulated: the vote of more nodes than there are cores here. The coordinator is one process, so a vote takes what one
+node's takes, and for every other node what the coordinator spends on its message, its decision and its answer, all of
+which are measured.
+
+    python benchmarks/resilience.py --json benchmarks/results/resilience.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from machine import machine
+
+from dilatant.resilience.launch import AGENT, COORDINATOR
+from dilatant.resilience.process import Child, Start
+from dilatant.resilience.protocol.coordinator import Coordinator
+from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
+from dilatant.resilience.wire import Link, accept, connect
+from dilatant.resilience.worker_link import WorkerLink
+
+TOKEN = bytes(32)
+HASHES = {f"language.{layer}": (layer + 1) * 0x123456789ABCDEF & (2**63 - 1) for layer in range(32)}
+TURN_STEPS = 10
+
+
+def _work(port: int, barrier: Any, turns: int, pace: float, seconds: Any) -> None:
+    """Turns of steps without and with the vote; their seconds go to `seconds`, if that is given."""
+    link = WorkerLink(port, TOKEN, 0, lambda generation: None)
+    link.warm()
+    link.await_rebuild(-1, 0, None)
+    link.await_activation(0)
+    voted = 0
+    for turn in range(2 * turns):
+        barrier.wait()
+        began = time.perf_counter()
+        for _ in range(TURN_STEPS):
+            if turn % 2:
+                link.begin(voted, 60.0)
+            time.sleep(pace)
+            barrier.wait()
+            if turn % 2:
+                link.vote(voted, HASHES)
+                voted += 1
+        if seconds is not None:
+            seconds.put((turn % 2, (time.perf_counter() - began) / TURN_STEPS))
+    link.await_end()
+
+
+def paired_steps(nodes: int, turns: int, pace: float) -> tuple[list[float], list[float]]:
+    """Seconds of a step without and with the vote, turn by turn, with one worker on each node."""
+    settings = Settings(lease_seconds=30.0, initial=nodes)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, folder))
+        start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings)
+        agents = [Child(AGENT, replace(start, node=f"node{node}")) for node in range(nodes)]
+        barrier, seconds = context.Barrier(nodes), context.Queue()
+        workers = [
+            context.Process(target=_work, args=(agent.port, barrier, turns, pace, None if node else seconds))
+            for node, agent in enumerate(agents)
+        ]
+        for worker in workers:
+            worker.start()
+        found = [seconds.get(timeout=300.0) for _ in range(2 * turns)]
+        for worker in workers:
+            worker.join(30.0)
+        for child in (*agents, coordinator):
+            child.close(5.0)
+    return [each for votes, each in found if not votes], [each for votes, each in found if votes]
+
+
+def decision_seconds(voters: int, rounds: int = 20) -> float:
+    """Median of what the coordinator computes for a step of so many voters."""
+    coordinator = Coordinator(Settings(initial=voters), None, 0.0)
+    coordinator.start()
+    nodes = [Status(f"n{index}", 1) for index in range(voters)]
+
+    def say(**values: object) -> None:
+        for index, status in enumerate(nodes):
+            nodes[index] = replace(status, serial=status.serial + 1, **values)  # type: ignore[arg-type]
+            coordinator.hear(nodes[index], 0.0)
+
+    say()
+    say(generation=1, phase=Phase.FENCED)
+    say(phase=Phase.READY, ready_at=0)
+    say(phase=Phase.RUNNING, base=1, hashes=HASHES)
+    assert coordinator.task is Task.RUN
+    seconds = []
+    for step in range(rounds):
+        began = time.perf_counter()
+        say(prepared=step, applied=step)
+        seconds.append(time.perf_counter() - began)
+        assert coordinator.committed == step + 1
+    return statistics.median(seconds)
+
+
+def message_seconds(rounds: int = 500) -> tuple[float, float]:
+    """CPU seconds of receiving a vote and of sending the answer, for whoever does it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted: list[Link] = []
+    thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], TOKEN)))
+    thread.start()
+    client = connect("127.0.0.1", listener.getsockname()[1], TOKEN)
+    thread.join()
+    (server,) = accepted
+    vote = Status("node0", 1, generation=1, phase=Phase.RUNNING, prepared=5, applied=5, hashes=HASHES)
+    order = Order("node0", 1, 1, Task.RUN, 1, members=tuple(f"node{node}" for node in range(256)))
+    received = sent = 0.0
+    for _ in range(rounds):
+        client.send(vote)
+        began = time.thread_time()
+        server.receive()
+        received += time.thread_time() - began
+        began = time.thread_time()
+        server.send(order)
+        sent += time.thread_time() - began
+        client.receive()
+    for each in (client, server):
+        each.close()
+    listener.close()
+    return received / rounds, sent / rounds
+
+
+def hash_bytes_per_second() -> float:
+    """Of fp32 gradients, in layers of 16 MiB."""
+    import torch
+
+    from dilatant.training.commit import gradient_hashes
+
+    parameters = {}
+    for index in range(8):
+        parameter = torch.nn.Parameter(torch.zeros(4 << 20))
+        parameter.grad = torch.randn(4 << 20)
+        parameters[f"layer{index}"] = parameter
+    gradient_hashes(parameters, {})
+    began = time.perf_counter()
+    for _ in range(5):
+        gradient_hashes(parameters, {})
+    return 5 * 8 * (16 << 20) / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes"
+    )
+    parser.add_argument("--pace", type=float, default=0.1, help="seconds that a step computes")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    print(f"load before: {load:.1f} on {os.cpu_count()} cores")
+    measured = {}
+    for nodes in dict.fromkeys([1, *options.nodes]):
+        without, voting = paired_steps(nodes, options.turns, options.pace)
+        added = statistics.median(b - a for a, b in zip(without, voting))
+        base = statistics.median(without)
+        measured[nodes] = {"step_seconds": base, "added_seconds": added, "without": without, "with": voting}
+        print(
+            f"measured, {nodes:3} nodes on these cores: {base * 1e3:6.1f} ms a step, {added * 1e3:+5.2f} ms with "
+            f"votes ({added / base:+.1%})",
+            flush=True,
+        )
+    receive, send = message_seconds()
+    print(f"a vote takes {receive * 1e6:.0f} us to receive, an answer {send * 1e6:.0f} us to send")
+    simulated = {}
+    for voters in (8, 32, 64, 128, 256):
+        decision = decision_seconds(voters)
+        added = max(0.0, measured[1]["added_seconds"]) + (voters - 1) * (receive + send) + decision
+        simulated[voters] = {"decision_seconds": decision, "added_seconds": added}
+        share = added / options.pace
+        print(f"simulated, {voters:3} nodes with cores of their own: {added * 1e3:+6.2f} ms ({share:.1%})")
+    rate = hash_bytes_per_second()
+    print(f"hashes of gradients: {rate / 1e9:.1f} GB/s")
+    if options.json:
+        document = {
+            "machine": machine(),
+            "load_before": load,
+            "pace_seconds": options.pace,
+            "measured": measured,
+            "receive_seconds": receive,
+            "send_seconds": send,
+            "simulated": simulated,
+            "hash_bytes_per_second": rate,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Nets that draw, cut between their blocks: what enters the first block, one block, and what leaves the last.
+
+No forward of diffusers can run a part of itself, since it folds patches by its input's height at the end; so each
+family says here, with the net's own modules, what its forward does before and behind the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCKS = "transformer_blocks"
+"""What all of them call the list of their blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What passes between blocks. patches: [items, patches, width]; condition: [items, k, width]; times: [items, n,
+    width], the embedded moment that blocks and the end are given."""
+
+    patches: Tensor
+    condition: Tensor
+    times: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of a family. enter(net, seen, times, rows, pooled): arguments as of `Family.say`. block(net, block, between).
+    leave(net, patches, times): [items, patches, numbers of a patch]. last: the modules and weights that only `leave`
+    uses. moments: rows of `Between.times`. fits(config): whether the settings allow it."""
+
+    enter: Callable[..., Between]
+    block: Callable[[Any, Any, Between], Between]
+    leave: Callable[[Any, Tensor, Tensor], Tensor]
+    last: tuple[str, ...]
+    moments: int
+    fits: Callable[[Any], bool] = lambda config: True
+
+
+def net_width(config: Any) -> int:
+    """Numbers in a row between blocks."""
+    return int(config.num_attention_heads * config.attention_head_dim)
+
+
+def patches_of(config: Any, shape: tuple[int, int, int]) -> int:
+    """How many patches a picture of `shape` [channels, height, width] has."""
+    return shape[1] // config.patch_size * (shape[2] // config.patch_size)
+
+
+def unfolded(patches: Tensor, patch: int, shape: tuple[int, int, int]) -> Tensor:
+    """[items, channels, height, width] of patches [items, patches, patch * patch * channels]; channels as there are."""
+    height, width = shape[1] // patch, shape[2] // patch
+    grid = patches.reshape(len(patches), height, width, patch, patch, -1)
+    return grid.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, shape[1], shape[2])
+
+
+def _enter_sd3(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
+    patches = net.pos_embed(seen).contiguous()
+    moment = net.time_text_embed(times, pooled)
+    return Between(patches, net.context_embedder(rows), moment[:, None])
+
+
+def _block_sd3(net: Any, block: Any, between: Between) -> Between:
+    condition, patches = block(
+        hidden_states=between.patches, encoder_hidden_states=between.condition, temb=between.times[:, 0]
+    )
+    if condition is None:  # of the last block, behind which nobody needs it
+        condition = between.condition
+    return replace(between, patches=patches, condition=condition)
+
+
+def _leave_sd3(net: Any, patches: Tensor, times: Tensor) -> Tensor:
+    return net.proj_out(net.norm_out(patches, times[:, 0]))
+
+
+def _enter_pixart(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
+    patches = net.pos_embed(seen)
+    six, one = net.adaln_single(
+        times, size_of_pictures(net, seen), batch_size=len(seen), hidden_dtype=patches.dtype
+    )
+    if net.caption_projection is not None:
+        rows = net.caption_projection(rows)
+    return Between(patches, rows, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
+
+
+def size_of_pictures(net: Any, seen: Tensor) -> dict[str, Tensor | None]:
+    """What PixArt is given of the size of its pictures."""
+    if not net.use_additional_conditions:
+        return {"resolution": None, "aspect_ratio": None}
+    height, width = 8.0 * seen.shape[-2], 8.0 * seen.shape[-1]  # in pixels of its autoencoder
+    return {
+        "resolution": seen.new_tensor([height, width]).expand(len(seen), 2),
+        "aspect_ratio": seen.new_tensor([height / width]).expand(len(seen), 1),
+    }
+
+
+def _block_pixart(net: Any, block: Any, between: Between) -> Between:
+    moment = between.times[:, :6].flatten(1)
+    patches = block(between.patches, encoder_hidden_states=between.condition, timestep=moment)
+    return replace(between, patches=patches)
+
+
+def _leave_pixart(net: Any, patches: Tensor, times: Tensor) -> Tensor:
+    shift, scale = (net.scale_shift_table[None] + times[:, 6:]).chunk(2, dim=1)
+    return net.proj_out(net.norm_out(patches) * (1 + scale) + shift)
+
+
+def _enter_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Between:
+    patches = net.patch_embed(seen)
+    moments = times * net.config.timestep_scale
+    six, one = net.time_embed(moments, batch_size=len(seen), hidden_dtype=patches.dtype)
+    condition = net.caption_norm(net.caption_projection(rows))
+    return Between(patches, condition, torch.cat([six.unflatten(1, (6, -1)), one[:, None]], dim=1))
+
+
+def _block_sana(net: Any, block: Any, between: Between) -> Between:
+    size, patch = net.config.sample_size, net.config.patch_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    moment = between.times[:, :6].flatten(1)
+    patches = block(between.patches, None, between.condition, None, moment, height // patch, width // patch)
+    return replace(between, patches=patches)
+
+
+def _leave_sana(net: Any, patches: Tensor, times: Tensor) -> Tensor:
+    return net.proj_out(net.norm_out(patches, times[:, 6], net.scale_shift_table))
+
+
+SD3 = Cut(
+    _enter_sd3,
+    _block_sd3,
+    _leave_sd3,
+    ("norm_out", "proj_out"),
+    1,
+    lambda config: config.caption_projection_dim == net_width(config),
+)
+PIXART = Cut(
+    _enter_pixart,
+    _block_pixart,
+    _leave_pixart,
+    ("norm_out", "proj_out", "scale_shift_table"),
+    7,
+    lambda config: config.caption_channels is not None or config.cross_attention_dim == net_width(config),
+)
+SANA = Cut(_enter_sana, _block_sana, _leave_sana, ("norm_out", "proj_out", "scale_shift_table"), 7)

@@ -1,0 +1,70 @@
+"""What has happened to a run that goes on: its generations, as coordinator and first ranks wrote them down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dilatant.config.errors import UserError
+from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
+from dilatant.report.generations_page import Generation, write_generations_page
+from dilatant.report.page_links import link_pages
+from dilatant.resilience.coordinator_process import COMMIT
+from dilatant.resilience.protocol.values import Task
+from dilatant.resilience.status import read_rebuilds, read_status
+
+PAGE = "generations.html"
+"""In the run folder."""
+
+
+def generations(
+    events: Iterable[Mapping[str, Any]], rebuilds: Iterable[Mapping[str, Any]] = ()
+) -> tuple[Generation, ...]:
+    """Events and rebuilds by generation, in order. Of a run that has not begun there are none.
+
+    Its seconds are those from the moment when the coordinator noticed the change to the first step that it committed
+    afterwards; what the first rank did not spend on copying went into everything else.
+    """
+    copied = {record["generation"]: float(record["seconds"].get("copy", 0.0)) for record in rebuilds}
+    when: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for event in events:
+        when.setdefault(event["generation"], {}).setdefault(event["task"], event)
+    found: list[Generation] = []
+    before: tuple[str, ...] = ()
+    for number, by_task in sorted(when.items()):
+        begun = by_task.get(Task.FENCE.value) or next(iter(by_task.values()))
+        members = tuple(map(str, begun["members"]))
+        runs, commits = by_task.get(Task.RUN.value), by_task.get(COMMIT)
+        lost: dict[str, float] = {}
+        if runs is not None and found and begun is not runs:
+            whole = max(0.0, runs["time"] - begun["time"])
+            copying = min(whole, copied.get(number, 0.0))
+            lost = {RECONFIGURING: whole - copying, COPYING: copying}
+            if commits is not None:
+                lost[UNFINISHED] = max(0.0, commits["time"] - runs["time"])
+        found.append(
+            Generation(
+                number=number,
+                time=begun["time"],
+                step=(runs or begun)["step"],
+                members=len(members),
+                left=tuple(node for node in before if node not in members),
+                joined=tuple(node for node in members if node not in before) if before else (),
+                reason=str(begun["reason"]),
+                lost=lost,
+            )
+        )
+        before = members
+    return tuple(found)
+
+
+def write_history(run: Path, title: str) -> None:
+    """Write the page of a run's generations, where there is anything to tell; never fails, for training counts more."""
+    with suppress(OSError, UserError, ValueError):
+        status = read_status(run)
+        found = generations(status.events, read_rebuilds(run))
+        if len(found) > 1:
+            write_generations_page(run / PAGE, found, title, status.stopped)
+            link_pages(run)

@@ -1,0 +1,266 @@
+"""Plans over groups of unlike devices: no worse than one group alone, above their bound, inside each group's memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.plan import (
+    DoesNotFitError,
+    Link,
+    Mode,
+    Plan,
+    PlanError,
+    Replica,
+    Stage,
+    UnitPlan,
+    Workload,
+    search,
+)
+from dilatant.plan.cluster import Cluster, cluster_of_groups
+from dilatant.plan.validate import plan_problems
+from dilatant.schedule.plan_scorer import plan_scorer
+from model_cases import cost_model, model, unit
+from search_cases import RULES, random_vlm
+
+ROUNDING = 1 + 1e-9
+
+
+def often(test):
+    """As a few cases by default, and as many among the slow ones."""
+    return pytest.mark.parametrize(
+        "cases", [2, pytest.param(60, marks=pytest.mark.slow)], ids=["few", "many"]
+    )(test)
+
+
+def check(cases, one):
+    given(st.integers(0, 2**32 - 1))(settings(max_examples=cases, deadline=None)(one))()
+
+
+def group(name, devices, memory=float("inf"), slow=1.0):
+    return Cluster(1, devices, memory, Link(1e9 / slow, 1e-6), Link(1e8 / slow, 1e-5), name=name, device=name)
+
+
+class Case:
+    """A small vision-language model on two groups of which either may be quicker at either unit."""
+
+    def __init__(self, seed, parameters=0, degrees=((1, 1), (2, 1)), layers=None):
+        self.draw = draw = random.Random(seed)
+        spec, _ = random_vlm(draw)
+        if layers is not None:
+            spec = model(*(replace(one, layers=one.layers[:most]) for one, most in zip(spec.units, layers)))
+        self.spec = model(
+            *(
+                replace(
+                    one,
+                    layers=tuple(
+                        replace(layer, parameters=draw.randint(0, parameters)) for layer in one.layers
+                    ),
+                )
+                for one in spec.units
+            )
+        )
+        call = draw.choice([0.0, 0.5])
+        by_group = {
+            name: cost_model(
+                {
+                    unit: draw.choice([0.2, 1.0, 3.0]) * (draw.random() + 0.2)
+                    for unit in ("vision", "language")
+                },
+                degrees,
+                output=0.0,
+                call=call,
+            )
+            for name in ("fast", "slow")
+        }
+        self.costs = replace(by_group["fast"], groups=by_group)
+        self.batch = draw.choice([4, 8])
+        tokens = {
+            name: [float(draw.randint(1, 9)) for _ in range(self.batch)] for name in ("vision", "language")
+        }
+        self.workload = Workload({name: np.array(own) for name, own in tokens.items()})
+
+    def scorer(self, cluster, costs=None):
+        return plan_scorer(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
+
+    def search(self, *groups, finalists=10_000, mode=Mode.BEST):
+        cluster = cluster_of_groups(groups)
+        costs = self.costs if cluster.parts else self.costs.on(cluster.name)
+        scorer = self.scorer(cluster, costs)
+        return search(
+            self.spec, costs, cluster, self.workload, self.batch, scorer, mode, (1, 2), RULES, finalists,
+            leftovers=True,
+        )  # fmt: skip
+
+
+@often
+def test_all_groups_together_are_no_slower_than_any_alone(cases):
+    def one(seed):
+        case = Case(seed)
+        groups = [group("fast", case.draw.randint(1, 4)), group("slow", case.draw.randint(1, 4), slow=3.0)]
+        finalists = case.draw.choice([2, 24])
+        together = case.search(*groups, finalists=finalists)
+        for alone in groups:
+            try:
+                assert together.seconds <= case.search(alone, finalists=finalists).seconds * ROUNDING
+            except PlanError:
+                continue
+        whole = cluster_of_groups(groups)
+        for found in (together.winner, *together.runners_up):
+            assert not plan_problems(found.plan, case.spec, whole)
+            assert found.idle_devices == whole.num_devices - len(found.plan.ranks)
+
+    check(cases, one)
+
+
+@often
+def test_more_devices_of_either_group_never_give_a_slower_plan(cases):
+    def one(seed):
+        case = Case(seed)
+        first, second = case.draw.randint(1, 3), case.draw.randint(1, 3)
+        fewer = case.search(group("fast", first), group("slow", second))
+        first, second = (first + 1, second) if case.draw.random() < 0.5 else (first, second + 1)
+        more = case.search(group("fast", first), group("slow", second))
+        assert more.seconds <= fewer.seconds * ROUNDING
+
+    check(cases, one)
+
+
+def chains(layers, ranks):
+    """Every way to hold all layers on some of these ranks, one each: [(first, end, rank), ...]."""
+    for count in range(1, min(layers, len(ranks)) + 1):
+        for cuts in itertools.combinations(range(1, layers), count - 1):
+            bounds = (0, *cuts, layers)
+            for own in itertools.permutations(ranks, count):
+                yield [(a, b, rank) for a, b, rank in zip(bounds, bounds[1:], own)]
+
+
+def every_plan(layers, ranks):
+    """Every plan of two units on these ranks: each pipeline a chain of the language model with an encoder in its first
+    stage, or with a chain of its own for the encoder; or one encoder for two language models."""
+    vision, language = layers
+
+    def pipelines(free):
+        for own in chains(language, free):
+            left = [rank for rank in free if rank not in {rank for *_, rank in own}]
+            yield [(0, vision, own[0][2])], own, left
+            for ahead in chains(vision, left):
+                yield ahead, own, [rank for rank in left if rank not in {rank for *_, rank in ahead}]
+
+    def plan(encoders, languages):
+        units = (("vision", encoders, ("language",)), ("language", languages, ()))
+        return Plan(
+            tuple(
+                UnitPlan(
+                    name,
+                    tuple(Replica(tuple(Stage(a, b, (rank,)) for a, b, rank in own)) for own in replicas),
+                    feeds,
+                )
+                for name, replicas, feeds in units
+            )
+        )
+
+    for ahead, own, left in pipelines(ranks):
+        yield plan([ahead], [own])
+        for other in chains(language, left):
+            if ahead[0][2] != own[0][2]:
+                yield plan([ahead], [own, other])
+        for behind, more, _ in pipelines(left):
+            yield plan([ahead, behind], [own, more])
+
+
+@often
+def test_no_plan_at_all_beats_the_bound(cases):
+    """Of those that the search tries and many others: stages of one unit on several groups among them."""
+
+    def one(seed):
+        case = Case(seed, degrees=((1, 1),), layers=(1, 2))
+        groups = [group("fast", case.draw.choice([1, 2])), group("slow", 1, slow=2.0)]
+        cluster = cluster_of_groups(groups)
+        found = case.search(*groups, finalists=case.draw.choice([1, 24]))
+        score = case.scorer(cluster)
+        layers = [len(one.layers) for one in case.spec.units]
+        for plan in every_plan(layers, list(range(cluster.num_devices))):
+            for microbatches in (1, 4):
+                assert score(plan, microbatches).seconds * ROUNDING >= found.lower_bound
+
+    check(cases, one)
+
+
+@often
+def test_no_placement_of_units_on_groups_is_faster(cases):
+    """Against all pipelines of one replica with each unit on one group, cut everywhere, by the same simulator."""
+
+    def one(seed):
+        case = Case(seed, degrees=((1, 1),), layers=(2, 2))
+        groups = [group("fast", 2), group("slow", 2, slow=2.0)]
+        cluster = cluster_of_groups(groups)
+        found, score = case.search(*groups), case.scorer(cluster)
+        layers = [len(one.layers) for one in case.spec.units]
+        for plan in every_plan(layers, [0, 1, 2, 3]):
+            stages = plan.stages()
+            apart = all(
+                len({cluster.group_of(one.stage.ranks[0]) for one in stages if one.unit == name}) == 1
+                for name in ("vision", "language")
+            )
+            alone = all(len(unit.replicas) == 1 for unit in plan.units)
+            if apart and alone:
+                best = min(score(plan, count).seconds for count in (case.batch, case.batch // 2))
+                # The search cuts in closed form, for the mean microbatch, and does not try every cut.
+                assert found.seconds <= best * 1.1
+
+    check(cases, one)
+
+
+@often
+def test_every_rank_stays_inside_the_memory_of_its_own_group(cases):
+    def one(seed):
+        case = Case(seed, parameters=40)
+        small, large = sorted(case.draw.uniform(60, 900) for _ in range(2))
+        groups = [group("fast", 2, large), group("slow", 2, small)]
+        try:
+            found = case.search(*groups, finalists=24)
+        except DoesNotFitError:
+            return
+        cluster = cluster_of_groups(groups)
+        for one in (found.winner, *found.runners_up):
+            for rank, peak in zip(one.plan.ranks, one.score.peak_bytes, strict=True):
+                assert peak <= (large if cluster.group_of(rank) == 0 else small)
+
+    check(cases, one)
+
+
+def test_units_go_where_they_run_best_and_pipelines_get_samples_as_fast_as_they_are():
+    spec = model(
+        unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 4, parameters=0)
+    )
+    fast = cost_model({"vision": 1.0, "language": 0.5}, ((1, 1),), output=0.0)
+    slow = cost_model({"vision": 1.0, "language": 5.0}, ((1, 1),), output=0.0)
+    costs = replace(fast, groups={"fast": fast, "slow": slow})
+    workload = Workload({"vision": np.full(16, 4.0), "language": np.full(16, 4.0)})
+    cluster = cluster_of_groups([group("fast", 2), group("slow", 2)])
+    scorer = plan_scorer(spec, costs, cluster, workload, 16, rules=RULES)
+    placed = search(spec, costs, cluster, workload, 16, scorer, rules=RULES).winner.plan
+    homes = {
+        one.name: {cluster.at(stage.ranks[0]).name for replica in one.replicas for stage in replica.stages}
+        for one in placed.units
+    }
+    assert homes == {"vision": {"slow"}, "language": {"fast"}}
+
+    half = cost_model({"language": 1.0}, ((1, 1),), output=0.0)
+    alone = model(unit("language", 1, parameters=0))
+    costs = replace(fast, groups={"fast": fast, "slow": half})
+    workload = Workload({"language": np.full(12, 4.0)})
+    cluster = cluster_of_groups([group("fast", 1), group("slow", 1)])
+    scorer = plan_scorer(alone, costs, cluster, workload, 12, rules=RULES)
+    found = search(alone, costs, cluster, workload, 12, scorer, rules=RULES)
+    # Two thirds of the samples, of 4 tokens, on the device that is twice as fast: half a second forward for each token,
+    # and as much for the gradient of a first layer's weights.
+    assert found.seconds == pytest.approx(8 * 4 * 0.5 * 2)
+    assert len(found.winner.plan.unit("language").replicas) == 2
