@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from test_user_errors import refused
@@ -46,18 +47,18 @@ def test_a_plan_names_its_groups_everywhere(project: Path, dilatant: Dilatant) -
     planned = TrainingPlan.from_json(json.dumps(document))
     assert [group["name"] for group in document["step"]["costs"]["cluster"]["parts"]] == ["fast", "slow"]
     assert planned.costs is not None
-    assert planned.costs.to_document() == document["step"]["costs"]
+    assert json.loads(json.dumps(planned.costs.to_document())) == document["step"]["costs"]
     assert planned.costs.cluster is not None
     assert planned.costs.cluster.at(0).device == "H100"
     assert planned.costs.cluster.at(2).device == "A40"
 
     code, out, err = dilatant("simulate", folder, "--json")
     assert code == 0, err
-    assert json.loads(out)["step_seconds"] == pytest.approx(report.step_seconds)
+    assert fmean(json.loads(out)["step_seconds"]) == pytest.approx(report.step_seconds)
     # On one kind of devices, each of the faster kind, it cannot be slower.
     code, out, err = dilatant("simulate", folder, "--cluster", "1x3:H100", "--json")
     assert code == 0, err
-    assert json.loads(out)["step_seconds"] <= report.step_seconds * (1 + 1e-9)
+    assert fmean(json.loads(out)["step_seconds"]) <= report.step_seconds * (1 + 1e-9)
 
 
 def test_mistakes_in_groups_are_one_line_each(project: Path, dilatant: Dilatant) -> None:
@@ -75,16 +76,26 @@ def test_mistakes_in_groups_are_one_line_each(project: Path, dilatant: Dilatant)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("devices", [(2, 1), (1, 2)])
 def test_a_plan_over_groups_trains_and_says_whose_devices_are_others(
-    project: Path, dilatant: Dilatant
+    project: Path, dilatant: Dilatant, devices: tuple[int, int]
 ) -> None:
-    code, _, err = dilatant("plan", project / "config.yaml", *GROUPS)
+    fast, slow = devices
+    groups = (
+        "--set",
+        f"cluster.groups=[{{name: fast, hardware: H100, gpus_per_node: {fast}}}, "
+        f"{{name: slow, hardware: A40, gpus_per_node: {slow}}}]",
+    )
+    code, _, err = dilatant("plan", project / "config.yaml", *groups)
     assert code == 0, err
     plan = Plan.from_json((project / "run" / "plan" / "plan.json").read_text())
     layout = "parallel={plan: run/plan/plan.json}"
-    code, out, err = dilatant("train", project / "config.yaml", *GROUPS, "--set", layout)
+    result = dilatant("train", project / "config.yaml", *groups, "--set", layout)
+    if plan.ranks[0] > 0:
+        refused(result, "have nothing to do, but ranks above them have; plan without these devices")
+        return
+    code, out, err = result
     assert code == 0, err
     text = " ".join((out + err).split())
-    if len(plan.ranks) > 1:
-        assert "the plan has ranks" in text
-        assert "and they are CPU: samples are shared by its seconds until measured ones correct these" in text
+    assert "the plan has ranks" in text
+    assert "and they are CPU: samples are shared by its seconds until measured ones correct these" in text

@@ -20,6 +20,7 @@ from dilatant.plan.plan import ParallelSpec, Plan
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.validate import plan_problems
 from dilatant.profiling.assemble import recompute_by_unit
+from dilatant.report.wording import ranks_text
 from dilatant.runtime.holders import holdings_of, trainable_layers
 from dilatant.runtime.layouts import layout_problems
 from dilatant.schedule import FAMILIES, trainability_of, validate
@@ -137,6 +138,7 @@ def plan_from_config(
         planned = _read_plan(parallel.plan)
     problems = plan_problems(planned.plan, _model_spec(model), _unbounded(planned.plan))
     problems += _too_few_devices(planned.plan)
+    problems += _ranks_left_out(planned.plan)
     if not problems:
         problems = layout_problems(planned.plan, model.units)
     if not problems and made is None:  # a search may find that nothing is best shared
@@ -238,6 +240,17 @@ def _unbounded(plan: Plan) -> Cluster:
     """One node that has all ranks of the plan, and any memory."""
     link = Link(bandwidth=1.0)
     return Cluster(1, max(plan.ranks, default=0) + 1, float("inf"), link, link)
+
+
+def _ranks_left_out(plan: Plan) -> list[str]:
+    """Training starts a rank for each that the plan uses, numbered from 0."""
+    idle = sorted({*range(max(plan.ranks, default=0))} - {*plan.ranks})
+    if not idle:
+        return []
+    return [
+        f"ranks {ranks_text(idle)} have nothing to do, but ranks above them have; plan without these devices "
+        "(leave them out of `cluster`, or of its groups)"
+    ]
 
 
 def _too_few_devices(plan: Plan) -> list[str]:
