@@ -182,7 +182,7 @@ class LanguageUnit(Unit, LanguageStage):
             grids=self.grids,
             carried=self.carried,
             crossing=self.crossing,
-            first_block=first_block,
+            blocks_before=first_block,
             blocks_path=self.blocks_path,
         )
 

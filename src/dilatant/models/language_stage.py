@@ -85,7 +85,7 @@ class LanguageStage(Stage):
     where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
     vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
     reads. blocks_path: of the list of blocks. carried: what lies behind the hidden states of every token, and
-    first_block: the first one here, by which it is told. crossing: rows that blocks look at by cross attention.
+    blocks_before: how many blocks come before those here. crossing: rows that blocks look at by cross attention.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -117,7 +117,7 @@ class LanguageStage(Stage):
         grids: frozenset[str] = frozenset(),
         carried: Carried | None = None,
         crossing: Crossing | None = None,
-        first_block: int = 0,
+        blocks_before: int = 0,
         blocks_path: str = "",
     ) -> None:
         super().__init__(unit, layers, weights)
@@ -137,7 +137,7 @@ class LanguageStage(Stage):
         self.grids = grids
         self.carried = carried
         self.crossing = crossing
-        self.first_block = first_block
+        self.blocks_before = blocks_before
         self.blocks_path = blocks_path
 
     def attention_of(
@@ -167,7 +167,7 @@ class LanguageStage(Stage):
             counts = [crossing.count(sample) for sample in packed]
             if self.is_first:
                 looked_at = given.pop(crossing.unit, None)
-            elif crossing.passes(self.first_block):
+            elif crossing.passes(self.blocks_before):
                 assert arrived is not None
                 arrived, looked_at = crossing.split(arrived, row.lengths, counts)
             if looked_at is not None and len(looked_at):
@@ -311,12 +311,12 @@ class LanguageStage(Stage):
         decoder = self._decoder
         carried, end = self.carried, self._end_block
         if self.crossing is not None:
-            decoder = self.crossing.prepare(decoder, self.first_block)
+            decoder = self.crossing.prepare(decoder, self.blocks_before)
         if carried is not None:
             assert hidden is not None
-            width = hidden.shape[-1] - carried.width(self.first_block)
+            width = hidden.shape[-1] - carried.width(self.blocks_before)
             run["inputs_embeds"], behind = hidden[..., :width], hidden[..., width:]
-            run |= carried.into(behind, self.first_block, end)
+            run |= carried.into(behind, self.blocks_before, end)
             decoder = carried.prepare(decoder)
         if router_logits is not None:
             run["output_router_logits"] = True
@@ -363,7 +363,7 @@ class LanguageStage(Stage):
     @property
     def _end_block(self) -> int:
         """Behind the last block here."""
-        return self.first_block + len(cast(Any, self.model.get_submodule(self.blocks_path)))
+        return self.blocks_before + len(cast(Any, self.model.get_submodule(self.blocks_path)))
 
     @property
     def merged_ids(self) -> dict[str, int]:
