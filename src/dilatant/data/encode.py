@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.anyres_image_unit import SHAPES, AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.chat import MEDIA, RESERVED, ChatTokenizer
 from dilatant.data.chat_template import Message
 from dilatant.data.errors import MediaError, SampleError
+from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_target import ImageTarget
 from dilatant.data.media import media_size
 from dilatant.data.native_clip_unit import NativeClipUnit
@@ -44,7 +46,8 @@ TOKENS = "tokens"
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
 
-_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit
+_IN_PIECES = NativeClipUnit | FramedClipUnit
+_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit | AspectImageUnit
 """Units whose items have unlike sizes, which others ask for without the items."""
 Unit = MediaUnit | ImageTarget
 """What a media item is for the model: an input of an encoder, or a target of a generator."""
@@ -105,7 +108,7 @@ class Encoding:
         for unit in self.units:
             written = unit.written or Written(unit.marker)
             before, after = self.chat.template.around_media(unit.kind, written.token)
-            opens, closes = ("", "") if isinstance(unit, NativeClipUnit) else (written.opens, written.closes)
+            opens, closes = ("", "") if isinstance(unit, _IN_PIECES) else (written.opens, written.closes)
             found[unit.name, unit.kind] = before + opens, closes + after
         return found
 
@@ -497,7 +500,7 @@ def _place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], _Pl
             reader = read_by.get(media.kind) if is_followed else None
             return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
         before, after = encoding.around[unit.name, unit.kind]
-        if isinstance(unit, NativeClipUnit):
+        if isinstance(unit, _IN_PIECES):
             with _naming(sample, media):
                 pieces = unit.pieces(media_size(media))
             placed.extend(

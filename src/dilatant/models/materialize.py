@@ -192,7 +192,7 @@ def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
     """The model that knows how to draw the weights of a module; None where torch's own way is wanted."""
     part, *_ = path.split(".")
     holder = unit.model if part == "model" else getattr(getattr(unit, part), "drawn_by", None)
-    return holder if unit.structure is not None and isinstance(holder, PreTrainedModel) else None
+    return holder if isinstance(holder, PreTrainedModel) else None
 
 
 def _reset(piece: nn.Module, layer: str) -> None:

@@ -71,7 +71,7 @@ class MultimodalModel(nn.Module):
     ) -> None:
         super().__init__()
         self.whole = language_model if isinstance(language_model, Whole) else None
-        self.media_attention = media_attention if self.whole is None else self.whole.family.media_attention
+        self.media_attention = media_attention if self.whole is None else self.whole.media_attention
         generators = generators or {}
         if before_language_model is not None:
             require_call("before_language_model", before_language_model, "rows", "inputs")
@@ -112,8 +112,9 @@ class MultimodalModel(nn.Module):
             queries,
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
-            spatial_units=() if self.whole is None else self.whole.spatial_units,
-            taps=0 if self.whole is None else self.whole.taps,
+            units_with_grids=() if self.whole is None else self.whole.units_with_grids,
+            crossing=None if self.whole is None else self.whole.crossing,
+            carried=None if self.whole is None else self.whole.carried,
         )
         for name, generator in self.generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
@@ -201,6 +202,11 @@ class MultimodalModel(nn.Module):
         Raises UserError when rows and placeholders do not match, and for keywords that mean nothing here.
         """
         self._refuse_keywords(unknown)
+        if self.language.crossing is not None and encoder_inputs:
+            raise UserError(
+                f"{self.language.crossing.unit}: its rows go to blocks of the language model, sample by sample, which "
+                "only steps do (`parallelize`, `dilatant train`); export the model, and transformers runs it"
+            )
         self._check_media_attention()
         rows = self.encode(encoder_inputs or {})
         input_ids, attention_mask, labels = self._prepend(

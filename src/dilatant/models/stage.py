@@ -159,6 +159,10 @@ class Stage(nn.Module, ABC):
         sample. Items are equally long, so each rank gets as many of them, one after the other."""
         return share_evenly(self.spread(data, samples).lengths, size)
 
+    def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
+        """The same of an encoder or a generator, told from the sizes of samples alone."""
+        return share_evenly([self.items(each) for each in sizes], size)
+
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
         """Those items, or tokens, of a microbatch that this rank runs; None for all of them."""
         if self.context.size == 1:

@@ -105,8 +105,10 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
     if unit.four_bit:
         reason = "its weights are held in four bits (model.lora.load_in_4bit)"
-    if getattr(unit, "taps", 0):
-        reason = reason or "its inner blocks take rows of an encoder, for all tokens"
+    if getattr(unit, "carried", None) is not None:
+        reason = reason or "its inner blocks take more than hidden states, for all tokens"
+    if getattr(unit, "crossing", None) is not None:
+        reason = reason or "its blocks look at rows of an encoder"
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:

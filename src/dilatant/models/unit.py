@@ -39,7 +39,9 @@ class Unit(Stage):
     geometry: EncoderGeometry | None = None
     """What one item is for an encoder."""
     packs: bool = False
-    """Whether its items, of unlike sizes, are packed in one row; ranks cannot share those."""
+    """Whether its items, of unlike sizes, are packed in one row."""
+    shares_samples: bool = False
+    """Whether ranks can share these (see `SharesSamples`)."""
     width: int
     """Numbers in a hidden state of its blocks."""
     shared_by: int = 1

@@ -17,9 +17,11 @@ from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
 from dilatant.data.encode import Encoding
+from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_target import ImageTarget, image_target
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import NativeClipUnit
@@ -115,6 +117,8 @@ def export_model(
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                if isinstance(unit, FramedClipUnit):
+                    continue  # the source's files say how clips are seen
                 if isinstance(unit, NativeClipUnit):
                     file = writing / "video_preprocessor_config.json"
                     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -122,7 +126,13 @@ def export_model(
                     continue
                 assert isinstance(
                     unit,
-                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit,
+                    ImageUnit
+                    | AudioUnit
+                    | TiledImageUnit
+                    | NativeImageUnit
+                    | SoundUnit
+                    | AnyresImageUnit
+                    | AspectImageUnit,
                 )
                 before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
@@ -138,7 +148,9 @@ def export_model(
                     "encoders": {
                         unit.name: {"kind": unit.kind, "marker": unit.marker}
                         for unit in encoding.units
-                        if not isinstance(unit, NativeClipUnit)  # another way to see of the same unit
+                        if not isinstance(
+                            unit, NativeClipUnit | FramedClipUnit
+                        )  # another way to see of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}
