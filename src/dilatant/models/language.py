@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.data.encode import TOKENS, grid_part
+from dilatant.data.encoding import TOKENS, grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.models.carried import Carried
 from dilatant.models.crossing import Crossing, look_by_sample

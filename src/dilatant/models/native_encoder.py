@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.data.encode import grid_part
+from dilatant.data.encoding import grid_part
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import Callbacks, EncoderStage

@@ -20,7 +20,7 @@ from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_target import ImageTarget, image_target
 from dilatant.data.image_unit import ImageUnit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dilatant.data.encode import TOKENS
+from dilatant.data.encoding import TOKENS
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.step_planner import PreparedStep
