@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dilatant.data.anyres_image_unit import SHAPES, AnyresImageUnit
 from dilatant.data.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
 from dilatant.data.errors import MediaError, SampleError
-from dilatant.data.framed_clip_unit import FramedClipUnit
-from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.pixels import EncoderInput, joined
 from dilatant.data.sample import (
     EncodedSample,
@@ -21,8 +19,6 @@ from dilatant.data.sample import (
     content_digest,
 )
 from dilatant.data.token_layout import Item, Layout, lay_out
-
-_IN_PIECES = NativeClipUnit | FramedClipUnit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import Literal, get_args
 
 from dilatant.config.model import LANGUAGE
 from dilatant.data.chat import ChatTokenizer
-from dilatant.data.encode import _IN_PIECES
+from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_target import ImageTarget
+from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.sample import (
     MediaKind,
     MediaUnit,
@@ -25,6 +26,8 @@ TOKENS = "tokens"
 """The part of a sample that is its ids and labels; its other parts are the media units by their names."""
 QUESTION = "question"
 """As `TOKENS`, but labels are those of the last answer alone, by which a held-out sample is judged."""
+IN_PIECES = NativeClipUnit | FramedClipUnit
+"""Units whose items are written in several places, with text between."""
 Unit = MediaUnit | ImageTarget
 """What a media item is for the model: an input of an encoder, or a target of a generator."""
 
@@ -84,7 +87,7 @@ class Encoding:
         for unit in self.units:
             written = unit.written or Written(unit.marker)
             before, after = self.chat.template.around_media(unit.kind, written.token)
-            opens, closes = ("", "") if isinstance(unit, _IN_PIECES) else (written.opens, written.closes)
+            opens, closes = ("", "") if isinstance(unit, IN_PIECES) else (written.opens, written.closes)
             found[unit.name, unit.kind] = before + opens, closes + after
         return found
 

@@ -11,8 +11,7 @@ from typing import get_args
 
 from dilatant.data.chat import MEDIA, RESERVED
 from dilatant.data.chat_template import Message
-from dilatant.data.encode import _IN_PIECES
-from dilatant.data.encoding import Encoding, Unit
+from dilatant.data.encoding import IN_PIECES, Encoding, Unit
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.image_target import ImageTarget
 from dilatant.data.media import media_size
@@ -95,7 +94,7 @@ def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Plac
             reader = read_by.get(media.kind) if is_followed else None
             return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
         before, after = encoding.around[unit.name, unit.kind]
-        if isinstance(unit, _IN_PIECES):
+        if isinstance(unit, IN_PIECES):
             with naming(sample, media):
                 pieces = unit.pieces(media_size(media))
             placed.extend(

@@ -451,8 +451,7 @@ class Trainer:
         return metrics, result.should_stop
 
     def _say_if_slow(self) -> None:
-        bound = self._config.resilience.evict_slower
-        if self._gate is None or bound is None:
+        if self._gate is None or (bound := self._config.resilience.evict_slower) is None:
             return
         slowness = self.runtime.costs.slowness
         times = float(slowness.factors[self.rank]) if slowness.is_sure else 1.0
