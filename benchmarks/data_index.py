@@ -31,7 +31,7 @@ from dilatant.config import DataSource
 from dilatant.data.array_file import SETTLED_NS
 from dilatant.data.blend import Blend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.json_records import scan_json
 from dilatant.data.sizes import blend_sizes
 from dilatant.data.tar_records import scan_tar

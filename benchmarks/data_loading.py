@@ -38,7 +38,8 @@ from transformers import LlamaConfig, SiglipVisionConfig
 from dilatant.config import DataSource, UserError
 from dilatant.data.blend import Blend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import TOKENS, Encoding, encode_sample
+from dilatant.data.encode import encode_sample
+from dilatant.data.encoding import TOKENS, Encoding
 from dilatant.data.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.loader import Loader
 from dilatant.data.pixels import as_array

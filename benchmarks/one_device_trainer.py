@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder of chartqa_mini")
     parser.add_argument("--case", choices=BARS, action="append", help="default: both")
     parser.add_argument("--way", choices=WAYS, action="append", help="default: all")
-    parser.add_argument("--steps", type=int, default=10, help="of each loop, that are timed after --warm-up")
+    parser.add_argument("--steps", type=int, default=7, help="of each loop, that are timed after --warm-up")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--padded-batch", type=int, default=8, help="samples that the Trainer runs at once")

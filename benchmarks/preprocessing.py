@@ -30,7 +30,8 @@ from PIL import Image
 
 from dilatant.config import UserError
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import TOKENS, Encoding, encode_sample
+from dilatant.data.encode import encode_sample
+from dilatant.data.encoding import TOKENS, Encoding
 from dilatant.data.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.pool import InlineSource, Request, Source
 from dilatant.data.pool_owner import PoolOwner

@@ -130,13 +130,21 @@ def adapted_alike(plain: Any, ours: MultimodalModel, lora: LoraConfig) -> Any:
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         target_modules=names,
         init_lora_weights=False,
     )
     theirs = peft.get_peft_model(plain, settings).train()
-    adapters = peft.get_peft_model_state_dict(theirs)
-    assert {key.removeprefix("base_model.model.") for key in adapters} == keys.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(torch.rand(parameter.shape) + 0.5)
+    adapters = {
+        key.removeprefix("base_model.model.").replace("magnitude_vector", "magnitude_vector.weight"): tensor
+        for key, tensor in peft.get_peft_model_state_dict(theirs).items()
+    }
+    assert adapters.keys() == keys.keys()
     with torch.no_grad():
         for key, (unit, weight) in keys.items():
-            stage_tensors(unit)[weight.name].copy_(adapters[f"base_model.model.{key}"])
+            stage_tensors(unit)[weight.name].copy_(adapters[key])
     return theirs

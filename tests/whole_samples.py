@@ -7,8 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from dilatant.data.anyres_image_unit import SHAPES
+from dilatant.data.aspect_image_unit import RATIOS, TILES
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.pixels import as_array
 from dilatant.data.sample import EncodedSample
@@ -16,6 +21,8 @@ from dilatant.data.sound_unit import FRAMES
 from dilatant.models.anyres_encoder import AnyresEncoderUnit
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.native_encoder import NativeEncoderUnit
+from dilatant.models.pooled_encoder import PooledEncoderUnit
+from dilatant.models.tiled_encoder import TiledEncoderUnit
 from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
 Part = tuple[Any, ...]
@@ -75,11 +82,20 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             for _ in range(time if apart else 1):
                 ids += [41, 92] if apart else [92] * around
                 ids += [IMAGE] * (rows * columns * (1 if apart else time)) + [93] * (around or apart)
-            pixels = torch.randn(patches, 3, 2 * 4, 4, generator=generator)
+            deep = 1 if isinstance(model["vision"], PooledEncoderUnit) else 2
+            pixels = torch.randn(patches, 3, deep * 4, 4, generator=generator)
             grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
             steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)
             put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
+        elif isinstance(model["vision"], TiledEncoderUnit):
+            shapes = model.whole.config.vision_config.supported_aspect_ratios
+            ratio = (3 * about[0] + about[1]) % len(shapes)
+            used = (np.arange(4) < np.prod(shapes[ratio])).astype(np.int64)
+            ids += [IMAGE]
+            pixels = torch.randn(1, 4, 3, 8, 8, generator=generator)
+            rows = model["vision"].geometry.encoder_tokens
+            put("vision", rows, pixel_values=pixels, **{RATIOS: [[ratio + 1]], TILES: used[None]})
         elif isinstance(model["vision"], AnyresEncoderUnit):
             unit = model["vision"]
             height, width = (3 * each + 1 for each in about)
@@ -133,7 +149,21 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
         counts = [1] if given[SHAPES][:, 2].all() else [len(given[SHAPES])]
         given |= {SHAPES: given[SHAPES][:, :2], "batch_num_images": torch.tensor(counts)}
     kinds = (ids == image).long()
-    if GRID in given:
+    if TILES in given:
+        counts = given[TILES].sum(1).tolist()
+        spans = get_cross_attention_token_mask(ids[0].tolist(), image)
+        dense = convert_sparse_cross_attention_mask_to_dense([spans], [counts], 4, ids.shape[1])
+        given |= {
+            "pixel_values": given["pixel_values"][None],
+            RATIOS: given[RATIOS].T,
+            TILES: given[TILES][None],
+            "cross_attention_mask": torch.from_numpy(dense),
+        }
+    if GRID in given and family == "gemma4":
+        given |= _padded(given.pop("pixel_values"), given.pop(GRID))
+        given.pop("of_clip", None)
+        del given[STEP]
+    elif GRID in given:
         given, kinds = _with_clips(family, given, image)
     if "audio" in sample.media:
         given |= _sounds(sample)
@@ -141,9 +171,26 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
         given["token_type_ids"] = (ids == image).long()
     if family == "paligemma":
         given["token_type_ids"] = (torch.arange(ids.shape[1]) >= sample.prefix_tokens).long()[None]
-    if "mrope_section" in str(WHOLES[family]) and "omni" not in family:
+    if family == "gemma4" or ("mrope_section" in str(WHOLES[family]) and "omni" not in family):
         given["mm_token_type_ids"] = kinds
     return given
+
+
+def _padded(pixels: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Patches line by line, as many of each image, and where they are."""
+    most = int(grids.prod(1).max()) + 4
+    values = torch.randn(len(grids), most, pixels[0].numel(), generator=torch.Generator().manual_seed(9))
+    places = torch.full((len(grids), most, 2), -1)
+    at = 0
+    for number, (_, rows, columns) in enumerate(grids.tolist()):
+        for place in range(rows * columns):
+            # Groups of 2 by 2 patches lie together in ours.
+            group, (down, across) = place // 4, divmod(place % 4, 2)
+            row, column = 2 * (group // (columns // 2)) + down, 2 * (group % (columns // 2)) + across
+            values[number, row * columns + column] = pixels[at].movedim(0, -1).flatten()
+            places[number, row * columns + column] = torch.tensor([column, row])
+            at += 1
+    return {"pixel_values": values, "image_position_ids": places}
 
 
 def _with_clips(

@@ -51,13 +51,18 @@ def test_a_conversation_is_remembered_and_files_of_questions_are_answered(
     told = answer(exported, Turn("system", ("Be brief.",)), Turn("user", ("Side?",)))
     say(
         monkeypatch,
-        "/image nowhere.png", "/audio x.wav", f"/image {picture}", "Side?", "Really?", "/dance",
+        "/image nowhere.png", "/audio x.wav", f"/video {project}", f"/image {picture}", "Side?", "Really?", "/dance",
         "/reset", "/system Be brief.", "Side?", "/exit", "not read",
     )  # fmt: skip
     code, out, err = dilatant("chat", exported, "--max-new-tokens", 6)
     assert code == 0, err
     assert out == f"{one}\n{two}\n{told}\n"
-    for said in ("image 'nowhere.png' does not exist", "no encoder for audio", "/dance is no command"):
+    for said in (
+        "image 'nowhere.png' does not exist",
+        "no encoder for audio",
+        "no encoder for video",
+        "/dance is no command",
+    ):
         assert said in err
     # A file of questions, with and without answers, and one that cannot be asked.
     lines = [
@@ -89,6 +94,7 @@ def test_a_conversation_is_remembered_and_files_of_questions_are_answered(
         (("chat", "--top-p", "0.5"), "give a --temperature"),
         (("chat", "--repetition-penalty", "0"), "must be above 0"),
         (("chat", "--image", "none.png"), "--image 'none.png' does not exist"),
+        (("chat", "--video", "none.mp4"), "--video 'none.mp4' does not exist"),
         (("generate",), "give a --prompt, or a file of --prompts"),
         (("generate", "--prompt", "a", "--prompts", "b"), "give a --prompt, or a file of --prompts"),
         (("generate", "--prompts", "b", "--out", "x.png"), "--out is for one --prompt"),

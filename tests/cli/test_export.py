@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_project import Dilatant
 
-from dilatant.data.encode import EncodedPrompt, Encoding, encode_prompt
+from dilatant.data.encode import EncodedPrompt, encode_prompt
+from dilatant.data.encoding import Encoding
 from dilatant.data.sample import Sample
 
 

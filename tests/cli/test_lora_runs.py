@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from shared_data import need
 from tiny_wholes import save_as_the_hub_does
 from whole_samples import transformers_inputs
 
+NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
+"""Dettmers et al. 2023, appendix E."""
 SHARED = {"units": {"vision": {}, "language": {"tp": 2, "pp": 2}}, "microbatches": 2}
 
 
@@ -62,7 +68,9 @@ def losses(folder: Path) -> list[float]:
 
 def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("llava", project / "whole")
-    config = write(project, whole_with_lora())
+    tree = whole_with_lora()
+    tree["model"]["lora"] |= {"use_dora": True, "use_rslora": False}
+    config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err
     middle = project / "run" / "checkpoints" / "step-00000002"
@@ -75,6 +83,13 @@ def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> No
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert losses(project / "again") == losses(project / "run")[2:]
+    # Magnitudes began as the lengths of what was read: four updates move them by 0.01 at most.
+    plain = AutoModelForImageTextToText.from_pretrained(project / "whole").state_dict()
+    magnitudes = {key: tensor for key, tensor in one.items() if "magnitude" in key}
+    assert magnitudes
+    for key, tensor in magnitudes.items():
+        weight = plain[key.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
+        torch.testing.assert_close(tensor, weight.norm(dim=1), rtol=0, atol=0.05)
 
 
 @pytest.mark.slow
@@ -94,9 +109,74 @@ def test_ranks_that_share_layers_share_their_adapters(project: Path, dilatant: D
         torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
 
 
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What is left of a weight in NF4, in blocks of 64 numbers."""
+    blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    scales = blocks.abs().amax(dim=1, keepdim=True)
+    nearest = ((blocks / scales)[..., None] - torch.tensor(NF4)).abs().argmin(dim=-1)
+    return (torch.tensor(NF4)[nearest] * scales).flatten()[: weight.numel()].view(weight.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: training on a base in four bits was not checked",
+)
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
+def test_a_base_in_four_bits_trains_as_one_of_rounded_weights_and_is_exported_plain(
+    kind: str, project: Path, dilatant: Dilatant
+) -> None:
+    save_as_the_hub_does("qwen2_5_vl", project / "whole")
+    tree = whole_with_lora()
+    tree["model"]["lora"] |= {"use_rslora": False, kind: True, "load_in_4bit": True, "units": ["language"]}
+    config = write(project, tree)
+    code, _, err = dilatant("train", config)
+    assert code == 0, err
+    middle = project / "run" / "checkpoints" / "step-00000002"
+    code, _, err = dilatant("train", config, "--set", f"train.resume={middle}", "--set", "output_dir=again")
+    assert code == 0, err
+    assert losses(project / "again") == losses(project / "run")[2:]
+    staged = {**tree, "output_dir": "staged", "parallel": {"units": {"vision": {}, "language": {"pp": 2}}}}
+    staged["parallel"] |= {"microbatches": 2, "schedule": "zb-h1"}
+    code, _, err = dilatant("train", write(project, staged))
+    assert code == 0, err
+    # fp32: sums in another order, through four updates
+    assert losses(project / "staged") == pytest.approx(losses(project / "run"), rel=1e-4)
+    kept = [file.stat().st_size for file in (project / "run" / "checkpoints" / "frozen").iterdir()]
+    plain = AutoModelForImageTextToText.from_pretrained(project / "whole").eval()
+    quantised = {
+        key for key in plain.state_dict() if ".language_model.layers." in key and key.endswith("_proj.weight")
+    }
+    assert len(quantised) == 7 * plain.config.text_config.num_hidden_layers
+    rest = sum(t.nbytes for key, t in plain.state_dict().items() if key not in quantised)
+    assert sum(kept) < rest + 100_000
+    # The adapter lies on the plain weights, which are exported as they were.
+    merged = AutoModelForImageTextToText.from_pretrained(project / "run" / "export").eval()
+    adapted = peft.PeftModel.from_pretrained(plain, project / "run" / "export" / "adapter").eval()
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(
+        merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+    )
+    rounds = AutoModelForImageTextToText.from_pretrained(project / "whole")
+    with torch.no_grad():
+        for key, weight in rounds.state_dict().items():
+            if key in quantised:
+                weight.copy_(rounded(weight))
+    for file in ("model.safetensors", "config.json"):
+        (project / "whole" / file).unlink()
+    rounds.save_pretrained(project / "whole")
+    tree["model"]["lora"]["load_in_4bit"] = False
+    code, _, err = dilatant("train", write(project, {**tree, "output_dir": "rounded"}))
+    assert code == 0, err
+    # Magnitudes begin as the lengths of the plain rows in one run and of the rounded ones in the other.
+    assert losses(project / "rounded") == pytest.approx(
+        losses(project / "run"), rel=1e-5 if kind == "use_rslora" else 1e-2
+    )
+
+
 def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, dilatant: Dilatant) -> None:
     tree = tiny_config(steps=3, device="cpu", optimizer={"learning_rate": 0.02})
-    tree["model"]["lora"] = {"r": 2, "units": ["language", "vision"]}
+    tree["model"]["lora"] = {"r": 2, "units": ["language", "vision"], "use_dora": True}
     tree["model"]["language_model"]["config"]["attention_dropout"] = 0.0
     config = write(project, tree)
     code, _, err = dilatant("train", config)
@@ -134,7 +214,14 @@ def test_parts_have_adapters_that_peft_loads_and_export_merged(project: Path, di
         ({"merge": False}, "'lora.merge: false' is for whole models"),
         ({"units": ["visoin"]}, "there are language, vision, vision.encoder"),
         ({"target_modules": ["q_porj"]}, "names no linear layer"),
-        ({"use_dora": True}, "use_dora"),
+        pytest.param(
+            {"load_in_4bit": True},
+            "pip install 'dilatant[bnb]'",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed"
+            ),
+        ),
+        ({"use_dorra": True}, "use_dorra"),
         ({"train": ["language.layers.0"]}, "would train whole ('train') and has an adapter ('units')"),
     ],
 )
@@ -150,8 +237,9 @@ def test_what_parts_cannot_have_is_said(
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
 def test_charts_are_learned_in_two_stages_and_transformers_and_peft_alone_answer_as_we_do(
-    project: Path, dilatant: Dilatant
+    kind: str, project: Path, dilatant: Dilatant
 ) -> None:
     charts = need("data/chartqa_mini", "LoRA on real charts, exported and loaded by transformers and peft")
     save_as_the_hub_does("qwen2_5_vl", project / "whole")
@@ -161,6 +249,8 @@ def test_charts_are_learned_in_two_stages_and_transformers_and_peft_alone_answer
         "evaluation": {"limit": 8, "max_new_tokens": 8, "metrics": ["exact_match", "anls"]},
     }
     tree["train"] |= {"steps": 6, "optimizer": {"learning_rate": 0.01}}
+    tree["model"]["lora"] |= {"use_rslora": False, kind: True}
+    tree["parallel"]["schedule"] = "zb-h1" if kind == "use_dora" else "1f1b"
     config = write(project, tree)
     code, _, err = dilatant("train", config)
     assert code == 0, err

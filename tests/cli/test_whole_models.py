@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText
 from dilatant.config import load_config
 from dilatant.data.encode import encode_sample
 from dilatant.data.sample import EncodedSample
+from dilatant.models.families import FAMILIES
 from dilatant.models.whole import Whole
 from dilatant.profiling.assemble import assemble_samples
 from tiny_wholes import IMAGE, WHOLES, save_as_the_hub_does, whole_config
@@ -84,20 +85,18 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     for number in range(12):  # of unlike sizes
         image = Image.open(project / "images" / f"{number}.png").resize((8 + 3 * number, 8 + number % 5))
         image.save(project / "images" / f"{number}.png")
-    towers = [
-        unit
-        for unit, key in (("vision", "vision_config"), ("audio", "audio_config"))
-        if key in WHOLES[family]
-    ]
+    towers = [unit for unit in ("vision", "audio") if unit in FAMILIES[family].towers]
     if "audio" in towers:
         write_sounds(project, every=1 if towers == ["audio"] else 2)
-    if family.startswith("qwen") and "vision" in towers:
+    if sees_clips(family):
         write_clip(project, 4)
     units = {key: {"pp": 2} for key in (*towers, "language")}
     freeze = [f"{unit}.encoder" for unit in towers]
     tree = config_of(project, parallel={**STAGES, "units": units})
     tree["model"]["freeze"] = freeze
-    if family.startswith("qwen") and "vision" in towers:
+    if family == "internvl":
+        tree["model"]["processor"] = {"num_frames": 3}
+    elif sees_clips(family):
         limits = {"video_min_pixels": 64, "video_max_pixels": 512, "max_frames": 6}
         tree["model"]["processor"] = limits
     config = write(project, tree)
@@ -109,6 +108,7 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     assert after.keys() == before.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     inside = (".vision_tower.", ".vision_model.", ".visual.", ".audio_tower.")
+    inside += tuple(f"{path}." for path in FAMILIES[family].unopened)
     mergers = (".merger.", ".deepstack_merger_list.", ".audio_tower.proj.")
     frozen = {k for k in before if any(t in k for t in inside) and not any(m in k for m in mergers)}
     assert not changed & frozen
@@ -129,12 +129,40 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     )
     assert code == 0, err
     assert "answer" in json.loads(out)
-    if family.startswith("qwen") and "vision" in towers:
+    if sees_clips(family):
         code, out, err = dilatant(
             *("generate", project / "run" / "export", "--prompt", "Side?", "--max-new-tokens", 3, "--json"),
             *("--video", project / "4.gif"),
         )
         assert code == 0, err
+
+
+def sees_clips(family: str) -> bool:
+    return family == "internvl" or (family.startswith("qwen") and "vision" in FAMILIES[family].towers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [
+        *(("llava", "tp"), ("gemma3", "tp"), ("qwen2_5_vl", "tp"), ("internvl", "tp")),
+        *(("gemma4", "cp"), ("qwen2_5_vl", "cp"), ("qwen3_5", "cp")),
+    ],
+)
+def test_ranks_that_share_the_text_model_train_it_alike(
+    family: str, degree: str, project: Path, dilatant: Dilatant
+) -> None:
+    save_as_the_hub_does(family, project / "whole")
+    losses = []
+    vision = {"pp": 2, "cp": 2} if degree == "cp" else {}  # images of unlike sizes among ranks
+    for parallel in ({"units": {"vision": vision, "language": {degree: 2}}, "microbatches": 2}, "single"):
+        config = write(project, config_of(project, parallel=parallel))
+        code, _, err = dilatant("train", config, "--set", "train.steps=3", "--overwrite")
+        assert code == 0, err
+        lines = (project / "run" / "metrics.jsonl").read_text().splitlines()
+        losses.append([each["loss"] for each in map(json.loads, lines) if "loss" in each])
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def write_clip(folder: Path, number: int) -> None:

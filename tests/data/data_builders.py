@@ -17,7 +17,7 @@ from PIL import Image
 
 from dilatant.data.audio_unit import AudioUnit, LogMelProcessor
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.tokenizer import byte_tokenizer
 

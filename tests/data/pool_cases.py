@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data_builders import image_bytes, small_encoding, wav_bytes
 
-from dilatant.data.encode import TOKENS
+from dilatant.data.encoding import TOKENS
 from dilatant.data.errors import SampleError
 from dilatant.data.pixels import as_array
 from dilatant.data.pool import Request

@@ -12,7 +12,8 @@ from data_builders import IMAGE_ID, image_bytes, small_encoding, write_lines
 
 from dilatant.config.data import DataSource
 from dilatant.data.blend import Blend, open_blend
-from dilatant.data.encode import Encoding, encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.encode import encode_prompt, encode_sample, find_problems, measure_sample
+from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.image_target import image_target
 from dilatant.data.image_unit import ImageUnit, PixelProcessor

@@ -14,7 +14,8 @@ from pool_cases import ALL, ENCODING, PLENTY, Numbered, contents, is_alive, requ
 from dilatant.config import UserError
 from dilatant.data import pool_source
 from dilatant.data.arena import Arena
-from dilatant.data.encode import TOKENS, encode_sample
+from dilatant.data.encode import encode_sample
+from dilatant.data.encoding import TOKENS
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import InlineSource, Request, Waiting
 from dilatant.data.pool_source import join

@@ -16,7 +16,8 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding, encode_prompt
+from dilatant.data.encode import encode_prompt
+from dilatant.data.encoding import Encoding
 from dilatant.data.sample import Media, Sample, Turn
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.whole import Whole

@@ -21,7 +21,7 @@ from pool_cases import ALL, Numbered, contents, requests
 
 from dilatant.config import UserError
 from dilatant.data import ray_cluster, ray_source
-from dilatant.data.encode import TOKENS
+from dilatant.data.encoding import TOKENS
 from dilatant.data.pool import InlineSource, Request
 from dilatant.data.ray_cluster import LOCAL, Connection, check_cluster
 from dilatant.data.ray_source import RaySource

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, images, tokens, vision_language
 from torch.nn import functional
 
+from dilatant.config.errors import UserError
 from dilatant.models.multimodal import Encoder, MultimodalModel
 
 
@@ -81,6 +83,18 @@ def test_callbacks_run_in_the_order_of_the_paper_with_what_they_need() -> None:
         ("after_projector", (2, 3, 8, 8), (2, 16, 32)),
         ("before_language_model", (32, 32), ["attention_mask", "input_ids"]),
     ]
+
+
+@pytest.mark.parametrize(
+    "key", ["before_encoder", "after_encoder", "after_projector", "before_language_model"]
+)
+def test_a_callback_that_takes_something_else_is_said_before_anything_runs(key: str) -> None:
+    takes = "inputs" if key == "before_encoder" else "(rows|inputs), (hidden|inputs)"
+    given = {key: lambda a, b, c: a}
+    around = given if key == "before_language_model" else {}
+    encoder = Encoder(ENCODERS["siglip"], **{} if around else given)
+    with pytest.raises(UserError, match=rf"{key} is called as \({takes}\), but takes \(a, b, c\)"):
+        MultimodalModel({"vision": encoder}, LANGUAGE_MODELS["llama"], **around)
 
 
 def test_a_callback_may_merge_by_itself() -> None:

@@ -7,6 +7,8 @@ import torch
 from tiny_models import ENCODERS, LANGUAGE_MODELS, language_only, vision_language
 
 from cut_and_packed import find_problems
+from dilatant.config.errors import UserError
+from dilatant.models.encoder_spec import Encoder
 from dilatant.models.multimodal import MultimodalModel
 
 _LLAMA = {key: value for key, value in LANGUAGE_MODELS["llama"].items() if key != "model_type"}
@@ -52,6 +54,26 @@ def test_known_encoders_pass(family: str) -> None:
 def test_language_models_that_cornstarch_lists_pass(family: str) -> None:
     mllm = MultimodalModel({}, {"model_type": family, **_LLAMA, **PARTS[family]}, seed=0)
     assert find_problems(mllm.language) == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("siglip2_vision_model", "does not look like an encoder of fixed-size images"),
+        ("qwen2_vl_vision", "is not an encoder that transformers can build alone"),
+        ("qwen2_audio_encoder", "no part for other language models; open the model that it belongs to"),
+        ("eva_clip", "transformers has no model_type 'eva_clip'"),
+    ],
+)
+def test_encoders_that_cornstarch_lists_and_that_are_no_parts_say_so_in_a_line(family: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as raised:
+        MultimodalModel({"tower": Encoder({"model_type": family})}, LANGUAGE_MODELS["llama"], device="meta")
+    assert "\n" not in str(raised.value)
+
+
+def test_internlm_2_is_not_had_by_transformers_which_is_said() -> None:
+    with pytest.raises(UserError, match="transformers has no model_type 'internlm2'"):
+        MultimodalModel({}, {"model_type": "internlm2"}, device="meta")
 
 
 @torch.no_grad()

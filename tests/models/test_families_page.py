@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences
+from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, opened
 from dilatant.config.model import LoraConfig
 from dilatant.models.families import FAMILIES
+from dilatant.models.tensor_plan import degree_problems, tensor_plan
 from tiny_wholes import WHOLES, whole_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units")
+COLUMNS = ("packed", "packed, a stage for every layer", "the same with LoRA in all units", "tp")
 HEAD = """# Families: packed equals alone, measured
 
 Some samples (two images or sounds of unlike sizes, none, one at the end, one at the beginning; clips among images
@@ -30,8 +31,9 @@ beyond rounding would be parts of 1. `tests/models/test_families_page.py` writes
 FOOT = """
 M-RoPE: positions in time, height and width. State: layers of linear attention, whose state begins anew with each
 sample; their gradients of `A_log` and `dt_bias` nearly cancel and agree to 4e-4. Prefix: all tokens before the answer
-see each other. Not measured here: tensor parallelism, which is of the text model alone
-(`tests/runtime/test_tensor_parallel.py`); towers of native resolution and of sounds are not divided.
+see each other. tp: whether ranks can share the text model, as told by its plan; that they then compute the same is
+measured on parts (`tests/runtime/test_tensor_parallel.py`) and on whole runs of some families
+(`tests/cli/test_whole_models.py`). Towers of native resolution and of sounds are not divided.
 """
 
 
@@ -40,7 +42,13 @@ def row(family: str) -> str:
     lora = LoraConfig(r=4, lora_alpha=1, units=(*towers, "language"))
     found = [differences(family, False), differences(family, True), differences(family, True, lora)]
     cells = [f"{each.loss:.0e}, {each.gradient:.0e}" for each in found]
-    return f"| `{family}` | {besides(family)} | {' | '.join(cells)} |"
+    return f"| `{family}` | {besides(family)} | {' | '.join([*cells, shared(family)])} |"
+
+
+def shared(family: str) -> str:
+    """Whether two ranks can share its text model."""
+    unit = opened(family).language
+    return "no" if degree_problems(unit, tensor_plan(unit), 2) else "yes"
 
 
 def besides(family: str) -> str:
@@ -52,14 +60,19 @@ def besides(family: str) -> str:
     native = any(tower.native and tower.kind == "image" for tower in known.towers.values())
     said = {
         "sounds": "audio" in known.towers,
-        "native resolution, clips": native,
+        "native resolution": native,
+        "clips": (native and known.spatial) or known.frames_counted,
         "M-RoPE": known.spatial,
         "DeepStack": bool(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)),
-        "image masks": known.media_attention == "bidirectional",
+        "image masks": known.media_attention in ("bidirectional", "in_windows"),
         "prefix": known.media_attention == "prefix",
         "windows": "sliding_attention" in kinds,
         "state": "linear_attention" in kinds,
         "experts": bool(getattr(text, "num_experts", None)),
+        "inputs of each layer, shared keys and values": bool(
+            getattr(text, "hidden_size_per_layer_input", None)
+        ),
+        "cross attention": bool(getattr(text, "cross_attention_layers", None)),
     }
     return ", ".join(word for word, is_so in said.items() if is_so)
 
@@ -74,7 +87,8 @@ def test_the_page_lists_every_family_and_nothing_beyond_rounding() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
     assert rows.keys() == WHOLES.keys()
     for family, cells in rows.items():
-        said, *measured = cells.split(" | ")
+        said, *measured, ranks = cells.split(" | ")
+        assert ranks in ("yes", "no")
         assert said.strip() == besides(family)
         for cell in measured:
             loss, gradient = map(float, cell.split(", "))
@@ -85,7 +99,9 @@ def test_the_page_lists_every_family_and_nothing_beyond_rounding() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WHOLES)
 def test_what_the_page_says_is_measured_again(family: str) -> None:
-    cells = row(family).split(" | ")[2:]
+    *cells, ranks = row(family).strip(" |").split(" | ")[2:]
+    page = PAGE.read_text(encoding="utf-8")
+    assert re.search(rf"^\| `{family}` \|.*\| {ranks} \|$", page, re.MULTILINE)
     for loss, gradient in (map(float, cell.rstrip(" |").split(", ")) for cell in cells):
         assert loss <= LOSS_TOLERANCE
         assert gradient <= TOLERANCE

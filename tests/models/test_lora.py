@@ -8,10 +8,17 @@ import torch
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
 from dilatant.config.model import LoraConfig
+from dilatant.cost.memory import ParameterBytes
+from dilatant.models.four_bit_stages import four_bit_names
 from dilatant.models.lora import is_adapter
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, tensor_plan
 from dilatant.models.whole import Whole
-from tiny_wholes import whole_config
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.profiling.describe_model import describe_model
+from model_cases import cost_model
+from tiny_wholes import reference, whole_config
 from whole_samples import samples_of
 
 EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
@@ -19,9 +26,9 @@ EVERYWHERE = {"units": ("vision", "language"), "r": 4, "lora_alpha": 6.0}
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
-def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, use_rslora):
-    found = differences(family, cut, LoraConfig(**EVERYWHERE, use_rslora=use_rslora))
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
+def test_adapters_train_as_those_of_peft_on_the_plain_model(family, cut, kind):
+    found = differences(family, cut, LoraConfig(**EVERYWHERE, **{kind: True}))
     assert found.loss <= LOSS_TOLERANCE
     assert found.gradient <= TOLERANCE, found.weight
 
@@ -33,10 +40,15 @@ def test_only_adapters_train():
         assert trains == {weight.name for weight in unit.weights if is_adapter(weight.name)} != set()
 
 
-def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew():
-    with_lora, without = opened("llava", lora=LoraConfig()), opened("llava")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_adapters_begin_by_changing_nothing_and_name_no_weight_anew(use_dora):
+    with_lora, without = opened("llava", lora=LoraConfig(use_dora=use_dora)), opened("llava")
     samples = samples_of(without)
-    assert torch.equal(losses_of(with_lora, samples, False), losses_of(without, samples, False))
+    own, plain = losses_of(with_lora, samples, False), losses_of(without, samples, False)
+    if use_dora:  # products are multiplied with lengths over themselves
+        torch.testing.assert_close(own, plain, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(own, plain)
     own = {weight.name for unit in with_lora.units.values() for weight in unit.weights}
     assert {name for name in own if not is_adapter(name)} == {
         weight.name for unit in without.units.values() for weight in unit.weights
@@ -56,6 +68,26 @@ def test_what_names_nothing_is_said(settings, message):
     whole = Whole.of(whole_config("llava"), "model", lora=LoraConfig(**settings))
     with pytest.raises(UserError, match=message):
         whole.language_model()
+
+
+def test_planners_count_what_a_stage_holds_in_four_bits():
+    ours = opened("llava", lora=LoraConfig(target_modules=("q_proj", "v_proj")))
+    unit = ours["language"]
+    unit.four_bit = four_bit_names(unit)  # beside adapters and elsewhere, but no head
+    plain = dict(reference("llava").model.language_model.layers[0].named_parameters())
+    held = sum(weight.numel() for key, weight in plain.items() if key.endswith("_proj.weight"))
+    layers = describe_model(ours).spec.unit("language").layers
+    assert [layer.four_bit for layer in layers] == [0, *[held] * (len(layers) - 2), 0]
+    assert "held in four bits" in tensor_plan(unit).problems[0]
+    layer = LayerSpec("u.0", "u", 1000, fixed=900, four_bit=800)
+    stages = stage_costs(
+        Plan((UnitPlan("u", (Replica((Stage(0, 1, (0,)),)),)),)),
+        ModelSpec((UnitSpec("u", (layer,)),)),
+        cost_model({"u": 1.0}),
+        ParameterBytes(2.0, 4.0, 12.0),
+    )
+    # 4 bits and a 64th of a scale in fp32 each; of the others 100 are in bf16 and 100 train.
+    assert stages.static_bytes == pytest.approx([800 * (0.5 + 4 / 64) + 100 * 2 + 100 * 18])
 
 
 def test_the_head_gets_no_adapter_and_patterns_mean_whole_names():
@@ -78,6 +110,8 @@ def test_ranks_share_adapters_as_they_share_layers_unless_they_drop_inputs():
     # Of these each rank has a summand: of all outputs' gradient, and of its own tokens'.
     assert {f"{block}.mlp.up_proj.lora_A.weight", f"{block}.mlp.down_proj.lora_B.weight"} <= plan.partial
     assert not any(name.endswith("default.weight") or "base_layer" in name for name in plan.partial)
+    (problem,) = tensor_plan(opened("llava", lora=LoraConfig(use_dora=True))["language"]).problems
+    assert "model.lora.use_dora" in problem
     dropping = opened("llava", lora=LoraConfig(lora_dropout=0.1))["language"]
     (problem,) = dropout_problems(dropping, tensor_plan(dropping))
     assert "model.lora.lora_dropout is 0.1" in problem

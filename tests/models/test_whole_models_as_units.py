@@ -6,15 +6,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from cut_wholes import LOSS_TOLERANCE, TOLERANCE, differences, losses_of, opened
 from dilatant.config.errors import UserError
+from dilatant.models.crossing import tiles_seen
 from dilatant.models.families import FAMILIES
+from dilatant.models.tensor_plan import degree_problems, tensor_plan
 from dilatant.models.whole import Whole
+from dilatant.runtime.layouts import context_problems
 from tiny_wholes import WHOLES, whole_config
 from whole_samples import sample_of
 
-DEFAULT = ("llava", "gemma3", "qwen2_5_vl", "qwen2_5_omni_thinker")
+DEFAULT = ("gemma3", "gemma4", "mllama", "qwen2_5_vl", "qwen2_5_omni_thinker")
 families = pytest.mark.parametrize(
     "family",
     [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in WHOLES],
@@ -48,6 +55,51 @@ def test_a_family_that_is_not_known_says_what_is_missing():
 
 def test_every_family_has_a_tiny_model_that_is_tested():
     assert set(FAMILIES) == set(WHOLES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("effective", {"use_bidirectional_attention": None, "use_double_wide_mlp": True}),
+        ("dense", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}),
+        (
+            "experts",
+            {
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 16,
+            },
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_every_kind_of_gemma_4_is_exact(monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict) -> None:
+    text = {**WHOLES["gemma4"]["text_config"], **changes}
+    monkeypatch.setitem(WHOLES, "gemma4", {**WHOLES["gemma4"], "text_config": text})
+    found = differences("gemma4", cut=True)
+    assert found.loss <= LOSS_TOLERANCE
+    # Softmaxes without a scale make more of rounding: in float64 all of them agree to 4e-6.
+    assert found.gradient <= 10 * TOLERANCE, found.weight
+
+
+@pytest.mark.parametrize("family", ["mllama", "gemma4"])
+def test_text_models_that_take_more_than_tokens_say_that_ranks_cannot_share_them(family: str) -> None:
+    unit = opened(family).language
+    (problem,) = degree_problems(unit, tensor_plan(unit), 2)
+    assert "give it tp: 1" in problem
+    assert len(context_problems(unit)) == (family == "mllama")
+
+
+def test_a_token_sees_the_tiles_that_the_familys_processor_lets_it_see() -> None:
+    for ids in ([9, 1, 2, 9, 9, 3], [1, 9, 9, 9], [9], [1, 9, 2, 9], [9, 9, 1, 2, 9, 3, 3]):
+        tiles = np.arange(4) < 1 + np.arange(ids.count(9))[:, None] % 4
+        spans = get_cross_attention_token_mask(ids, 9)
+        counts = [tiles.sum(1).tolist()]
+        expected = convert_sparse_cross_attention_mask_to_dense([spans], counts, 4, len(ids))[0]
+        np.testing.assert_array_equal(tiles_seen(np.array(ids), 9, tiles.astype(np.int64)), expected)
 
 
 def test_layers_are_named_as_those_of_other_models():

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,34 @@ def run_with_faults(
     events = run / "resilience" / "events.jsonl"
     told = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
     return Ended(code, losses(run), told, log.read_text(), injected)
+
+
+@contextlib.contextmanager
+def slowed(
+    run: Path, victim: str, after_step: int, works: float = 0.02, stands: float = 0.04
+) -> Iterator[None]:
+    """From a step on a process stands still again and again, for so many seconds after so many."""
+    ended = threading.Event()
+
+    def pace() -> None:
+        while len(losses(run)) < after_step and not ended.wait(0.01):
+            pass
+        pid = _pid(run / "resilience", victim)
+        while pid is not None and not ended.wait(works):
+            try:
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(stands)
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                return
+
+    thread = threading.Thread(target=pace, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def losses(run: Path) -> list[float]:

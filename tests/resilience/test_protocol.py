@@ -99,6 +99,7 @@ def test_replicas_that_differ_do_not_commit_in_recovery_either() -> None:
     coordinator.lost("n2", 0.0)
     say(coordinator, nodes, "n0", "n1", generation=2, phase=Phase.FENCED)
     assert (coordinator.task, coordinator.committed) == (Task.REBUILD, 0)
+    assert all(e.doubted for e in coordinator.tick(1.0) if isinstance(e, Order) and e.task is Task.REBUILD)
 
 
 def test_what_all_survivors_have_prepared_is_kept_when_the_others_are_lost() -> None:
@@ -205,6 +206,38 @@ def test_who_leaves_goes_at_the_end_of_the_step_which_counts() -> None:
     effects = say(coordinator, nodes, "n0", "n1", prepared=0)
     assert (coordinator.committed, coordinator.members) == (1, ("n1",))
     assert Task.OUT in {o.task for o in effects if isinstance(o, Order) and o.node == "n0"}
+
+
+def test_the_slowest_node_goes_at_the_end_of_the_step_while_enough_remain() -> None:
+    coordinator, nodes = running(3, replace(SETTINGS, fewest=2))
+    say(coordinator, nodes, "n0", slow=2.5)
+    say(coordinator, nodes, "n2", slow=4.0)
+    assert coordinator.generation == 1
+    say(coordinator, nodes, *nodes, prepared=0)
+    assert coordinator.members == ("n0", "n1")
+    assert "n2 is 4.0 times slower" in coordinator.reason
+    assert coordinator.task is Task.FENCE
+    del nodes["n2"]
+    say(coordinator, nodes, *nodes, generation=2, phase=Phase.FENCED, base=1, applied=1, prepared=None)
+    say(coordinator, nodes, *nodes, phase=Phase.READY, ready_at=1)
+    say(coordinator, nodes, *nodes, phase=Phase.RUNNING, base=2, applied=1, slow=4.0)
+    say(coordinator, nodes, *nodes, prepared=1)
+    assert coordinator.members == ("n0", "n1")
+
+
+def test_gradients_that_replicas_disagreed_on_are_not_salvaged_until_a_step_is_committed() -> None:
+    def is_doubted(effects: list[Effect]) -> bool:
+        return any(isinstance(effect, Order) and effect.doubted for effect in effects)
+
+    coordinator, nodes = running(3)
+    assert not is_doubted(coordinator.lost("n2", 0.0))
+    coordinator, nodes = running(3)
+    say(coordinator, nodes, "n0", "n1", prepared=0, hashes={"layer": 1})
+    assert is_doubted(say(coordinator, nodes, "n2", prepared=0, hashes={"layer": 2}))
+    say(coordinator, nodes, *nodes, generation=2, phase=Phase.FENCED, base=1, prepared=None, hashes={})
+    say(coordinator, nodes, *nodes, phase=Phase.READY, ready_at=0)
+    say(coordinator, nodes, *nodes, phase=Phase.RUNNING, base=2, ready_at=None)
+    assert not is_doubted(say(coordinator, nodes, *nodes, prepared=0))
 
 
 def test_a_coordinator_that_returns_goes_on_where_all_are_as_they_were() -> None:

@@ -12,7 +12,8 @@ import yaml
 
 from cli.tiny_project import tiny_config, write_images
 from dilatant.resilience.status import read_status
-from resilience.chaos import Ended, Fault, losses, run_with_faults
+from dilatant.schedule.measured import MeasuredStep
+from resilience.chaos import Ended, Fault, losses, run_with_faults, slowed
 
 STEPS = 24
 TOLERANCE = 1e-5
@@ -150,6 +151,69 @@ def test_a_lost_node_that_is_started_again_joins_and_holds_layers(tmp_path: Path
         ended.events
     )
     assert len(ended.events[-1]["members"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", ["null", "1.6"])
+def test_a_slow_rank_gets_fewer_samples_and_its_node_goes_when_it_is_too_slow(
+    tmp_path: Path, bound: str
+) -> None:
+    alone = run_with_faults(
+        make_project(tmp_path / "alone", None),
+        arguments=changes("train.steps=110", "train.global_batch_size=32"),
+    )
+    project = make_project(tmp_path / "slowed", {**COPIES, "units": {"language": {"replicas": 2}}})
+    arguments = changes(
+        "train.steps=110",
+        "train.global_batch_size=32",
+        f"resilience.evict_slower={bound}",
+        "resilience.lease_seconds=10",
+    )
+    with slowed(project / "run", "worker:1", 2):
+        ended = run_with_faults(project, arguments=arguments)
+    assert ended.exit_code == 0, ended.output
+    # Other sums of the same numbers; differences grow with the steps.
+    assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
+    if bound == "null":
+        members = ended.events[-1]["members"]
+        assert sorted(members) == ["node0", "node1"]
+        step = MeasuredStep.from_json((project / "run" / "step.json").read_text())
+        shares = [sum(map(len, own)) for own in step.assignment.microbatches["language"]]
+        assert sum(shares) == 32
+        assert shares[members.index("node1")] <= 13, ended.output
+    else:
+        assert ended.events[-1]["members"] == ["node0"]
+        assert any("node1 is" in event["reason"] for event in ended.events)
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_has_the_same_bits_with_kills_and_without(tmp_path: Path) -> None:
+    exact = changes("train.deterministic=true")
+    alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=exact)
+    ended = run_with_faults(
+        make_project(tmp_path / "killed", COPIES),
+        Fault(4, "worker:1"),
+        Fault(9, "worker:3", later=0.05),
+        arguments=exact,
+    )
+    assert ended.exit_code == 0, ended.output
+    assert len(ended.events[-1]["members"]) == 2
+    assert ended.losses == alone.losses
+
+
+@pytest.mark.slow
+def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> None:
+    """Steps of about a second, so that the kill meets one."""
+    size = changes("train.steps=5", "train.global_batch_size=256", "parallel.microbatches=16")
+    alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
+    ended = run_with_faults(
+        make_project(tmp_path / "killed", COPIES), Fault(2, "worker:1", later=0.8), arguments=size
+    )
+    assert ended.exit_code == 0, ended.output
+    assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    lines = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()
+    (again,) = (record for line in lines if "recovery" in (record := json.loads(line)))
+    assert 0 < again["recovery"]["salvaged_share"] <= 0.75
 
 
 def changes(*texts: str) -> tuple[str, ...]:

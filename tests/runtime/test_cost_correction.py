@@ -20,6 +20,7 @@ from dilatant.plan.step_costs import StepCosts, token_costs
 from dilatant.runtime.cost_correction import INTERVAL, CostCorrection, OwnWork
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
+from dilatant.schedule.step_assignment import Microbatching, assign_step
 from dilatant.schedule.trainability import trainability_of
 from engine_case import CASE, PLAN, build_model, build_samples
 from worker_pool import Worker, WorkerPool
@@ -62,7 +63,7 @@ def one_step(
     totals = np.zeros(costs.num_sums)
     for rank in range(ranks):
         own = slice(rank, None, ranks)
-        totals += costs.own(OwnWork(work.parts[own], work.group[own]), seconds[own].tolist())
+        totals += costs.own(rank, OwnWork(work.parts[own], work.group[own]), seconds[own].tolist())
     return costs.finish(step, totals.tolist())
 
 
@@ -96,6 +97,49 @@ def test_without_actions_of_a_unit_its_costs_stay() -> None:
     assert np.array_equal(found[0], origin().stages.seconds[0])
     assert found[1, 0] == pytest.approx(2 * origin().stages.seconds[1, 0], rel=0.02)
     assert costs.drift == {"language": pytest.approx(2.0)}
+
+
+COPIES = Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(3))),))
+
+
+def pace(costs: CostCorrection, first: int, steps: int, *slower: float) -> None:
+    """Steps in which each rank is so many times slower than the costs say."""
+    draw = np.random.default_rng(first)
+    for step in range(first, first + steps):
+        totals = np.zeros(costs.num_sums)
+        for rank, times in enumerate(slower):
+            parts = np.tile(costs.origin.stages.seconds[rank, 0] * [400.0, 20.0, 1.0], (8, 1))
+            seconds = parts.sum(axis=1) * times * draw.uniform(0.95, 1.05, 8)
+            work = OwnWork(parts, np.zeros(8, dtype=np.int64))
+            totals += costs.own(rank, work, seconds.tolist())
+        costs.finish(step, totals.tolist())
+
+
+def test_a_rank_that_is_slower_for_long_gets_fewer_samples_until_it_is_well() -> None:
+    costs = CostCorrection(COPIES, origin())
+
+    def shares(step: int) -> list[int]:
+        now = costs.costs_at(step)
+        sizes = now.workload({"language": np.full(60, 20.0)})
+        made = assign_step(COPIES, now, sizes, Microbatching(4), "language")
+        return [sum(map(len, batches)) for batches in made.microbatches["language"]]
+
+    assert shares(0) == [20, 20, 20]
+    pace(costs, 0, 2 * INTERVAL, 3.0, 3.0, 3.4)  # all of them slow, none of them much more than others
+    assert shares(3 * INTERVAL) == [20, 20, 20]
+    pace(costs, 2 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 2.0)
+    assert shares(5 * INTERVAL) == [24, 24, 12]
+    again = CostCorrection(COPIES, origin())
+    again.from_json(costs.to_json())
+    assert again.slowness.factors[2] == pytest.approx(2.0, rel=0.05)
+    assert costs.slowness.is_sure
+    assert not again.slowness.is_sure  # it may be of other machines
+    pace(costs, 4 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # between the bounds: still slow, less so
+    assert 12 < shares(7 * INTERVAL)[2] < 20
+    pace(costs, 6 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.05)
+    assert shares(9 * INTERVAL) == [20, 20, 20]
+    pace(costs, 8 * INTERVAL, 2 * INTERVAL, 1.0, 1.0, 1.2)  # and not slow yet
+    assert shares(11 * INTERVAL) == [20, 20, 20]
 
 
 @settings(max_examples=30)

@@ -22,6 +22,7 @@ from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed, Executor, _Piece
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.runtime.unfinished_step import Ledger
 from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.graph import ScheduleError
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
@@ -186,6 +187,7 @@ def test_rows_that_come_in_pieces_and_from_several_sides_are_ordered_and_added()
 
 def test_gradients_for_rows_that_nothing_trains_behind_are_taken_all_the_same() -> None:
     executor, taken = Executor.__new__(Executor), []
+    executor._ledger = Ledger()
     executor._take = lambda message: taken.append(message.name)  # type: ignore[method-assign]
     executor._recorder = SimpleNamespace(computing=list, done=list)  # type: ignore[assignment]
     executor._unit_of_stage = {0: "vision", 1: "language"}

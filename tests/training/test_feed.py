@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dilatant.config.errors import UserError
-from dilatant.data.encode import QUESTION
+from dilatant.data.encoding import QUESTION
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.pool import Request
 from dilatant.data.sample import EncodedSample, content_digest

@@ -33,6 +33,7 @@ class _Book:
             runtime=SimpleNamespace(
                 clip_grad_norm_=lambda *given: self.calls.append(("clip", *given)),
                 execute=self.execute,
+                forget=lambda: None,
                 owned=SimpleNamespace(gather=lambda: self.calls.append("gather")),
             ),
             _config=SimpleNamespace(train=train, seed=3),

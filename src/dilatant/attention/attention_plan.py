@@ -36,11 +36,17 @@ class AttentionPlan:
 
     `keys` is the mask of the keys where they are not the queries' own row (a context-parallel rank holds some of the
     queries and all keys); its window is not used. Tables are kept per window width, block size and device, and go
-    away with the plan.
+    away with the plan. in_windows: of layers with a window, where they have a mask of their own.
     """
 
-    def __init__(self, mask: AttentionMask, keys: AttentionMask | None = None) -> None:
+    def __init__(
+        self,
+        mask: AttentionMask,
+        keys: AttentionMask | None = None,
+        in_windows: AttentionPlan | None = None,
+    ) -> None:
         self.mask = mask
+        self.in_windows = in_windows
         self.keys = mask if keys is None else keys
         self._parent: AttentionPlan | None = None
         self._windows: dict[int | None, AttentionPlan] = {mask.window: self}
@@ -57,6 +63,8 @@ class AttentionPlan:
 
     def windowed(self, window: int | None) -> AttentionPlan:
         """The plan of the same row under another window width, kept beside this one: layers of two kinds share it."""
+        if self.in_windows is not None and window is not None:
+            return self.in_windows.windowed(window)
         plan = self._windows.get(window)
         if plan is None:
             plan = AttentionPlan(self.mask.with_window(window), self.keys)

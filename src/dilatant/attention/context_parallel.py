@@ -62,7 +62,8 @@ class ContextParallelRow:
     `mask` is that of the whole row and `placement` says which rank of `group` holds which blocks of `block` tokens.
     The rank's tokens are `tokens`, int64 row indices in row order: what its activations, positions and labels are taken
     by. A rank without any computes one token of padding, so that it meets the others: see `take`. `reduce_dtype` is the
-    type in which gradients of keys and values are summed over ranks, None for their own.
+    type in which gradients of keys and values are summed over ranks, None for their own. `mask_in_windows`: of layers
+    with a window, where they have a mask of their own.
 
     Raises:
         PlacementError: if the placement is for another number of ranks or blocks.
@@ -76,6 +77,7 @@ class ContextParallelRow:
         *,
         block: int = 128,
         reduce_dtype: torch.dtype | None = torch.float32,
+        mask_in_windows: AttentionMask | None = None,
     ) -> None:
         size = len(group.ranks)
         if placement.num_ranks != size:
@@ -90,14 +92,20 @@ class ContextParallelRow:
         self.width = int(placement.counts.max(initial=0)) * block
         """Tokens that each rank sends: its own, then padding up to the fullest rank's blocks."""
 
+        in_windows = None if mask_in_windows is None else self._plan(mask_in_windows)
+        self.plan = self._plan(mask, in_windows)
+
+    def _plan(self, mask: AttentionMask, in_windows: AttentionPlan | None = None) -> AttentionPlan:
+        """Of this rank's tokens, and the keys of all."""
+        size = len(self._of_rank)
         fields = np.full((size, self.width), PADDING, dtype=np.int64)
         positions = np.zeros((size, self.width), dtype=np.int64)
-        for rank, tokens in enumerate(of_rank):
+        for rank, tokens in enumerate(self._of_rank):
             fields[rank, : tokens.size] = mask.fields[tokens]
             positions[rank, : tokens.size] = mask.positions[tokens]
         keys = AttentionMask.from_tokens(fields.ravel(), positions.ravel())
         own = mask.take(self.tokens) if self.tokens.size else AttentionMask.from_tokens([PADDING])
-        self.plan = AttentionPlan(own, keys)
+        return AttentionPlan(own, keys, in_windows)
 
     def windowed(self, window: int | None) -> ContextParallelRow:
         """The share under another window width; tables are kept with this one."""

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from dilatant.cli.sampling import (
-    ExportPath,
-    MaxNewTokens,
-    RepetitionPenalty,
-    Sampling,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    is_text,
-    media_problems,
-    require_encoders,
-)
+from dilatant.cli import asking
 from dilatant.config.errors import UserError, list_problems
 
 if TYPE_CHECKING:
@@ -31,29 +18,31 @@ if TYPE_CHECKING:
 
 HELP = """/image PATH   show an image with the next question     /system TEXT  say what the model is told first
 /audio PATH   play a sound with the next question      /reset        forget the conversation
-/help         this                                     /exit         leave (also Ctrl-D)"""
+/video PATH   show a video, or a folder of frames      /exit         leave (also Ctrl-D)
+/help         this"""
+
+_NONE: dict[str, list[Path]] = {"image": [], "audio": [], "video": []}
 
 
 def chat(
-    folder: ExportPath,
-    image: Annotated[list[Path], typer.Option(help="An image for the first question; repeatable.")] = [],  # noqa: B006
-    audio: Annotated[list[Path], typer.Option(help="A sound for the first question; repeatable.")] = [],  # noqa: B006
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
-    ] = None,
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
+    folder: asking.ExportPath,
+    image: asking.Image = [],  # noqa: B006
+    audio: asking.Audio = [],  # noqa: B006
+    video: asking.Video = [],  # noqa: B006
+    system: asking.System = None,
+    max_new_tokens: asking.MaxNewTokens = 512,
+    temperature: asking.Temperature = 0.0,
+    top_p: asking.TopP = None,
+    top_k: asking.TopK = None,
+    repetition_penalty: asking.RepetitionPenalty = 1.0,
+    seed: asking.Seed = 0,
 ) -> None:
-    """Talk with an exported model, with images and sounds by path. Questions are read line by line; /help lists what
-    else may be written. Ctrl-C stops an answer."""
-    sampling = Sampling(temperature, top_p, top_k, repetition_penalty)
-    given = [("image", path) for path in image] + [("audio", path) for path in audio]
-    problems = [*media_problems(given), *sampling.problems()]
-    if system is not None and not is_text(system):
+    """Talk with an exported model, with images, sounds and videos by path. Questions are read line by line; /help
+    lists what else may be written. Ctrl-C stops an answer."""
+    sampling = asking.Sampling(temperature, top_p, top_k, repetition_penalty)
+    given = asking.media_of(image, audio, video)
+    problems = [*asking.media_problems(given), *sampling.problems()]
+    if system is not None and not asking.is_text(system):
         problems.append("--system is not UTF-8 text")
     if problems:
         raise list_problems("the command has a mistake:", problems)
@@ -64,13 +53,11 @@ def chat(
     from dilatant.training.export import load_exported
 
     exported = load_exported(folder)
-    require_encoders(exported, given)
+    asking.require_encoders(exported, given)
     if exported.encoding.targets:
         raise UserError(f"{str(folder)!r} draws pictures; ask it with `dilatant generate --out`")
     torch.manual_seed(seed)
-    talk = _Conversation(exported, pick_device(), sampling.keywords(), max_new_tokens, system)
-    for kind, path in given:
-        talk.show(kind, path)
+    talk = _Conversation(exported, pick_device(), sampling.keywords(), max_new_tokens, system, given)
     talks = sys.stdin.isatty()
     if talks:
         print(HELP, file=sys.stderr)
@@ -99,6 +86,7 @@ class _Conversation:
         sampling: dict[str, Any],
         max_new_tokens: int,
         system: str | None,
+        media: Iterable[Media],
     ) -> None:
         self._exported = exported
         self._model = exported.model.to(device)
@@ -107,24 +95,25 @@ class _Conversation:
         self._max_new_tokens = max_new_tokens
         self._system = system
         self._turns: list[Turn] = []
-        self._media: list[Media] = []
+        self._media = list(media)
 
     def hear(self, line: str) -> None:
         """A question, or a command. What is wrong with it is said, and the conversation goes on."""
         command, _, rest = line.partition(" ")
         if not line:
             return
-        if command in ("/image", "/audio"):
-            kind, path = command[1:], Path(rest.strip()).expanduser()
-            problems = media_problems([(kind, path)])
+        if command in ("/image", "/audio", "/video"):
+            path = Path(rest.strip()).expanduser()
+            shown = asking.media_of(**{**_NONE, command[1:]: [path]})
+            problems = asking.media_problems(shown)
             try:
-                require_encoders(self._exported, [(kind, path)])
+                asking.require_encoders(self._exported, shown)
             except UserError as error:
                 problems = [str(error)]
             if problems:
                 print(problems[0].removeprefix("--"), file=sys.stderr)
             else:
-                self.show(kind, path)
+                self._media += shown
         elif command == "/system":
             self._system = rest.strip() or None
         elif command == "/reset":
@@ -133,16 +122,10 @@ class _Conversation:
             if command != "/help":
                 print(f"{command} is no command", file=sys.stderr)
             print(HELP, file=sys.stderr)
-        elif not is_text(line):
+        elif not asking.is_text(line):
             print("that is not UTF-8 text", file=sys.stderr)
         else:
             self._answer(line)
-
-    def show(self, kind: str, path: Path) -> None:
-        """Media that go with the next question."""
-        from dilatant.data.sample import Media
-
-        self._media.append(Media(kind, path, str(path)))  # type: ignore[arg-type]
 
     def _answer(self, question: str) -> None:
         from transformers import TextStreamer

@@ -76,11 +76,21 @@ def examine() -> dict[str, dict[str, Any]]:
         "A run here uses": {
             "device": str(device),
             "precision": str(precision).removeprefix("torch."),
+            "torch threads": _threads(),
             "launcher": launcher,
             "hub": "offline (HF_HUB_OFFLINE is set)" if hub_is_offline() else "online if reachable",
         },
         "Attention over packed rows": explain_here(device, precision),
     }
+
+
+def _threads() -> str:
+    """How many torch computes in here, and who says so."""
+    import torch
+
+    asked = os.environ.get("OMP_NUM_THREADS")
+    shared = "processes that train on a CPU here divide its cores; OMP_NUM_THREADS sets another number"
+    return f"{torch.get_num_threads()} ({shared if asked is None else f'OMP_NUM_THREADS is {asked}'})"
 
 
 def _version(package: str) -> str:

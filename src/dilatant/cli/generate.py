@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dilatant.cli import asking
 from dilatant.cli.options import AsJson
-from dilatant.cli.sampling import (
-    ExportPath,
-    MaxNewTokens,
-    RepetitionPenalty,
-    Sampling,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    is_text,
-    media_problems,
-    require_encoders,
-)
 from dilatant.config.errors import UserError, list_problems
 
 if TYPE_CHECKING:
@@ -33,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    folder: ExportPath,
+    folder: asking.ExportPath,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -47,17 +35,15 @@ def generate(
             "line of JSON."
         ),
     ] = None,
-    image: Annotated[list[Path], typer.Option(help="An image file; may be given several times.")] = [],  # noqa: B006
-    audio: Annotated[list[Path], typer.Option(help="A sound file; may be given several times.")] = [],  # noqa: B006
-    video: Annotated[
-        list[Path], typer.Option(help="A video, or a folder of its frames; may be given several times.")
-    ] = [],  # noqa: B006
-    system: Annotated[str | None, typer.Option(help="What the model is told before the question.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    image: asking.Image = [],  # noqa: B006
+    audio: asking.Audio = [],  # noqa: B006
+    video: asking.Video = [],  # noqa: B006
+    system: asking.System = None,
+    max_new_tokens: asking.MaxNewTokens = 128,
+    temperature: asking.Temperature = 0.0,
+    top_p: asking.TopP = None,
+    top_k: asking.TopK = None,
+    repetition_penalty: asking.RepetitionPenalty = 1.0,
     out: Annotated[
         Path | None, typer.Option(help="Where a picture goes; more of them become NAME-2.png and so on.")
     ] = None,
@@ -65,25 +51,21 @@ def generate(
         float, typer.Option(min=0.0, help="How much pictures follow the prompt; 1 is as they were learned.")
     ] = 2.0,
     drawing_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to a picture.")] = 20,
-    seed: Seed = 0,
+    seed: asking.Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask an exported model something, with images and sounds."""
-    given = [
-        (kind, path)
-        for kind, paths in (("image", image), ("audio", audio), ("video", video))
-        for path in paths
-    ]
-    chosen = Sampling(temperature, top_p, top_k, repetition_penalty)
-    problems = media_problems(given)
+    """Ask an exported model something, with images, sounds and videos."""
+    given = asking.media_of(image, audio, video)
+    chosen = asking.Sampling(temperature, top_p, top_k, repetition_penalty)
+    problems = asking.media_problems(given)
     if (prompt is None) == (prompts is None):
         problems.append("give a --prompt, or a file of --prompts")
     if prompts is not None:
-        problems += [f"--{kind} is for one --prompt; a file names its own" for kind, _ in given[:1]]
+        problems += [f"--{one.kind} is for one --prompt; a file names its own" for one in given[:1]]
         if out is not None:
             problems.append("--out is for one --prompt")
     texts = {"--prompt": prompt or "", "--system": system or ""}
-    problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not is_text(text)]
+    problems += [f"{option} is not UTF-8 text" for option, text in texts.items() if not asking.is_text(text)]
     problems += chosen.problems()
     if not math.isfinite(guidance):
         problems.append(f"--guidance must be a number (given: {guidance:g})")
@@ -97,7 +79,7 @@ def generate(
 
     from dilatant.data.encode import encode_prompt
     from dilatant.data.errors import SampleError
-    from dilatant.data.sample import Media, Sample, Turn
+    from dilatant.data.sample import Sample, Turn
     from dilatant.models.multimodal import MultimodalModel
     from dilatant.models.sampling import Drawing
     from dilatant.runtime.precision import pick_device
@@ -110,7 +92,7 @@ def generate(
         raise UserError(f"--out {str(out)!r}: this model has no generator, so it draws nothing")
     if out is not None:
         _check_out(exported, out)
-    require_encoders(exported, given)
+    asking.require_encoders(exported, given)
     sampling = chosen.keywords()
     device = pick_device()
     torch.manual_seed(seed)
@@ -118,9 +100,8 @@ def generate(
         _answer_all(exported, prompts, system, device, max_new_tokens, sampling)
         return
     assert prompt is not None
-    media: list[Media] = [Media(kind, path, str(path)) for kind, path in given]  # type: ignore[arg-type]
     turns = [Turn("system", (system,))] if system else []
-    sample = Sample("the prompt", (*turns, Turn("user", (prompt,))), tuple(media))
+    sample = Sample("the prompt", (*turns, Turn("user", (prompt,))), tuple(given))
     try:
         encoded = encode_prompt(sample, exported.encoding)
     except SampleError as error:

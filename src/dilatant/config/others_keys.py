@@ -28,6 +28,11 @@ CALLED_HERE: Mapping[str, str] = {
         "write 'model.processor: {fps: ..., max_frames: ..., video_max_pixels: ...}'",
     ),
     **dict.fromkeys(("lora_rank", "lora_r"), "write 'model.lora.r'"),
+    **dict.fromkeys(
+        ("load_in_4bit", "quantization_bit", "quant_bits", "bnb_4bit_quant_type"),
+        "write 'model.lora.load_in_4bit: true'",
+    ),
+    "use_dora": "write 'model.lora.use_dora: true'",
     **dict.fromkeys(("lora_target", "lora_target_modules"), "write 'model.lora.target_modules'"),
     **dict.fromkeys(
         ("finetuning_type", "train_type", "use_peft", "use_lora"), "write 'model.lora: {}' for LoRA"

@@ -14,7 +14,7 @@ class ResilienceConfig(Section):
 
     enabled: bool = False
     """Go on with those who are left: they take over the lost layers from whoever holds them too, else from the newest
-    checkpoint, and repeat the step in hand. Under Slurm or Kubernetes start one process a machine."""
+    checkpoint, and finish the step in hand. Under Slurm or Kubernetes start one process a machine."""
     fault_tolerance: int = Field(1, ge=0)
     """Nodes that may be lost at once: a recovery keeps one more copy of every layer than that, as far as there are
     ranks for them. The first plan is yours; the run warns where it has fewer."""
@@ -35,6 +35,12 @@ class ResilienceConfig(Section):
     drain_seconds: float = Field(600.0, gt=0)
     """What a node that was asked to leave waits for the end of the step; then the others repeat the step without it. A
     cloud gives 30 to 120 s before it takes a machine."""
+    evict_slower: float | None = Field(None, gt=1)
+    """A node with a process so many times slower than others that do the like is left out, as one that was asked to
+    leave, one at a time and while `fewest_nodes` remain. Before that, and without this, slow ones get fewer samples."""
+    salvage: bool = True
+    """After a loss only what is missing of the step in hand runs again: what the others had finished is kept. For that
+    every process keeps its own gradients beside the sums until the step counts: 4 bytes for each weight that trains."""
     fewest_nodes: int = Field(1, ge=1)
     """With fewer the run is saved and ends with exit code 75: start it again when there are more."""
 

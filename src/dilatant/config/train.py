@@ -80,6 +80,10 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens at a loss or gradient that is not finite, which is never applied: the run stops and names the
     samples, or goes on without the update and counts it."""
+    deterministic: bool = False
+    """Losses and weights are the same to the bit under any number of replicas and cuts into stages, also if some are
+    lost: every sample is a microbatch, and gradients are added up as integers. Slower, and takes 8 bytes more for each
+    weight that trains. Not with tied weights whose layers come to lie together or apart, nor across tp, cp or ep."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: GPUs where there are any; `cpu`: never."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

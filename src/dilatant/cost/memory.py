@@ -34,6 +34,10 @@ class ParameterBytes:
         """As `of`, of which only `trained` parameters train."""
         return self.of(parameters - trained, False) + self.of(trained, True)
 
+    def spared(self, parameters: float) -> float:
+        """Bytes that frozen parameters take less in four bits."""
+        return parameters * (self.weight - FOUR_BITS)
+
     def shared(self, parameters: float, trainable: bool) -> float:
         """The part of these bytes that is divided among those who share state."""
         return parameters * self.optimizer if trainable else 0.0
@@ -56,6 +60,8 @@ class MemoryReserve:
 NOTHING = MemoryReserve()
 FP32_MOMENTS = 8.0
 FP32_AVERAGE = 4.0
+FOUR_BITS = 0.5 + 4 / 64
+"""Of a frozen parameter: 64 numbers have a scale in fp32."""
 EIGHT_BIT_MOMENTS = 2.0 + 2 * 4 / 256
 """Of a parameter: two moments, of which 256 numbers have a scale in fp32."""
 FP32 = ParameterBytes(weight=4.0, gradient=4.0, optimizer=8.0)

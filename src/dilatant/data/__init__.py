@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from dilatant.data.audio_unit import AudioUnit
     from dilatant.data.blend import Blend, StreamBlend, open_blend
     from dilatant.data.chat import ChatTokenizer, chat_tokenizer
-    from dilatant.data.encode import Encoding, encode_prompt, encode_sample, measure_sample
+    from dilatant.data.encode import encode_prompt, encode_sample, measure_sample
+    from dilatant.data.encoding import Encoding
     from dilatant.data.errors import SampleError
     from dilatant.data.image_unit import ImageUnit
     from dilatant.data.lint import Problem

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dilatant.data.blend import Blend, StreamBlend
-from dilatant.data.encode import Encoding, find_problems
+from dilatant.data.encode import find_problems
+from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.measure import Chosen
 from dilatant.data.pieces import Progress, in_pieces, piece_bounds

@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 
 from dilatant.config.errors import UserError
 from dilatant.data.ahead import Ahead
-from dilatant.data.encode import Encoding, encode_sample
+from dilatant.data.encode import encode_sample
+from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import Dataset
 from dilatant.data.sample import EncodedSample, Sample

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
-from dilatant.data.encode import Encoding, measure_sample
+from dilatant.data.encode import measure_sample
+from dilatant.data.encoding import Encoding
 from dilatant.data.pieces import Piece, Progress, in_pieces, piece_bounds
 from dilatant.data.records import Blocks
 from dilatant.data.sample import Media, Sample

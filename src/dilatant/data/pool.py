@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from dilatant.config.errors import UserError
-from dilatant.data.encode import Encoding, encode_sample
+from dilatant.data.encode import encode_sample
+from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
 from dilatant.data.workers import WorkerError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dilatant.config.errors import UserError
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import Dataset, Request, make
 from dilatant.data.pool_wire import Encoded, Failed, Refused, lay_out, opened

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dilatant.comm.fork_server import own_folder
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.pool import Dataset
 from dilatant.data.pool_wire import Death
 from dilatant.data.pool_worker import LEAVE, PING, work

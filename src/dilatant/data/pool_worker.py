@@ -21,7 +21,7 @@ from msgspec import MsgspecError
 
 from dilatant.comm.fork_server import remove_behind_parent
 from dilatant.config.environment import compute_in_one_thread
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.pool import Dataset, Request
 from dilatant.data.pool_answer import answer
 from dilatant.data.pool_wire import (

@@ -11,6 +11,7 @@ from dilatant.data.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProces
 from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import PatchProcessor
 from dilatant.data.processors import HuggingFaceImageProcessor
+from dilatant.data.soft_tokens import SoftTokenProcessor
 
 
 def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcessor) -> dict[str, Any]:
@@ -19,6 +20,15 @@ def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcess
         return json.loads(processor.settings_json)
     if isinstance(processor, PixelProcessor):
         return _image_settings(processor)
+    if isinstance(processor, SoftTokenProcessor):
+        return {
+            "image_processor_type": "Gemma4ImageProcessor",
+            **size_limits(processor),
+            "patch_size": processor.patch,
+            "pooling_kernel_size": processor.merge,
+            "resample": RESAMPLE_NAMES.index(processor.resample),
+            "rescale_factor": processor.rescale,
+        }
     if isinstance(processor, PatchProcessor):
         return {
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -48,7 +58,9 @@ def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcess
 
 
 def size_limits(processor: PatchProcessor) -> dict[str, Any]:
-    """The limits of pixels, under both names that transformers has had for them."""
+    """The limits of pixels, under both names that transformers has had for them; or of rows in the text."""
+    if isinstance(processor, SoftTokenProcessor):
+        return {"max_soft_tokens": processor.soft_tokens}
     limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
     return {"size": {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}, **limits}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from dilatant.config.errors import UserError
 from dilatant.data.asked import Asked, Entry
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import Dataset, Request, Waiting
 from dilatant.data.pool_wire import MAX_FRAME_BYTES, Encoded, Failed, Frames, Refused, to_rank

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from dilatant.config.errors import UserError
 from dilatant.data.blend import Blend
 from dilatant.data.clip import decode_clip
-from dilatant.data.encode import NO_LOSS, TOKENS, Encoding, encode_sample, media_of
+from dilatant.data.encode import encode_sample, media_of
+from dilatant.data.encoding import NO_LOSS, TOKENS, Encoding
 from dilatant.data.example import Example, ExampleSpan
 from dilatant.data.image_file import decode_image
 from dilatant.data.media import media_size

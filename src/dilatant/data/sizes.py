@@ -21,7 +21,8 @@ from dilatant.config.model import LANGUAGE
 from dilatant.data.array_file import Arrays
 from dilatant.data.blend import Blend, StreamBlend
 from dilatant.data.cache import Cache, open_cache
-from dilatant.data.encode import Encoding, too_long
+from dilatant.data.encode import too_long
+from dilatant.data.encoding import Encoding
 from dilatant.data.measure import Chosen, Measured, file_state, measure
 from dilatant.data.pieces import Progress
 from dilatant.data.reader import Reader

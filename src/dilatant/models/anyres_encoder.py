@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError
 from dilatant.data.anyres_image_unit import SHAPES, AnyresShape
-from dilatant.data.encode import grid_part
+from dilatant.data.encoding import grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import EncoderStage, EncoderUnit
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of

@@ -19,6 +19,7 @@ from dilatant.config.model import (
 from dilatant.models.diffusion import Objective
 from dilatant.models.dtype import dtype_of_config
 from dilatant.models.encoder_spec import Encoder
+from dilatant.models.four_bit_stages import four_bit_names, require_four_bit
 from dilatant.models.freeze import select, thaw
 from dilatant.models.generator import Generator
 from dilatant.models.geometry import encoder_geometry
@@ -111,7 +112,17 @@ def build_model(
             )
         _train_besides(mllm, config.lora)
     mllm.freeze(config.freeze)
+    _mark_four_bit(mllm, config.lora)
     return mllm
+
+
+def _mark_four_bit(mllm: MultimodalModel, lora: LoraConfig | None) -> None:
+    """Let units know what their stages hold in four bits. Raises UserError without bitsandbytes."""
+    if lora is None or not lora.load_in_4bit:
+        return
+    require_four_bit()
+    for name in dict.fromkeys(place.partition(".")[0] for place in lora.units):
+        mllm.units[name].four_bit = four_bit_names(mllm.units[name])
 
 
 def _generators(
@@ -223,6 +234,7 @@ def _build_whole(
     if config.lora is not None:
         _train_besides(mllm, config.lora)
     mllm.freeze(config.freeze)
+    _mark_four_bit(mllm, config.lora)
     return mllm
 
 

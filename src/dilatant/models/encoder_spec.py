@@ -11,12 +11,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError, list_problems
+from dilatant.config.signatures import require_call
 from dilatant.models.adapters import Adapter
 from dilatant.models.encoder import Callbacks, EncoderUnit
 from dilatant.models.geometry import EncoderGeometry, Features, encoder_geometry
 from dilatant.models.projector import build_projector
 from dilatant.models.sources import load_encoder
 from dilatant.models.stage import Inputs
+
+_CALLED = {
+    "before_encoder": ("inputs",),
+    "after_encoder": ("inputs", "hidden"),
+    "after_projector": ("inputs", "hidden"),
+}
+"""What callbacks are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,9 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         _refuse_stated(encoder, where)
         if encoder.tokens_per_row is not None:
             geometry = replace(geometry, tokens_per_row=encoder.tokens_per_row)
+    for key, takes in _CALLED.items():
+        if (callback := getattr(encoder, key)) is not None:
+            require_call(f"{where}: {key}", callback, *takes)
     projector = encoder.projector
     if isinstance(projector, str):
         with torch.device("meta"):

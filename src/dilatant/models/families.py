@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dilatant.config.errors import UserError, list_problems
 
-MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix"]
+MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix", "in_windows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class Tower:
     them is the text of the token whose id the config has under this key; written is that of `token` unless said
     otherwise.
     settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
-    packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself.
+    packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself, or,
+    pooled, averaged and then projected (see `PooledEncoderUnit`).
+    crossing: whether its rows go to blocks of the text model, and not into the text (see `Crossing`).
     anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
     """
 
@@ -40,6 +42,8 @@ class Tower:
     closes: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     native: bool = False
+    pooled: bool = False
+    crossing: bool = False
     anyres: bool = False
 
 
@@ -49,10 +53,13 @@ class Family:
 
     towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
     (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
-    it; "prefix": all tokens before the first that is to be written see each other. first_position: of a sample.
+    it; "prefix": all tokens before the first that is to be written see each other; "in_windows": those of an item see
+    each other in layers with a window, if the config's `use_bidirectional_attention` says so. unopened: paths of towers
+    and projectors that are no unit, and are exported as they came. first_position: of a sample.
     behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
     empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
-    of time. frames_apart: texts that say the time stand between the frames of a clip.
+    of time. frames_apart: texts that say the time stand between the frames of a clip. frames_counted: a clip is
+    some frames, each an image after a text that counts it.
     """
 
     towers: Mapping[str, Tower]
@@ -64,6 +71,8 @@ class Family:
     seconds: str = ""
     seconds_keyword: str = ""
     frames_apart: bool = False
+    frames_counted: bool = False
+    unopened: tuple[str, ...] = ()
 
 
 _PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
@@ -112,7 +121,7 @@ FAMILIES: Mapping[str, Family] = {
             )
         }
     ),
-    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}),
+    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}, frames_counted=True),
     "gemma3": Family(
         {
             "vision": replace(
@@ -125,8 +134,32 @@ FAMILIES: Mapping[str, Family] = {
         },
         media_attention="bidirectional",
     ),
+    "gemma4": Family(
+        {
+            "vision": Tower(
+                "model.vision_tower",
+                ("model.embed_vision",),
+                native=True,
+                pooled=True,
+                opens="{boi_token_id}",
+                closes="{eoi_token_id}",
+            )
+        },
+        media_attention="in_windows",
+        unopened=("model.audio_tower", "model.embed_audio"),
+    ),
     # Of all tokens before the answer each sees every other.
     "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
+    "mllama": Family(
+        {
+            "vision": Tower(
+                "model.vision_model",
+                ("model.multi_modal_projector",),
+                token="image_token_index",
+                crossing=True,
+            )
+        }
+    ),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
     "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model"),
 }
@@ -152,6 +185,9 @@ def family_of(config: Any, where: str) -> Family:
             )
     if isinstance(layer, list | tuple):
         problems.append(f"vision_feature_layer {list(layer)}: rows of one layer can be used, not of several")
+    everywhere = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    if family.media_attention == "in_windows" and everywhere not in (None, False, "vision"):
+        problems.append(f"use_bidirectional_attention {everywhere!r}: it must be None or 'vision'")
     if problems:
         raise list_problems(f"{where}: {config.model_type} has settings that are not supported:", problems)
     return family

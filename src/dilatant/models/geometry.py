@@ -27,6 +27,9 @@ _LEADING_TOKENS = {
     "deit": 2,
 }
 
+_AVERAGING = ("qwen2_audio_encoder", "qwen2_5_omni_audio_encoder")
+"""Encoders of sounds whose rows are fewer than those that blocks work on."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderGeometry:
@@ -127,6 +130,11 @@ def _is_audio(config: Any) -> bool:
 
 
 def _audio(config: Any) -> EncoderGeometry:
+    if config.model_type in _AVERAGING:
+        raise UserError(
+            f"model_type {config.model_type!r} averages its rows, and is no part for other language models; open the "
+            "model that it belongs to by one id (model.id)"
+        )
     # Whisper: the second convolution halves the frames, and the forward accepts no other length.
     return EncoderGeometry(
         kind="audio",

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.data.encode import TOKENS, grid_part
+from dilatant.data.encoding import TOKENS, grid_part
 from dilatant.data.sample import EncodedSample
+from dilatant.models.carried import Carried
+from dilatant.models.crossing import Crossing, look_by_sample
 from dilatant.models.language_stage import BeforeLanguageModel, LanguageStage
 from dilatant.models.packed_row import Positions, token_places
 from dilatant.models.queries import Queries
@@ -44,11 +46,14 @@ class LanguageUnit(Unit, LanguageStage):
         queries: Mapping[str, int] | None = None,
         decoder: str | None = None,
         positions: Positions | None = None,
-        spatial_units: Sequence[str] = (),
-        taps: int = 0,
+        units_with_grids: Sequence[str] = (),
+        carried: Carried | None = None,
+        crossing: Crossing | None = None,
     ) -> None:
-        """queries: unit of `outputs` that learned queries ask for → how many for an item. spatial_units: those whose
-        grids `positions` asks for."""
+        """queries: unit of `outputs` that learned queries ask for → how many for an item. units_with_grids: those whose
+        grids `positions` or `crossing` asks for."""
+        if crossing is not None:
+            look_by_sample(model)
         structure = find_structure(model)
         is_part = decoder is not None
         if (
@@ -77,8 +82,9 @@ class LanguageUnit(Unit, LanguageStage):
             queries=asked,
             decoder=decoder,
             positions=positions,
-            grids=frozenset(map(grid_part, spatial_units)),
-            taps=taps,
+            grids=frozenset(map(grid_part, units_with_grids)),
+            carried=carried,
+            crossing=crossing,
             blocks_path=structure.blocks,
         )
         self.structure = structure
@@ -111,7 +117,7 @@ class LanguageUnit(Unit, LanguageStage):
         given = {"position_ids": positions, **self.attention_of([ids[0].cpu().numpy()])}
         if layer == 0:
             return ids, given
-        width = self.width * (1 + max(0, self.taps - (layer - 1)))
+        width = self.width + self._behind(layer)
         hidden = torch.randn(1, tokens, width, device=device)
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
 
@@ -141,8 +147,14 @@ class LanguageUnit(Unit, LanguageStage):
         return frozenset({TOKENS}) | self.grids
 
     def boundary(self, end: int, consumer: str) -> Boundary:
-        behind = max(0, self.taps - (end - 1))
-        return Boundary(self.width * (1 + behind), self.row_dtype, partial(_tokens, consumer))
+        count = partial(_tokens, consumer)
+        if consumer == self.unit and self.crossing is not None and self.crossing.passes(end - 1):
+            count = partial(_tokens_and_rows, consumer, self.crossing)
+        return Boundary(self.width + self._behind(end), self.row_dtype, count)
+
+    def _behind(self, layer: int) -> int:
+        """Numbers behind the hidden states that enter a layer."""
+        return 0 if self.carried is None else self.carried.width(layer - 1)
 
     def stage(self, first: int, end: int) -> LanguageStage:
         first_block, end_block = self._blocks(first, end)
@@ -168,7 +180,9 @@ class LanguageUnit(Unit, LanguageStage):
             decoder=self.decoder,
             positions=self.positions,
             grids=self.grids,
-            taps=max(0, self.taps - first_block),
+            carried=self.carried,
+            crossing=self.crossing,
+            blocks_before=first_block,
             blocks_path=self.blocks_path,
         )
 
@@ -179,6 +193,10 @@ def _target_tokens(sample: EncodedSample) -> int:
 
 def _tokens(unit: str, sample: EncodedSample) -> int:
     return sample.sizes.get(unit, 0)
+
+
+def _tokens_and_rows(unit: str, crossing: Crossing, sample: EncodedSample) -> int:
+    return sample.sizes.get(unit, 0) + crossing.count(sample)
 
 
 def _tokens_of_routers(unit: str, routers: int, sample: EncodedSample) -> int:

@@ -16,6 +16,7 @@ from dilatant.attention.attention_plan import to_device
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.attention.placement import place_row
 from dilatant.data.sample import EncodedSample
+from dilatant.models.carried import Carried, DeepStack, PerLayer
 from dilatant.models.chunked_head import (
     LOSS_CHUNK,
     chunked_loss,
@@ -23,6 +24,7 @@ from dilatant.models.chunked_head import (
     head_of,
     logits_of,
 )
+from dilatant.models.crossing import STATES, Crossing
 from dilatant.models.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, Positions
@@ -72,6 +74,13 @@ class MultimodalOutput:
     predicted: Tensor | None = None
     token_losses: Tensor | None = None
 
+    def __getitem__(self, key: Any) -> Any:
+        """By name, or by place among those that are there, as outputs of transformers are asked by its Trainer."""
+        if isinstance(key, str):
+            return getattr(self, key)
+        values = (self.loss, self.logits, self.hidden, self.predicted, self.token_losses)
+        return tuple(value for value in values if value is not None)[key]
+
 
 class LanguageStage(Stage):
     """Layers of the language model.
@@ -82,8 +91,8 @@ class LanguageStage(Stage):
     path of the module that holds the blocks. routers: the name of the loss that their routers of experts have; None
     where they have none. loss_chunk: see `chunked_head.chunked_loss`. decoder: path of the text model in a whole
     vision-language model; else the base model is it. positions: see `PackedRow.of`; grids: the parts of samples that it
-    reads. blocks_path: of the list of blocks. taps: how many blocks, from the first one here on, are given rows of
-    the encoders besides (DeepStack): they lie behind the hidden states of every token, 0 at text.
+    reads. blocks_path: of the list of blocks. carried: what lies behind the hidden states of every token, and
+    blocks_before: how many blocks come before those here. crossing: rows that blocks look at by cross attention.
     before_language_model(rows, inputs) → inputs: called by the first stage before rows are merged; may replace
     "input_ids", or give "inputs_embeds" [batch, tokens, hidden] and so do the merging itself.
     """
@@ -113,7 +122,9 @@ class LanguageStage(Stage):
         decoder: str | None = None,
         positions: Positions | None = None,
         grids: frozenset[str] = frozenset(),
-        taps: int = 0,
+        carried: Carried | None = None,
+        crossing: Crossing | None = None,
+        blocks_before: int = 0,
         blocks_path: str = "",
     ) -> None:
         super().__init__(unit, layers, weights)
@@ -131,7 +142,9 @@ class LanguageStage(Stage):
         self.decoder = decoder
         self.positions = positions
         self.grids = grids
-        self.taps = taps
+        self.carried = carried
+        self.crossing = crossing
+        self.blocks_before = blocks_before
         self.blocks_path = blocks_path
 
     def attention_of(
@@ -155,14 +168,27 @@ class LanguageStage(Stage):
         row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
         attention = self.attention_over(packed)
+        arrived, crossing, looked_at = inbound.get(self.unit), self.crossing, None
+        counts: list[int] = []
+        if crossing is not None:
+            counts = [crossing.count(sample) for sample in packed]
+            if self.is_first:
+                looked_at = given.pop(crossing.unit, None)
+            elif crossing.passes(self.blocks_before):
+                assert arrived is not None
+                arrived, looked_at = crossing.split(arrived, row.lengths, counts)
+            if looked_at is not None and len(looked_at):
+                attention = {**attention, STATES: crossing.look(looked_at, packed)}
         query_of = None
         if self.is_first and self.queries is not None:
             query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
         if self.context.ranks is not None:
-            mask = attention[PLAN_KEYWORD].mask
             assert self.row_attention is not None
             row = row.shared(
-                mask, self.context.ranks, [*self.placeholder_ids.values()], self.row_attention.placement
+                attention[PLAN_KEYWORD],
+                self.context.ranks,
+                [*self.placeholder_ids.values()],
+                self.row_attention.placement,
             )
             assert row.share is not None
             query_of = None if query_of is None else row.share.take(query_of, -1)
@@ -175,7 +201,7 @@ class LanguageStage(Stage):
         output = self(
             to_device(row.ids[None], data.device) if self.is_first else None,
             given,
-            None if self.is_first else row.padded(inbound[self.unit])[None],
+            None if arrived is None or self.is_first else row.padded(arrived)[None],
             position_ids=to_device(row.position_ids.unsqueeze(-2), data.device),
             targets=row.targets if self.is_last else None,
             loss_denominator=data.counts[self.unit] if self.is_last else None,
@@ -183,7 +209,7 @@ class LanguageStage(Stage):
             return_hidden=bool(self.outputs) and not data.predicts,
             lengths=row.lengths if row.share is None else None,
             sample_ids=[sample.id for sample in packed] if row.share is None else None,
-            places=find_places(row.ids.numpy(), self.placeholder_ids, data.device) if self.is_first else None,
+            places=find_places(row.ids.numpy(), self.merged_ids, data.device) if self.is_first else None,
             predicted_at=None if wanted is None else to_device(wanted, data.device),
             router_logits=router_logits,
             query_of=query_of,
@@ -198,7 +224,10 @@ class LanguageStage(Stage):
             total = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
             losses[self.routers] = total / data.counts[self.routers]
         if isinstance(output, Tensor):
-            return StageOutput(row.unpadded(output[0]), losses)
+            hidden = row.unpadded(output[0])
+            if crossing is not None and looked_at is not None and crossing.passes(self._end_block):
+                hidden = crossing.join(hidden, looked_at, row.lengths, counts)
+            return StageOutput(hidden, losses)
         if wanted is not None:
             assert output.token_losses is not None
             at = wanted.to(data.device)
@@ -285,23 +314,28 @@ class LanguageStage(Stage):
             "use_cache": False,
             **attention_kwargs,
         }
-        behind: tuple[Tensor, ...] = ()
-        if self.taps:
+        behind: Tensor | None = None
+        decoder = self._decoder
+        carried, end = self.carried, self._end_block
+        if self.crossing is not None:
+            decoder = self.crossing.prepare(decoder, self.blocks_before)
+        if carried is not None:
             assert hidden is not None
-            run["inputs_embeds"], *taps = hidden.chunk(1 + self.taps, dim=-1)
-            blocks = len(cast(Any, self.model.get_submodule(self.blocks_path)))
-            behind = tuple(taps[blocks:])
-            run["deepstack_visual_embeds"] = [tap.flatten(0, 1) for tap in taps[:blocks]]
-            run["visual_pos_masks"] = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+            width = hidden.shape[-1] - carried.width(self.blocks_before)
+            run["inputs_embeds"], behind = hidden[..., :width], hidden[..., width:]
+            run |= carried.into(behind, self.blocks_before, end)
+            decoder = carried.prepare(decoder)
         if router_logits is not None:
             run["output_router_logits"] = True
-        decoder = self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
         output = decoder(**run)
         if router_logits is not None:
             router_logits += output.router_logits or ()
         hidden = output.last_hidden_state
         if not self.is_last:
-            return torch.cat([hidden, *behind], dim=-1) if behind else hidden
+            if carried is None:
+                return hidden
+            assert behind is not None
+            return torch.cat([hidden, carried.beyond(behind, run, end)], dim=-1)
         # The head runs where it must: the vocabulary is large.
         head = head_of(self.model, self.container)
         predicted = loss = logits = token_losses = None
@@ -334,10 +368,26 @@ class LanguageStage(Stage):
         return MultimodalOutput(loss, logits, hidden if return_hidden else None, predicted, token_losses)
 
     @property
+    def _end_block(self) -> int:
+        """Behind the last block here."""
+        return self.blocks_before + len(cast(Any, self.model.get_submodule(self.blocks_path)))
+
+    @property
+    def merged_ids(self) -> dict[str, int]:
+        """Units whose rows go into the text → the ids at their places."""
+        crossing = None if self.crossing is None else self.crossing.unit
+        return {unit: id_ for unit, id_ in self.placeholder_ids.items() if unit != crossing}
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """The text model, or what is here of it."""
+        return self.model.base_model if self.decoder is None else self.model.get_submodule(self.decoder)
+
+    @property
     def _outside_vocabulary(self) -> dict[str, int]:
         """The ids whose embeddings are not looked up."""
         asked = () if self.queries is None else self.queries.counts
-        return {**self.placeholder_ids, **{name: self.outputs[name] for name in asked}}
+        return {**self.merged_ids, **{name: self.outputs[name] for name in asked}}
 
     def embed(
         self,
@@ -365,11 +415,17 @@ class LanguageStage(Stage):
                 query_of = number_queries(ids, self.outputs, self.queries.counts)
             embeddings = self.queries.put(embeddings, query_of)
         width = embeddings.shape[-1]
-        first = {name: each[:, :width] for name, each in rows.items()} if self.taps else rows
-        merged = merge_rows(embeddings, input_ids, self.placeholder_ids, first, lengths, sample_ids, places)
-        if not self.taps:
+        deep = isinstance(self.carried, DeepStack)
+        first = {name: each[:, :width] for name, each in rows.items()} if deep else rows
+        merged = merge_rows(embeddings, input_ids, self.merged_ids, first, lengths, sample_ids, places)
+        if self.carried is None:
             return merged
-        behind = embeddings.new_zeros(*embeddings.shape[:2], self.taps * width)
+        if isinstance(self.carried, PerLayer):
+            padding = self.carried.config.pad_token_id
+            texts = without_placeholders(input_ids, self._outside_vocabulary, padding)
+            behind = self.carried.at_start(self._decoder, texts, merged)
+            return torch.cat([merged, behind], dim=-1)
+        behind = embeddings.new_zeros(*embeddings.shape[:2], self.carried.width(0))
         besides = {name: each[:, width:] for name, each in rows.items()}
-        behind = merge_rows(behind, input_ids, self.placeholder_ids, besides, lengths, sample_ids, places)
+        behind = merge_rows(behind, input_ids, self.merged_ids, besides, lengths, sample_ids, places)
         return torch.cat([merged, behind], dim=-1)

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021) by peft: its layers are put into a model before it is cut, and its files are read and written.
+"""LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) by peft.
 
-Only peft's own modules compute; names of weights are those of the plain model, so checkpoints and freezing know
-nothing of it.
+Its layers are put into a model before it is cut, and its files are read and written. Only peft's own modules compute;
+names of weights are those of the plain model, so checkpoints and freezing know nothing of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ ADAPTER = "default"
 """What peft calls the only adapter there is."""
 PREFIX = "base_model.model."
 """Before every key of an adapter's file."""
+MAGNITUDE = ".lora_magnitude_vector."
+"""In the keys of what DoRA adds: the length of each row of the weight that an adapter lies beside."""
 
 
 def plain_key(key: str) -> str:
@@ -34,12 +36,12 @@ def plain_key(key: str) -> str:
 
 def is_adapter(key: str) -> bool:
     """Whether this is the key, or logical name, of an adapter's own weight."""
-    return ".lora_A." in key or ".lora_B." in key
+    return ".lora_A." in key or ".lora_B." in key or MAGNITUDE in key
 
 
 def beside(key: str) -> str:
     """The plain weight that a weight belongs to: itself, or the one that an adapter lies beside."""
-    return re.sub(r"\.lora_[AB]\.", ".", plain_key(key))
+    return re.sub(r"\.lora_([AB]|magnitude_vector)\.", ".", plain_key(key))
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Iterable[str]]) -> None:
@@ -55,6 +57,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, parts: Mapping[str, Itera
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
             use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
             target_modules=names,
         ),
         model,
@@ -162,9 +165,17 @@ def adapter_of(module: nn.Module, path: str) -> tuple[nn.Module, nn.Module] | No
 
 @torch.no_grad()
 def reset_adapters(module: nn.Module) -> None:
-    """Let adapters begin as peft does: A by chance, B at 0, so that nothing is changed yet."""
+    """Let adapters begin as peft does: A by chance, B at 0, magnitudes as the weights have them, so that nothing is
+    changed yet."""
     for _, layer in layers_of(module):
         layer.reset_lora_parameters(ADAPTER, True)
+        if ADAPTER in layer.lora_magnitude_vector:
+            layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude_of(layer.base_layer.weight))
+
+
+def magnitude_of(weight: Tensor) -> Tensor:
+    """The length of each row of a weight [out, in], with which DoRA begins: [out], in the weight's dtype."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).to(weight.dtype)
 
 
 @torch.no_grad()
@@ -173,7 +184,11 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
     state = {plain_key(key): tensor for key, tensor in module.state_dict().items() if not is_adapter(key)}
     for name, layer in layers_of(module):
         key = f"{name}.weight" if name else "weight"
-        state[key] = state[key] + layer.get_delta_weight(ADAPTER).to(state[key].dtype)
+        dtype = state[key].dtype
+        state[key] = state[key] + layer.get_delta_weight(ADAPTER).to(dtype)
+        if ADAPTER in layer.lora_magnitude_vector:
+            factor = layer.lora_magnitude_vector[ADAPTER].weight.float() / magnitude_of(state[key].float())
+            state[key] = (factor[:, None] * state[key]).to(dtype)
     return state
 
 
@@ -184,6 +199,7 @@ def adapter_config(config: LoraConfig, names: Iterable[str], saved: Iterable[str
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         target_modules=sorted(names),
         modules_to_save=sorted(saved) or None,
         base_model_name_or_path=base,

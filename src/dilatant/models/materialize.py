@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
+from dilatant.models.four_bit_stages import forget
 from dilatant.models.lora import reset_adapters
 from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit
@@ -60,28 +61,30 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     held_here = dict(model.named_parameters(remove_duplicate=False))
     named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
     skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
-    with _kept(skipped):
+    with kept(skipped):
         drawn = here  # a tied weight may have come with another layer, in an earlier call
         for layer, path, piece in fresh:
             with seeded(seed, f"{layer}/{path}"):
                 family = _family_of(unit, path)
                 if family is not None:
-                    _draw(_models_of(family), piece, drawn)
+                    _draw(models_of(family), piece, drawn)
                 else:
                     _reset(piece, layer)
             with seeded(seed, f"{layer}/{path}/adapters"):
                 reset_adapters(piece)
         with seeded(seed, unit.unit):
-            owners = _models_of(model)
+            owners = models_of(model)
             for module in reversed(shared):
                 owners[id(module)]._init_weights(module)
 
 
-def allocate(units: Mapping[str, Unit]) -> dict[str, Tensor]:
-    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once."""
+def allocate(units: Mapping[str, Unit], seed: int = 0) -> dict[str, Tensor]:
+    """Give every layer of all units memory, for weights that the caller sets: logical name → tensor, tied ones once.
+    What stages hold in four bits is drawn."""
     tensors: dict[str, Tensor] = {}
     for unit in units.values():
-        materialize(unit, 0, len(unit.layers), 0, {weight.name for weight in unit.weights})
+        forget(unit)
+        materialize(unit, 0, len(unit.layers), seed, {weight.name for weight in unit.weights} - unit.four_bit)
         tensors |= stage_tensors(unit)
     return tensors
 
@@ -97,6 +100,22 @@ def seeded(seed: int | None, name: str) -> Iterator[None]:
         # Of the CPU alone: `torch.manual_seed` takes milliseconds to note down who seeds devices that are not used.
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
+
+
+def give_memory(module: nn.Module, names: Collection[str] | None = None) -> bool:
+    """Memory for what a module itself has on the meta device, or for these of it; whether there was any. A tied
+    weight of another layer that has some keeps it."""
+    lacking = False
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta and (names is None or name in names):
+            lacking = True
+            memory = torch.empty_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta and (names is None or name in names):
+            lacking = True
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return lacking
 
 
 def _of_own_making(
@@ -121,13 +140,8 @@ def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = No
     try:
         for path, module in piece.named_modules():
             before = f"{path}." if path else ""
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta and (names is None or before + name in names):
-                    memory = torch.empty_like(parameter, device="cpu")
-                    setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta and (names is None or before + name in names):
-                    setattr(module, name, torch.empty_like(buffer, device="cpu"))
+            own = None if names is None else [n[len(before) :] for n in names if n.startswith(before)]
+            give_memory(module, own)
     except RuntimeError as error:  # torch has no other one for memory of the host
         if "allocate memory" not in str(error):
             raise
@@ -138,7 +152,7 @@ def _give_memory(piece: nn.Module, what: str, names: Collection[str] | None = No
         ) from None
 
 
-def _models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
+def models_of(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
     """Identity of each module → the innermost model that it is in, which knows how it begins: a whole model knows
     nothing of what is in its text model."""
     owners: dict[int, PreTrainedModel] = defaultdict(lambda: model)
@@ -156,21 +170,21 @@ def _draw(models: Mapping[int, PreTrainedModel], module: nn.Module, drawn: set[i
     own = list(module.parameters(recurse=False))
     again = [parameter for parameter in own if id(parameter) in drawn]  # of a tied head with a bias, say
     if not own or len(again) < len(own):
-        with _kept(again):
+        with kept(again):
             models[id(module)]._init_weights(module)
         drawn |= {id(parameter) for parameter in own}
 
 
 @contextmanager
-def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, transformers draws nothing for these."""
-    kept = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
-    for parameter in kept:
+    marked = [parameter for parameter in parameters if not hasattr(parameter, "_is_hf_initialized")]
+    for parameter in marked:
         vars(parameter)["_is_hf_initialized"] = True
     try:
         yield
     finally:
-        for parameter in kept:
+        for parameter in marked:
             del vars(parameter)["_is_hf_initialized"]
 
 
@@ -178,7 +192,7 @@ def _family_of(unit: Unit, path: str) -> PreTrainedModel | None:
     """The model that knows how to draw the weights of a module; None where torch's own way is wanted."""
     part, *_ = path.split(".")
     holder = unit.model if part == "model" else getattr(getattr(unit, part), "drawn_by", None)
-    return holder if unit.structure is not None and isinstance(holder, PreTrainedModel) else None
+    return holder if isinstance(holder, PreTrainedModel) else None
 
 
 def _reset(piece: nn.Module, layer: str) -> None:

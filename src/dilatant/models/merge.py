@@ -63,10 +63,10 @@ def find_places(
     return {unit: upload(np.flatnonzero(row == id_), device) for unit, id_ in placeholder_ids.items()}
 
 
-def without_placeholders(input_ids: Tensor, placeholder_ids: Mapping[str, int]) -> Tensor:
-    """`input_ids` with id 0 at every placeholder, so that ids outside the vocabulary are never looked up."""
+def without_placeholders(input_ids: Tensor, placeholder_ids: Mapping[str, int], instead: int = 0) -> Tensor:
+    """`input_ids` with another id at every placeholder, so that ids outside the vocabulary are never looked up."""
     for placeholder in placeholder_ids.values():
-        input_ids = input_ids.masked_fill(input_ids == placeholder, 0)
+        input_ids = input_ids.masked_fill(input_ids == placeholder, instead)
     return input_ids
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import LANGUAGE
+from dilatant.config.signatures import require_call
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder, build_encoder
 from dilatant.models.freeze import freeze
@@ -30,6 +31,8 @@ from dilatant.models.sources import load_language_model
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
 from dilatant.models.whole import Whole
+from dilatant.models.whole_answers import WholeAnswers
+from dilatant.models.whole_weights import composite_of
 
 _KEYWORDS = (
     *("input_ids", "encoder_inputs", "position_ids", "attention_mask", "labels", "loss_denominator"),
@@ -68,8 +71,10 @@ class MultimodalModel(nn.Module):
     ) -> None:
         super().__init__()
         self.whole = language_model if isinstance(language_model, Whole) else None
-        self.media_attention = media_attention if self.whole is None else self.whole.family.media_attention
+        self.media_attention = media_attention if self.whole is None else self.whole.media_attention
         generators = generators or {}
+        if before_language_model is not None:
+            require_call("before_language_model", before_language_model, "rows", "inputs")
         llm = load_language_model(language_model) if self.whole is None else self.whole.language_model()
         embedding = cast(nn.Embedding, llm.get_input_embeddings())
         self.encoders = dict(encoders) if self.whole is None else self.whole.encoders()
@@ -107,8 +112,9 @@ class MultimodalModel(nn.Module):
             queries,
             decoder=None if self.whole is None else self.whole.family.decoder,
             positions=None if self.whole is None else self.whole.positions,
-            spatial_units=() if self.whole is None else self.whole.spatial_units,
-            taps=0 if self.whole is None else self.whole.taps,
+            units_with_grids=() if self.whole is None else self.whole.units_with_grids,
+            crossing=None if self.whole is None else self.whole.crossing,
+            carried=None if self.whole is None else self.whole.carried,
         )
         for name, generator in self.generators.items():
             units[name] = GeneratorUnit(name, generator, LANGUAGE, embedding.embedding_dim)
@@ -178,6 +184,7 @@ class MultimodalModel(nn.Module):
         sample_ids: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
         attention_kwargs: Mapping[str, Any] | None = None,
+        num_items_in_batch: float | Tensor | None = None,
         **unknown: Any,
     ) -> MultimodalOutput:
         """Loss and logits of a packed row or of a padded batch, of the encoders and the language model.
@@ -190,11 +197,16 @@ class MultimodalModel(nn.Module):
         attention_kwargs: keywords for the attention function; on block tables those of a packed row (what
         `language.attention_of` makes) are made here if not given.
         Where an encoder's rows are to be prepended and the batch has no placeholders, every text gets an equal share
-        in front, and logits cover them too.
+        in front, and logits cover them too. num_items_in_batch: how transformers' Trainer calls `loss_denominator`.
 
         Raises UserError when rows and placeholders do not match, and for keywords that mean nothing here.
         """
         self._refuse_keywords(unknown)
+        if self.language.crossing is not None and encoder_inputs:
+            raise UserError(
+                f"{self.language.crossing.unit}: its rows go to blocks of the language model, sample by sample, which "
+                "only steps do (`parallelize`, `dilatant train`); export the model, and transformers runs it"
+            )
         self._check_media_attention()
         rows = self.encode(encoder_inputs or {})
         input_ids, attention_mask, labels = self._prepend(
@@ -208,7 +220,7 @@ class MultimodalModel(nn.Module):
             position_ids=position_ids,
             attention_mask=attention_mask,
             labels=labels,
-            loss_denominator=loss_denominator,
+            loss_denominator=num_items_in_batch if loss_denominator is None else loss_denominator,
             return_logits=return_logits,
             lengths=lengths,
             sample_ids=sample_ids,
@@ -227,13 +239,13 @@ class MultimodalModel(nn.Module):
         """New token ids [batch, new tokens] by transformers' `generate`; pad prompts on the left.
 
         input_ids: [batch, tokens]; attention_mask: 0 at padding (default: none); generation: max_new_tokens and so
-        on. Raises UserError when rows and placeholders do not match, and for whole models whose positions or masks are
-        not those of a text.
+        on. A whole model generates as transformers' own, with these weights.
+        Raises UserError when rows and placeholders do not match.
         """
-        if self.whole is not None and not self.whole.reads_as_text:
-            raise UserError(
-                f"generate: {self.whole.config.model_type} has positions, or masks, of its own; export the model, and "
-                "transformers generates (`dilatant generate EXPORT`, or `AutoModelForImageTextToText`)"
+        if self.whole is not None and not self.generators:
+            answers = WholeAnswers(composite_of(self.weights_of_whole(), self.whole), self.whole)
+            return answers.generate(
+                input_ids, encoder_inputs=encoder_inputs, attention_mask=attention_mask, **generation
             )
         self._check_media_attention()
         if attention_mask is None:

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError
-from dilatant.data.encode import grid_part
+from dilatant.data.encoding import grid_part
 from dilatant.data.native_image_unit import GRID
 from dilatant.data.sample import EncodedSample
 from dilatant.models.encoder import Callbacks, EncoderStage
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.packed_encoder import PackedEncoderUnit
 from dilatant.models.random_draws import Spread
+from dilatant.models.shared_samples import SharesSamples
 from dilatant.models.slicing import StandIn
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
@@ -73,7 +73,7 @@ class _Same(nn.Module):
         return hidden
 
 
-class NativeStage(EncoderStage):
+class NativeStage(SharesSamples, EncoderStage):
     """Layers of a tower and its merger, run on all patches of the samples in one row."""
 
     taps: tuple[int, ...] = ()
@@ -83,7 +83,8 @@ class NativeStage(EncoderStage):
     """Frames are run in groups of no more patches, but for one that has more by itself."""
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
+        samples = self.chosen(data, samples)
+        if not samples:
             return StageOutput()
         if self.is_first:
             return StageOutput(self(media_of(data, samples, self)))
@@ -131,20 +132,32 @@ class NativeStage(EncoderStage):
         return torch.cat([hidden, *taps, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
-class NativeEncoderUnit(PackedEncoderUnit):
-    """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger."""
+class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
+    """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
+    for Qwen's)."""
 
-    def __init__(self, name: str, tower: PreTrainedModel, blocks: str | None = None) -> None:
+    stage_type = NativeStage
+
+    def __init__(
+        self,
+        name: str,
+        tower: PreTrainedModel,
+        merger: nn.Module,
+        side: int,
+        frames: int,
+        width: int,
+        out: int,
+    ) -> None:
+        """side: patches on each side of a group that is one row of the text. frames: in a patch. width: numbers in a
+        hidden state, and out: in a row of the text."""
         config = cast(Any, tower).config
-        merger = Merger(tower)
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "projector")
-        width = _width_of_patches(tower, structure.before[0])
-        merged = config.spatial_merge_size**2
+        merged = side**2
         self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
-        out = getattr(config, "out_hidden_size", None) or config.hidden_size
-        patches = TYPICAL_GRID**2
-        pixels = getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2
+        typical = self._typical = TYPICAL_GRID // side * side
+        patches = typical**2
+        pixels = getattr(config, "in_channels", 3) * frames * config.patch_size**2
         geometry = EncoderGeometry(
             kind="image",
             input_name="pixel_values",
@@ -152,8 +165,8 @@ class NativeEncoderUnit(PackedEncoderUnit):
             encoder_tokens=patches,
             leading_tokens=0,
             width=width,
-            height=TYPICAL_GRID * config.patch_size,
-            row_width=TYPICAL_GRID * config.patch_size,
+            height=typical * config.patch_size,
+            row_width=typical * config.patch_size,
             patch_size=config.patch_size,
             channels=getattr(config, "in_channels", 3),
         )
@@ -176,10 +189,10 @@ class NativeEncoderUnit(PackedEncoderUnit):
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         """Images of the typical size; what is left makes one smaller."""
-        side = int(np.sqrt(self.merged))
-        grids = [(1, TYPICAL_GRID, TYPICAL_GRID)] * (tokens // TYPICAL_GRID**2)
-        rest = tokens % TYPICAL_GRID**2 // (self.merged * TYPICAL_GRID // side) * side
-        grids += [(1, rest, TYPICAL_GRID)] if rest or not grids else []
+        side, typical = int(np.sqrt(self.merged)), self._typical
+        grids = [(1, typical, typical)] * (tokens // typical**2)
+        rest = tokens % typical**2 // (self.merged * typical // side) * side
+        grids += [(1, rest, typical)] if rest or not grids else []
         grids = [(1, max(side, height), width) for _, height, width in grids]
         grid = torch.tensor(grids, device=device)
         taps = sum(1 for block in self._taps if block < layer - 1)
@@ -199,15 +212,13 @@ class NativeEncoderUnit(PackedEncoderUnit):
         )
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        raise UserError(
-            f"{self.unit}: its images have unlike sizes, and ranks cannot share them yet; give it cp: 1"
-        )
+        return np.zeros(rows, np.int64)
 
     def stage(self, first: int, end: int) -> NativeStage:
         self._check_stage(first, end)
         last = len(self.layers) - 1
         first_block, end_block = self._blocks(first, end)
-        stage = NativeStage(
+        stage = self.stage_type(
             unit=self.unit,
             layers=self.layers[first:end],
             weights=self._weights_between(first, end),
@@ -221,6 +232,15 @@ class NativeEncoderUnit(PackedEncoderUnit):
         stage.first_block = first_block
         stage.training = self.training
         return stage
+
+
+def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
+    """The unit of one of Qwen's towers, which merge their patches themselves."""
+    config = cast(Any, tower).config
+    out = getattr(config, "out_hidden_size", None) or config.hidden_size
+    side, frames = config.spatial_merge_size, config.temporal_patch_size
+    width = _width_of_patches(tower, find_structure(tower).before[0])
+    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, out)
 
 
 def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from dilatant.attention.attention_plan import AttentionPlan
 from dilatant.attention.context_parallel import ContextParallelRow, Ranks
-from dilatant.attention.mask import AttentionMask
 from dilatant.attention.placement import place_row
 from dilatant.data.sample import EncodedSample
 from dilatant.models.loss import IGNORED, shift_labels
@@ -69,12 +69,16 @@ class PackedRow:
         )
 
     def shared(
-        self, mask: AttentionMask, ranks: Ranks, placeholders: Sequence[int], placement: str
+        self, plan: AttentionPlan, ranks: Ranks, placeholders: Sequence[int], placement: str
     ) -> PackedRow:
         """This rank's share. Targets have been shifted before: the next token may be another rank's. A rank without
         tokens runs one that nobody sees, and that stands for none of `placeholders`."""
+        mask = plan.mask
         placed = place_row(mask, len(ranks.ranks), placement)
-        share = ContextParallelRow(mask, placed.placement, ranks, block=placed.block)
+        in_windows = None if plan.in_windows is None else plan.in_windows.mask
+        share = ContextParallelRow(
+            mask, placed.placement, ranks, block=placed.block, mask_in_windows=in_windows
+        )
         return PackedRow(
             ids=share.take(self.ids, next(number for number in count() if number not in placeholders)),
             position_ids=share.take(self.position_ids.T).T,

@@ -37,9 +37,13 @@ MEDIA_MASKS: Mapping[str, Callable[[RowLayout, Sequence[int]], AttentionMask]] =
     "bidirectional": lambda row, prefixes: bidirectional_instances(row, across_instances=True),
     "embedded": lambda row, prefixes: embedded(row),
     "prefix": prefix_lm,
+    "in_windows": lambda row, prefixes: document_causal(row),
 }
 """The masks that `model.language_model.media_attention` names, and those of families, of a row and the length of each
 sample's prefix."""
+
+MASKS_IN_WINDOWS: Mapping[str, str] = {"in_windows": "bidirectional"}
+"""The same of layers with a window, where these have a mask of their own."""
 
 _WITHOUT_ITEMS = ("causal", "prefix")
 """Masks for which media are tokens like others."""
@@ -48,10 +52,10 @@ _WITHOUT_ITEMS = ("causal", "prefix")
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
     """How items stand in `input_ids`: each image or window of sound takes the next `tokens` copies of
-    `placeholder_id`."""
+    `placeholder_id`; None: all that stand together."""
 
     placeholder_id: int
-    tokens: int
+    tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class RowAttention:
         lengths = [len(ids) for ids in samples] if prefixes is None else prefixes
         if padding is not None:
             lengths = [before + own for before, own in zip(padding, lengths, strict=True)]
-        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row, lengths))}
+        return self._plan(row, lengths)
 
     def padded(
         self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64] | None
@@ -94,7 +98,12 @@ class RowAttention:
         numbers = np.repeat(np.arange(len(input_ids)), input_ids.shape[1])
         row = RowLayout.of_tokens(numbers, modality.ravel(), instance.ravel(), (TEXT, *self.units))
         whole = [input_ids.shape[1]] * len(input_ids)
-        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row, whole))}
+        return self._plan(row, whole)
+
+    def _plan(self, row: RowLayout, prefixes: Sequence[int]) -> dict[str, AttentionPlan]:
+        own = MASKS_IN_WINDOWS.get(self.media)
+        in_windows = None if own is None else AttentionPlan(MEDIA_MASKS[own](row, prefixes))
+        return {PLAN_KEYWORD: AttentionPlan(MEDIA_MASKS[self.media](row, prefixes), in_windows=in_windows)}
 
     def layout(self, samples: Sequence[NDArray[np.int64]], padding: Sequence[int] | None = None) -> RowLayout:
         """Which tokens of the row are text, which belong to which item, sample by sample."""
@@ -120,14 +129,18 @@ class RowAttention:
         items = 0
         for place, (unit, media) in enumerate(self.units.items(), start=1):
             at = np.flatnonzero(ids == media.placeholder_id)
-            if at.size % media.tokens:
+            if media.tokens is None:
+                item = np.cumsum(np.diff(at, prepend=at[:1]) > 1, dtype=np.int64)
+            elif at.size % media.tokens:
                 raise UserError(
                     f"sample number {number} of a row has {at.size} placeholders of {unit}, which are no whole items "
                     f"of {media.tokens} tokens; media_attention cannot tell its items apart"
                 )
+            else:
+                item = np.arange(at.size, dtype=np.int64) // media.tokens
             modality[at] = place
-            instance[at] = 1 + items + np.arange(at.size) // media.tokens
-            items += at.size // media.tokens
+            instance[at] = 1 + items + item
+            items += int(item[-1]) + 1 if at.size else 0
         return modality, instance
 
 
@@ -142,7 +155,7 @@ def use_row_attention(model: MultimodalModel) -> None:
     if language.row_attention is not None:
         return
     units = {
-        name: MediaTokens(placeholder, model[name].geometry.tokens_per_row)
+        name: MediaTokens(placeholder, None if model[name].packs else model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
     }
     generating = language.model.config._attn_implementation

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from dilatant.config.errors import UserError
-from dilatant.data.encode import grid_part
+from dilatant.data.encoding import grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
 from dilatant.models.encoder import Callbacks, EncoderStage

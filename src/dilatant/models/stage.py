@@ -20,6 +20,7 @@ from dilatant.attention.context_parallel import Ranks
 from dilatant.config.errors import UserError
 from dilatant.data.pixels import EncoderInput, Pixels, as_array, joined
 from dilatant.data.sample import EncodedSample
+from dilatant.models.four_bit import is_four_bit
 from dilatant.models.random_draws import Spread
 from dilatant.models.token_shards import TokenShards
 from dilatant.models.weights import Weight
@@ -157,6 +158,10 @@ class Stage(nn.Module, ABC):
         """Which of `size` context-parallel ranks runs each item (of a language model: each token) of a microbatch, by
         sample. Items are equally long, so each rank gets as many of them, one after the other."""
         return share_evenly(self.spread(data, samples).lengths, size)
+
+    def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
+        """The same of an encoder or a generator, told from the sizes of samples alone."""
+        return share_evenly([self.items(each) for each in sizes], size)
 
     def own(self, data: StepData, samples: tuple[int, ...]) -> NDArray[np.int64] | None:
         """Those items, or tokens, of a microbatch that this rank runs; None for all of them."""
@@ -305,10 +310,12 @@ def in_dtype_of(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def stage_tensors(stage: Stage) -> dict[str, Tensor]:
-    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves."""
+    """Every weight and persistent buffer of a stage by logical name, tied ones once; the tensors themselves. Weights in
+    four bits are none."""
     parts = {weight.part for weight in stage.weights}
     held = {part: getattr(stage, part).state_dict() for part in parts}
     tensors: dict[str, Tensor] = {}
     for weight in stage.weights:
-        tensors.setdefault(weight.canonical, held[weight.part][weight.key])
+        if not is_four_bit(getattr(stage, weight.part), weight.key):
+            tensors.setdefault(weight.canonical, held[weight.part][weight.key])
     return tensors

@@ -1,7 +1,8 @@
 """Where the parts of a transformers model are: what runs before its blocks, the blocks, what runs after.
 
 Found from the model itself, so that a plain family needs no code here: the blocks are the largest ModuleList; what
-is registered before it runs before it, what is registered after it (or called final) runs after it. A family that
+is registered before it (or called an embedding) runs before it, what is registered after it (or called final) runs
+after it. A family that
 says otherwise in its config's `base_model_pp_plan` is believed.
 """
 
@@ -18,6 +19,9 @@ from dilatant.config.errors import UserError
 # Names under which configs keep the number of blocks, and lists that hold one entry for each block.
 DEPTH_KEYS = ("num_hidden_layers", "encoder_layers", "num_layers", "n_layer", "depth")
 PER_LAYER_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
+
+FIRST_NAMES = ("embed_", "per_layer_")
+"""What modules are called that run before the blocks, wherever they are registered (Gemma's inputs of each layer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,9 @@ def find_structure(model: nn.Module) -> Structure:
             if name == part:
                 passed = True
             elif _has_state(child):
-                is_after = plan.get(name, passed or name.startswith("final"))
+                is_after = plan.get(
+                    name, (passed or name.startswith("final")) and not name.startswith(FIRST_NAMES)
+                )
                 (after if is_after else before).append(path + name)
         container, path = getattr(container, part), f"{path}{part}."
     # Outer modules that run after the blocks run after the inner ones.

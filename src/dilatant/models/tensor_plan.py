@@ -103,8 +103,12 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     of_experts = frozenset(cuts)
     rules = _rules(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
-    if getattr(unit, "taps", 0):
-        reason = reason or "its inner blocks take rows of an encoder, for all tokens"
+    if unit.four_bit:
+        reason = "its weights are held in four bits (model.lora.load_in_4bit)"
+    if getattr(unit, "carried", None) is not None:
+        reason = reason or "its inner blocks take more than hidden states, for all tokens"
+    if getattr(unit, "crossing", None) is not None:
+        reason = reason or "its blocks look at rows of an encoder"
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:
@@ -281,6 +285,8 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield f"{path!r} is no linear layer"
         elif has_adapter(block.get_submodule(path)) and any(map(path.startswith, mixtures)):
             yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
+    if any(layer.lora_magnitude_vector for _, layer in layers_of(block)):
+        yield "DoRA (model.lora.use_dora) asks for the lengths of whole rows of its weights"
     if "" in _mixtures(block):
         yield "its blocks choose experts themselves"
     for path in linear_paths(block):

@@ -39,7 +39,9 @@ class Unit(Stage):
     geometry: EncoderGeometry | None = None
     """What one item is for an encoder."""
     packs: bool = False
-    """Whether its items, of unlike sizes, are packed in one row; ranks cannot share those."""
+    """Whether its items, of unlike sizes, are packed in one row."""
+    shares_samples: bool = False
+    """Whether ranks can share these (see `SharesSamples`)."""
     width: int
     """Numbers in a hidden state of its blocks."""
     shared_by: int = 1
@@ -48,6 +50,8 @@ class Unit(Stage):
     """Logical names of the parameters that do not train (see `freeze`)."""
     unused: frozenset[str] = frozenset()
     """Those of them that cannot influence anything."""
+    four_bit: frozenset[str] = frozenset()
+    """Logical names of the weights that stages hold in four bits (see `four_bit`)."""
 
     @abstractmethod
     def stage(self, first: int, end: int) -> Stage:
@@ -106,6 +110,11 @@ class Unit(Stage):
     def tied(self) -> dict[str, str]:
         """Logical name of a weight that is held a second time → the name that it shares."""
         return {weight.name: weight.tied_to for weight in self.weights if weight.tied_to is not None}
+
+    @property
+    def trained_names(self) -> set[str]:
+        """Logical names of the parameters that train; buffers do not."""
+        return {name for name, _ in self.named_logical_parameters()} - self.frozen
 
     def pieces(self) -> Iterator[tuple[str, str]]:
         """(logical layer, module path) for every module that belongs to one layer, in layer order."""

@@ -62,7 +62,7 @@ def name_weights(
 def name_module_weights(unit: str, modules: Mapping[str, tuple[str, nn.Module]]) -> tuple[Weight, ...]:
     """Every weight of a unit whose layers are whole modules. modules: layer → (part, module), in layer order."""
     return tuple(
-        Weight(f"{unit}.{layer}.{key}", f"{unit}.{layer}", part, key)
+        Weight(f"{unit}.{layer}.{plain_key(key)}", f"{unit}.{layer}", part, key)
         for layer, (part, module) in modules.items()
         for key in module.state_dict()
     )

@@ -24,17 +24,21 @@ from dilatant.data.anyres_image_unit import AnyresShape
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.anyres_encoder import AnyresEncoderUnit, images_of_samples
+from dilatant.models.carried import Carried, DeepStack, PerLayer
+from dilatant.models.crossing import Crossing, crossing_of
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
-from dilatant.models.families import Family, Tower, family_of
+from dilatant.models.families import Family, MediaAttention, Tower, family_of
 from dilatant.models.geometry import encoder_geometry, height_and_width
 from dilatant.models.lora import inject, plain_key
-from dilatant.models.native_encoder import MERGERS, NativeEncoderUnit
+from dilatant.models.native_encoder import MERGERS, merging
 from dilatant.models.packed_row import Positions
+from dilatant.models.pooled_encoder import OF_END, pooling
 from dilatant.models.positions import spatial_positions
 from dilatant.models.slicing import StandIn, slice_model
 from dilatant.models.sound_encoder import Held, SoundEncoderUnit
 from dilatant.models.structure import find_structure
+from dilatant.models.tiled_encoder import TiledEncoderUnit
 from dilatant.models.unit import Unit
 from dilatant.models.weights import Weight
 
@@ -93,16 +97,26 @@ class Whole:
         for tower in self.family.towers.values():
             for path in (*tower.projector, tower.path):
                 _remove(model, path)
+        for path in self.family.unopened:
+            if attrgetter(path)(model) is not None:
+                _remove(model, path)
         return model
 
     def encoder(self, name: str) -> EncoderUnit:
         """The unit of a tower and its projector, on the meta device. Raises UserError."""
         tower = self.family.towers[name]
         model = self._adapted()
+        if tower.crossing:
+            tiled = cast(PreTrainedModel, model.get_submodule(tower.path))
+            held = Held(*_named(model, tower.projector[0]), tiled)
+            return TiledEncoderUnit(name, tiled, held, self.config.get_text_config().hidden_size)
         if tower.native:
             native = cast(PreTrainedModel, model.get_submodule(tower.path))
+            if tower.pooled:
+                width = self.config.get_text_config().hidden_size
+                return pooling(name, native, _named(model, tower.projector[0]), width)
             if tower.kind == "image":
-                return NativeEncoderUnit(name, native)
+                return merging(name, native)
             (place,) = tower.projector
             projector = model.get_submodule(place)
             last = place.rpartition(".")[2]
@@ -140,8 +154,10 @@ class Whole:
         """What the composite's state dict calls a weight of a unit."""
         tower = self.family.towers.get(unit.unit)
         key = plain_key(weight.key)
-        if tower is None or not (tower.native or weight.part == "model"):
+        if tower is None or not (tower.native or tower.crossing or weight.part == "model"):
             return key
+        if tower.pooled and key.startswith(OF_END):
+            return f"{tower.path}.{key.removeprefix(OF_END)}"
         is_held = weight.part == "projector" and tower.projector
         return f"{tower.projector[0].rpartition('.')[0] if is_held else tower.path}.{key}"
 
@@ -150,10 +166,10 @@ class Whole:
         """What a user calls parts → their paths in the composite."""
         found: dict[str, tuple[str, ...]] = {}
         for name, tower in self.family.towers.items():
-            inside = MERGERS if tower.native and tower.kind == "image" else ()
+            inside = MERGERS if tower.native and tower.kind == "image" and not tower.pooled else ()
             projector = (*tower.projector, *(f"{tower.path}.{path}" for path in inside))
             if tower.native:
-                blocks = [f"{tower.path}.{path}" for path in _PARTS[tower.kind]]
+                blocks = [f"{tower.path}.{path}" for path in _PARTS["pooled" if tower.pooled else tower.kind]]
             else:
                 blocks = [tower.path]
             found |= {f"{name}.encoder": tuple(blocks), f"{name}.projector": projector}
@@ -177,11 +193,31 @@ class Whole:
         return partial(_spatial, units, merge, self.family.behind_time)
 
     @property
+    def crossing(self) -> Crossing | None:
+        """Which rows the text model looks at by cross attention, if it does."""
+        for name, tower in self.family.towers.items():
+            if tower.crossing:
+                return crossing_of(self.config, name, self.placeholder_ids[name])
+        return None
+
+    @property
+    def media_attention(self) -> MediaAttention:
+        """Whom the tokens of an item see (see `row_attention.MEDIA_MASKS`)."""
+        own = self.family.media_attention
+        if own == "in_windows" and not self.config.get_text_config().use_bidirectional_attention:
+            return "causal"
+        return own
+
+    @property
     def reads_as_text(self) -> bool:
         """Whether rows of encoders have the positions, and are seen as, tokens of a text are."""
         family = self.family
         return not (
-            family.spatial or family.first_position or family.media_attention == "prefix" or self.taps
+            family.spatial
+            or family.first_position
+            or self.media_attention in ("prefix", "in_windows")
+            or self.carried
+            or self.crossing
         )
 
     @property
@@ -189,6 +225,12 @@ class Whole:
         """The units whose tokens have positions in height and width."""
         towers = self.family.towers.items() if self.family.spatial else ()
         return tuple(name for name, tower in towers if tower.kind == "image")
+
+    @property
+    def units_with_grids(self) -> tuple[str, ...]:
+        """The units of whose items the text model knows more than their tokens."""
+        crossing = self.crossing
+        return (*self.spatial_units, *(() if crossing is None else (crossing.unit,)))
 
     @property
     def seconds_scale(self) -> float | None:
@@ -202,6 +244,12 @@ class Whole:
         vision = getattr(self.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
+    @property
+    def carried(self) -> Carried | None:
+        """What goes from block to block of the text model beside its hidden states."""
+        text = self.config.get_text_config()
+        return DeepStack(self.taps, text.hidden_size) if self.taps else PerLayer.of(text)
+
 
 def auto_class(config: Any) -> Any:
     """The Auto class of transformers that builds and loads whole models of such a config."""
@@ -209,7 +257,11 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if images else AutoModelForSeq2SeqLM
 
 
-_PARTS = {"image": ("patch_embed", "blocks"), "audio": ("conv1", "conv2", "layers")}
+_PARTS = {
+    "image": ("patch_embed", "blocks"),
+    "pooled": ("patch_embedder", "encoder"),
+    "audio": ("conv1", "conv2", "layers"),
+}
 """Modules of native towers that are no projector."""
 _NORMED_LAST = ("internvl",)
 """Families whose last feature layer (-1) is the normed output, not what the last block made."""
@@ -315,6 +367,10 @@ def _used_part(config: Any, encoder: PreTrainedModel) -> PreTrainedModel:
         return encoder
     blocks = layer if layer >= 0 else structure.num_blocks + 1 + layer
     return slice_model(encoder, structure, 0, blocks, keep_before=True, keep_after=False)
+
+
+def _named(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    return path.rpartition(".")[2], model.get_submodule(path)
 
 
 def _remove(model: nn.Module, path: str) -> None:

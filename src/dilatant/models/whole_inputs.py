@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dilatant.data.anyres_image_unit import SHAPES
+from dilatant.data.aspect_image_unit import RATIOS, TILES
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sound_unit import FRAMES
 from dilatant.models.anyres_encoder import images_of_samples
+from dilatant.models.crossing import tiles_seen
+from dilatant.models.pooled_encoder import padded_patches
 from dilatant.models.whole import Whole
 
 
@@ -23,6 +27,13 @@ def composite_inputs(
         tower = whole.family.towers[name]
         if tower.kind == "audio":
             given |= _sounds(whole, inputs, dtype)
+            continue
+        if tower.crossing:
+            given |= _looked_at(whole, input_ids, inputs, dtype)
+            continue
+        if tower.pooled:
+            side = whole.config.vision_config.pooling_kernel_size
+            given |= padded_patches(inputs["pixel_values"].to(dtype), inputs[GRID], side)
             continue
         for keyword, tensor in inputs.items():
             if keyword == STEP:
@@ -40,13 +51,34 @@ def composite_inputs(
             kinds += input_ids == placeholder
     if GRID in given and bool((given[GRID][:, 0] > 1).any()):
         kinds = _part_clips(whole, given, kinds, encoder_inputs)
-    if whole.family.media_attention == "bidirectional":
+    if whole.media_attention == "bidirectional":
         given["token_type_ids"] = kinds
-    if whole.family.media_attention == "prefix":
+    if whole.media_attention == "prefix":
         given["token_type_ids"] = torch.zeros_like(input_ids)
+    if whole.media_attention == "in_windows":
+        given["mm_token_type_ids"] = kinds
     if whole.family.spatial and "audio" not in whole.family.towers:
         given["mm_token_type_ids"] = kinds
     return given
+
+
+def _looked_at(
+    whole: Whole, input_ids: Tensor, inputs: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Of prompts of as many images each."""
+    samples = len(input_ids)
+    apart = {name: tensor.unflatten(0, (samples, -1)) for name, tensor in inputs.items()}
+    (placeholder,) = whole.placeholder_ids.values()
+    seen = [
+        tiles_seen(ids.cpu().numpy(), placeholder, tiles.cpu().numpy())
+        for ids, tiles in zip(input_ids, apart[TILES], strict=True)
+    ]
+    return {
+        "pixel_values": apart["pixel_values"].to(dtype),
+        RATIOS: apart[RATIOS].squeeze(-1),
+        TILES: apart[TILES],
+        "cross_attention_mask": torch.from_numpy(np.stack(seen)).long().to(input_ids.device),
+    }
 
 
 def _part_clips(

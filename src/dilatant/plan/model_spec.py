@@ -13,7 +13,7 @@ class LayerSpec:
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
     holds them once. `experts` it has, with `expert_parameters` of its parameters: expert-parallel ranks divide them.
     `fixed` of all do not train though the layer does, as beside adapters. `largest` are those of its largest weight
-    that trains.
+    that trains. `four_bit` are held in four bits, by stages of one tensor-parallel rank alone.
     """
 
     name: str
@@ -26,6 +26,7 @@ class LayerSpec:
     expert_parameters: int = 0
     largest: int = 0
     fixed: int = 0
+    four_bit: int = 0
 
     @property
     def trained(self) -> int:

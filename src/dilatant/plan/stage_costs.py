@@ -103,7 +103,9 @@ def layer_table(
         weight.append(_triple(work.weight_bytes))
         transient.append(_triple(work.transient_bytes))
         output.append(_triple(cost.output_bytes))
-        static.append(rules.held(layer.held(tp, ep), layer.held_trained(tp, ep)))
+        static.append(
+            rules.held(layer.held(tp, ep), layer.held_trained(tp, ep)) - rules.spared(layer.four_bit)
+        )
         shared.append(rules.shared(layer.held_trained(tp, ep), True))
     trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
     columns = {

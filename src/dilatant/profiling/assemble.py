@@ -15,7 +15,7 @@ from dilatant.config.model import TargetConfig
 from dilatant.config.recompute import Recompute
 from dilatant.data.blend import Blend, StreamBlend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.image_target import ImageTarget, image_target
 from dilatant.data.image_unit import ImageProcessor
 from dilatant.data.processors import image_processor

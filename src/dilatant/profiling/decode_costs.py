@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dilatant.config.errors import UserError
 from dilatant.data.blend import Blend
-from dilatant.data.encode import TOKENS
+from dilatant.data.encoding import TOKENS
 from dilatant.data.pool import Request, make
 from dilatant.data.workers import WorkerError
 from dilatant.profiling.assemble import Samples

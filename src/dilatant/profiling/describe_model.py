@@ -122,7 +122,8 @@ def describe_model(
         for index, weights in enumerate(by_layer):
             role, variant = _role(unit, index)
             shapes = tuple((rest, tuple(parameter.shape)) for rest, parameter in weights)
-            stem = _stem(unit, role, variant, geometry)
+            four_bit = sum(p.numel() for rest, p in weights if f"{unit.layers[index]}{rest}" in unit.four_bit)
+            stem = _stem(unit, role, variant, geometry) + (" in 4 bits" if four_bit else "")
             alike = known.setdefault(stem, [])
             if shapes not in alike:
                 alike.append(shapes)
@@ -140,6 +141,7 @@ def describe_model(
                     ),
                     divided=types[kind].is_divided,
                     fixed=sum(parameter.numel() for _, parameter in weights if not parameter.requires_grad),
+                    four_bit=four_bit,
                     tied=sum(
                         parameter.numel() for _, parameter in weights if index and id(parameter) in leading
                     ),

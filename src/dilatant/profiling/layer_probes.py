@@ -13,6 +13,7 @@ from dilatant.attention.context_parallel import Pending
 from dilatant.attention.kept import keep_attention
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
+from dilatant.models.four_bit_stages import quantize
 from dilatant.models.language import LanguageUnit
 from dilatant.models.language_stage import LanguageStage
 from dilatant.models.lora import is_adapter
@@ -72,6 +73,7 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
         assert unit.structure is not None
         blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
         share_tokens([*blocks.children()], [regions], _Alone(unit.shared_by))
+    quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)
     for parameter in stage.parameters():
         if not adapted:  # beside adapters the rest does not train

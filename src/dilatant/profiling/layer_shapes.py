@@ -106,7 +106,7 @@ def _shape(entry: LayerType) -> LayerShape:
         leading=min(shape.leading, products),
         parameters=parameters,
         attention_width=shape.attention_width if pairs else 0,
-        routed_width=width * entry.unit.config.num_experts_per_tok
+        routed_width=width * _experts_of_token(entry.unit.config)
         if any(True for module in modules for _ in fused_experts(module))
         else 0,
     )
@@ -134,6 +134,9 @@ def _projector(entry: LayerType, parameters: int) -> LayerShape:
 def _heads(entry: LayerType) -> tuple[int, int, int]:
     """(query heads, key and value heads, size of a head)."""
     config = entry.unit.config
+    each = getattr(config, "per_layer_config", None)
+    if each is not None:  # heads of unlike sizes
+        config = each[entry.index - 1]
     heads = config.num_attention_heads
     return (
         heads,
@@ -153,7 +156,11 @@ def _experts_visited(entry: LayerType) -> float:
         ),
         0,
     )
-    return getattr(config, "num_experts_per_tok", 1) / there if there else 1.0
+    return _experts_of_token(config) / there if there else 1.0
+
+
+def _experts_of_token(config: Any) -> int:
+    return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
 
 
 def _products(module: nn.Module, visited: float) -> Iterator[int]:

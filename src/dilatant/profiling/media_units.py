@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any, Literal
 
 from dilatant.config.errors import UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
-from dilatant.data.image_unit import ImageUnit
+from dilatant.data.framed_clip_unit import FramedClipUnit, MiddleFrames
+from dilatant.data.image_unit import RESAMPLE_NAMES, ImageUnit, PixelProcessor
 from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
 from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
 from dilatant.data.processors import (
@@ -24,6 +27,7 @@ from dilatant.data.processors import (
     whole_settings,
 )
 from dilatant.data.sample import MediaUnit, Written
+from dilatant.data.soft_tokens import soft_token_processor
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.models.geometry import EncoderGeometry
@@ -82,10 +86,14 @@ def units_of_whole(
     of_clips = {} if source is None else clip_settings(source)
     units: list[MediaUnit] = []
     for name, tower in whole.family.towers.items():
-        own = {k: v for k, v in settings.items() if k not in CLIP_SETTINGS} if settings else settings
+        of_frames = (*CLIP_SETTINGS, *(COUNTS if whole.family.frames_counted else ()))
+        own = {k: v for k, v in settings.items() if k not in of_frames} if settings else settings
         units.append(_unit_of_tower(whole, name, own, tokenizer))
-        if tower.native and tower.kind == "image":
+        if tower.native and tower.kind == "image" and not tower.pooled:
             units.append(_clip_unit(whole, name, {**of_clips, **(settings or {})}, of_clips, tokenizer))
+        if whole.family.frames_counted:
+            asked = {key: settings[key] for key in COUNTS if key in settings} if settings else {}
+            units.append(_framed_unit(whole, name, {**(settings or {}), **of_clips, **asked}, tokenizer))
     return tuple(units)
 
 
@@ -124,6 +132,35 @@ def _clip_unit(
     )
 
 
+COUNTS = ("num_frames", "fps", "video_fps")
+"""What people call how many frames of a clip are seen as images."""
+
+
+def _framed_unit(whole: Whole, name: str, settings: Mapping[str, Any], tokenizer: Any) -> FramedClipUnit:
+    """How a tower of fixed size sees clips. Raises UserError."""
+    geometry = whole.encoder(name).geometry
+    image = _written(whole, name, tokenizer)
+    count, fps = settings.get("num_frames"), settings.get("fps") or settings.get("video_fps") or 1.0
+    for key, value in (("num_frames", 1 if count is None else count), ("fps", fps)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"processor: {key} is {value!r}; it must be a number above 0")
+    plain: dict[str, Any] = {
+        "mean": tuple(settings.get("image_mean") or (0.485, 0.456, 0.406)),
+        "std": tuple(settings.get("image_std") or (0.229, 0.224, 0.225)),
+        "resample": RESAMPLE_NAMES[int(settings.get("resample", 3))],
+    }
+    return FramedClipUnit(
+        name,
+        whole.placeholder_ids[name],
+        geometry.encoder_tokens,
+        geometry.tokens_per_row,
+        PixelProcessor(geometry.height, geometry.row_width, geometry.channels, **plain),
+        MiddleFrames(None if count is None else max(1, int(count)), float(fps)),
+        written=Written(getattr(tokenizer, "video_token", None) or "<video>"),
+        around_frame=(image.opens, image.closes),
+    )
+
+
 def _written_clip(whole: Whole, tokenizer: Any) -> Written:
     """The template writes one token between others, which stand around every patch of time where these are apart."""
     opens, token, closes = (
@@ -151,6 +188,11 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
         return SoundUnit(name, placeholder, mel, longest, 0 if longest is None else 2, marker, written)
     if tower.native:
         vision = whole.config.vision_config
+        if tower.pooled:
+            pooled = soft_token_processor(
+                settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
+            )
+            return NativeImageUnit(name, placeholder, pooled, marker, written)
         patches = patch_processor(
             settings or {},
             patch=vision.patch_size,
@@ -159,6 +201,13 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
         )
         return NativeImageUnit(name, placeholder, patches, marker, written)
     geometry = whole.encoder(name).geometry
+    if tower.crossing:
+        if settings is None or "image_processor_type" not in settings:
+            raise UserError(
+                f"model.processor is missing: {whole.config.model_type} cuts images into tiles as its own says"
+            )
+        cutting = HuggingFaceImageProcessor(json.dumps(settings, sort_keys=True), geometry.channels)
+        return AspectImageUnit(name, placeholder, geometry.encoder_tokens, cutting, marker, written)
     shape = (geometry.channels, geometry.height, geometry.row_width)
     if settings is not None and "image_processor_type" in settings:
         settings = {**settings, **tower.settings}

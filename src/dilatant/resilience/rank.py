@@ -28,6 +28,7 @@ from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
 from dilatant.resilience.replan import replan
+from dilatant.resilience.salvage import salvage_step
 from dilatant.resilience.status import REBUILDS
 from dilatant.resilience.transfer import Lost, transfer
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
@@ -223,21 +224,30 @@ class _Rank:
         watch.lap("plan")
         trainer = self._trainer(order, planned, weights_follow=order.base != NO_STATE)
         watch.lap("build")
-        copied = 0
+        copied, kept = 0, 0.0
         if order.base == NO_STATE:
             self._begin(trainer, planned)
         else:
             try:
-                copied = self._take_over(trainer, None if held is None else held.trainer)
+                old = None if held is None else held.trainer
+                copied = self._take_over(trainer, old)
+                watch.lap("copy")
+                kept = self._salvage(order, trainer, old)
+                watch.lap("salvage")
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
                 self._still()
                 trainer = self._trainer(order, planned, weights_follow=False)
                 self._begin(trainer, planned)
-        watch.lap("copy")
+                watch.lap("copy")
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
-            trainer.recovery = {"ranks": trainer.comm.size, "bytes_to_first_rank": copied, **costs}
+            trainer.recovery = {
+                "ranks": trainer.comm.size,
+                "bytes_to_first_rank": copied,
+                "salvaged_share": kept,
+                **costs,
+            }
         if trainer.rank == 0:
             self._folder.write_text("plan.json", planned.to_json())
             record = {
@@ -245,6 +255,7 @@ class _Rank:
                 "step": trainer.step,
                 "seconds": watch.laps,
                 "bytes_to_first_rank": copied,
+                "salvaged_share": kept,
             }
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -307,7 +318,13 @@ class _Rank:
             raise Fenced
         places = tuple(node for node, count in enumerate(order.workers) for _ in range(count))
         membership = Membership(
-            order.generation, places, weights_follow, self._link, self._joined, order.reason
+            order.generation,
+            places,
+            weights_follow,
+            self._link,
+            self._joined,
+            order.reason,
+            self._config.resilience.salvage,
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
@@ -355,6 +372,15 @@ class _Rank:
         trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
         trainer.decide_ahead()
         return copied
+
+    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> float:
+        """Bring what is finished of the step in hand to where it counts; how much of the step that is, 0 to 1."""
+        if order.doubted or not self._config.resilience.salvage:
+            return 0.0
+        found = salvage_step(
+            trainer.comm, trainer.step, None if old is None else old.runtime, trainer.runtime
+        )
+        return 0.0 if found is None else found.share(trainer.runtime.trained_by_layer)
 
     def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
         """Of the last step, if its first rank was lost, or left, before it could write it down."""

@@ -78,6 +78,7 @@ _KINDS: Mapping[str, type] = {
         agent.Broken,
         agent.Done,
         agent.Died,
+        agent.Slow,
         Ask,
         Job,
         Hello,

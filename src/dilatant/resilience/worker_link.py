@@ -22,6 +22,7 @@ from dilatant.resilience.protocol.agent import (
     Prepared,
     Rebuild,
     SaveAndEnd,
+    Slow,
     Stopped,
 )
 from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, Warm, connect
@@ -106,6 +107,10 @@ class WorkerLink:
         self._send(Prepared(self._generation, step, dict(hashes)))
         self._await(Apply)
 
+    def slow(self, times: float) -> None:
+        """Say that this worker is too slow for the others; 0: no longer."""
+        self._send(Slow(self._generation, times))
+
     def await_end(self) -> None:
         """Say that nothing is left to do, and return when that is so for all. Raises Fenced."""
         self._send(Done(self._generation))
@@ -147,7 +152,7 @@ class WorkerLink:
         return command
 
     def _send(
-        self, message: Stopped | Made | Computing | Prepared | Broken | Done | Died | Beat | Warm
+        self, message: Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow | Beat | Warm
     ) -> None:
         try:
             self._link.send(message)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.config.errors import UserError
 from dilatant.cost.memory import Zero
 from dilatant.models.dtype import hold_in
+from dilatant.models.four_bit_stages import quantize, require_shape
 from dilatant.models.freeze import check
 from dilatant.models.language import LanguageUnit
 from dilatant.models.materialize import materialize
@@ -77,16 +77,13 @@ def build_stages(
         stage.context = _context(placed, unit, comm)
         if placed.unit in shared:
             shared[placed.unit].share(stage, placed.stage.first, placed.stage.end)
+        quantize(stage, unit.four_bit, comm.device, weights)
         stage = stage.to(comm.device)
         stage.train(unit.training)
         check(stage.named_logical_parameters(), unit.frozen)
         for name, tensor in stage_tensors(stage).items():
             if name in weights:
-                if weights[name].shape != tensor.shape:  # a copy would broadcast some of them
-                    raise UserError(
-                        f"weight {name!r} has shape {list(weights[name].shape)} where it is read, and "
-                        f"{list(tensor.shape)} in the model"
-                    )
+                require_shape(name, weights[name], tensor)
                 tensor.copy_(weights[name])
         for _, parameter in stage.named_logical_parameters():
             if precision is not None and parameter.requires_grad:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.plan.stage_costs import KIND_ORDER
 from dilatant.plan.step_costs import StepCosts
+from dilatant.runtime.slowness import Slowness
 
 INTERVAL = 16
 """Steps for which the factors stay. Those of an interval are decided when the one before it begins, so a step may be
@@ -65,6 +66,8 @@ class CostCorrection:
         backward = np.asarray([kind != "F" for kind in KIND_ORDER], dtype=np.int64)
         self._group = 2 * unit[:, None] + backward  # [stages, kinds]
         self._enabled = enabled
+        self.slowness = Slowness(plan)
+        self._slow: dict[int, NDArray[np.float64]] = {0: self.slowness.factors}
         self._sums = np.zeros((2 * len(self._units), _SUMS))
         self._versions: dict[int, NDArray[np.float64]] = {0: np.ones((2 * len(self._units), PARTS))}
         self._costs: dict[int, StepCosts] = {0: origin}
@@ -76,7 +79,7 @@ class CostCorrection:
     @property
     def num_sums(self) -> int:
         """Numbers of `own`."""
-        return self._sums.size
+        return self._sums.size + self.slowness.num_sums
 
     def costs_at(self, step: int) -> StepCosts:
         """The costs that step `step` is planned by, on every rank. Raises RuntimeError for a step so far ahead that
@@ -92,7 +95,9 @@ class CostCorrection:
                 )
             version = max(number for number in self._versions if number <= interval or number == 0)
             if version not in self._costs:
-                self._costs[version] = self.origin.scaled(self._versions[version][self._group])
+                factors = self._versions[version][self._group]
+                slow = self.slowness.by_stage(self._slow[version])
+                self._costs[version] = self.origin.scaled(factors * slow[:, None, None])
             return self._costs[version]
 
     def group_of(
@@ -101,8 +106,8 @@ class CostCorrection:
         """`OwnWork.group` of actions, by stage number and place in `KIND_ORDER`."""
         return self._group[stage, kind]
 
-    def own(self, work: OwnWork, seconds: Sequence[float]) -> list[float]:
-        """This rank's sums of a step, its actions having taken `seconds`: all ranks' are added up for `finish`."""
+    def own(self, rank: int, work: OwnWork, seconds: Sequence[float]) -> list[float]:
+        """The sums of a step of `rank`, its actions having taken `seconds`: all ranks' are added up for `finish`."""
         measured, predicted = np.asarray(seconds, dtype=np.float64), work.parts.sum(axis=1)
         sums = np.zeros(self._sums.shape)
         if len(measured) == len(predicted):
@@ -113,12 +118,16 @@ class CostCorrection:
             np.add.at(
                 sums, work.group, np.hstack([products, work.parts * measured[:, None]]) * weight[:, None]
             )
-        return sums.ravel().tolist()
+        with self._lock:
+            newest = self._versions[max(self._versions)]
+        corrected = (work.parts * newest[work.group]).sum(axis=1)
+        return [*sums.ravel().tolist(), *self.slowness.own(rank, seconds, corrected)]
 
     def finish(self, step: int, summed: Sequence[float]) -> str | None:
         """Step `step` is done on all ranks, whose sums add up to `summed`. Returns what to tell the user, once: that a
         unit takes much more or less than the costs say."""
-        now = np.asarray(summed, dtype=np.float64).reshape(self._sums.shape)
+        everything = np.asarray(summed, dtype=np.float64)
+        now = everything[: self._sums.size].reshape(self._sums.shape)
         self.drift = self._drift_of(now)
         with self._lock:
             self._finished = step + 1
@@ -126,13 +135,15 @@ class CostCorrection:
                 self._settling -= 1
             elif np.isfinite(now).all():
                 self._sums = FORGETTING * self._sums + now
+                self.slowness.add(everything[self._sums.size :])
             if (step + 1) % INTERVAL == 0:
                 decided = (step + 1) // INTERVAL + 1
                 self._versions[decided] = np.stack([_factors(sums) for sums in self._sums])
+                self._slow[decided] = self.slowness.decide()
                 for old in sorted(self._versions)[:-4]:
                     if old:
                         self._costs.pop(old, None)
-                        del self._versions[old]
+                        del self._versions[old], self._slow[old]
         return self._warning() if (step + 1) % INTERVAL == 0 else None
 
     def to_json(self) -> str:
@@ -145,6 +156,8 @@ class CostCorrection:
                     "finished": self._finished,
                     "sums": self._sums.tolist(),
                     "versions": {str(number): factors.tolist() for number, factors in self._versions.items()},
+                    "slowness": self.slowness.to_document(),
+                    "slow": {str(number): factors.tolist() for number, factors in self._slow.items()},
                 }
             )
 
@@ -157,6 +170,7 @@ class CostCorrection:
             sums = np.asarray(state["sums"], dtype=np.float64)
             versions = {int(n): np.asarray(f, dtype=np.float64) for n, f in state["versions"].items()}
             finished = None if state["finished"] is None else int(state["finished"])
+            slow = {int(n): np.asarray(f, dtype=np.float64) for n, f in state.get("slow", {}).items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not the state of a run's costs: {type(error).__name__}: {error}") from error
         if not same:
@@ -167,6 +181,10 @@ class CostCorrection:
         with self._lock:
             self._sums, self._versions, self._finished = sums, versions, finished
             self._costs = {}
+            nobody = np.ones(len(self.slowness.factors))
+            if slow.keys() != versions.keys() or not self.slowness.from_document(state["slowness"]):
+                slow = {}  # other ranks
+            self._slow = {number: slow.get(number, nobody) for number in versions}
 
     def _drift_of(self, sums: NDArray[np.float64]) -> dict[str, float]:
         """Unit → measured over predicted seconds, of the origin's costs; only of units that had work."""

@@ -7,24 +7,26 @@ routes name; after it, it sends what others need.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
 from dilatant.models.dropout import KeyedDropout
-from dilatant.models.stage import Boundary, Predictions, Stage, StageOutput, StepData
+from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
 from dilatant.plan.plan import PlacedStage
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
+from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.unfinished_step import Ledger, set_aside
 from dilatant.runtime.weight_gradients import Deferred, WeightGradients, accumulate
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
@@ -58,29 +60,25 @@ class LocalStage:
     together: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a forward made for the step's result: of the loss of this name these samples' share (a scalar on the
-    device), or what a unit of this name predicts for them. by_sample: what each adds to the loss before it is divided,
-    [samples], where that is known."""
-
-    name: str
-    value: Tensor | Predictions
-    samples: tuple[int, ...]
-    by_sample: Tensor | None = None
-
-
 @dataclass(slots=True)
 class _Piece:
-    """A forward whose backward is still to come."""
+    """A forward whose backward is still to come; with `samples` only the second half of it."""
 
     inputs: dict[str, Tensor]
     rows: dict[str, Tensor]
     losses: Mapping[str, Tensor]
     deferred: list[Deferred] = field(default_factory=list)
+    samples: tuple[int, ...] | None = None
 
 
+Covered = Callable[[int, tuple[int, ...]], Sequence[nn.Parameter]]
+"""From stage and samples to the weights of which somebody has these samples' gradients already."""
 PieceKey = tuple[int, int, tuple[int, ...] | None]
+
+
+def nothing_covered(stage: int, samples: tuple[int, ...]) -> tuple[nn.Parameter, ...]:
+    """Of a step that begins anew."""
+    return ()
 
 
 class Executor:
@@ -102,10 +100,13 @@ class Executor:
         self._transport = transport
         self._sync = sync
         self._recorder = recorder
+        self._exact = sync.exact
         self._device = device
         self._pieces: dict[PieceKey, _Piece] = {}
         self._agreement: Agreement
         self._owners: RowOwners
+        self._ledger = Ledger()
+        self._covered: Covered = nothing_covered
 
     def run(
         self,
@@ -114,17 +115,21 @@ class Executor:
         data: StepData,
         agreement: Agreement,
         owners: RowOwners,
+        ledger: Ledger | None = None,
+        covered: Covered = nothing_covered,
     ) -> list[Outcome]:
         """Run `actions`; returns the losses of their forwards, or the predictions, where `data` asks for these
         (`actions` are forwards only, and leave no gradients).
 
         agreement: that all ranks run this step; settled before the first row or gradient leaves or is awaited. owners:
-        who has which rows.
+        who has which rows. ledger: notes what is finished. covered: what must not be added to gradients.
         Raises ActionFailed, or UserError (a mistake in a sample) as it is, Diverged, CommAborted when another rank
         failed, and CommTimeout when one is silent.
         """
         self._agreement = agreement
         self._owners = owners
+        self._ledger = ledger or Ledger()
+        self._covered = covered
         self._pieces.clear()
         last = {
             action.stage: index
@@ -135,7 +140,8 @@ class Executor:
             self._sync.begin(last)
         split = {action.stage for action in actions if action.kind == ActionKind.I}
         for number, stage in self._stages.items():
-            stage.gradients.splits = number in split
+            # What is exact does not depend on the schedule either: the same products in the same functions.
+            stage.gradients.splits = number in split or self._exact is not None
         results: list[Outcome] = []
         for index, action in enumerate(actions):
             stage = self._stages[action.stage]
@@ -148,7 +154,7 @@ class Executor:
                     agreement.require()  # gradients are summed over ranks as soon as they are there
                     is_last = last[action.stage] == index
                     if action.kind == ActionKind.W:
-                        self._weight_gradients(action)
+                        self._weight_gradients(action, samples)
                     else:
                         self._backward(stage, action, samples, routes, is_last)
                     if is_last:
@@ -189,6 +195,11 @@ class Executor:
                 output = stage.module.run(data, samples, inputs)
             made = self._made(stage, action, output, samples, routes)
         self._recorder.done()
+        outcomes = [
+            Outcome(name, loss.detach(), samples, output.sample_losses.get(name))
+            for name, loss in (output.losses.items() if stage.speaks else ())
+        ]
+        self._ledger.forwards.append((action.stage, samples, outcomes))
         if needs_backward:
             self._pieces[_key(action)] = _Piece(inputs, made, output.losses)
         for unit, boundary in stage.outbound.items():
@@ -196,12 +207,7 @@ class Executor:
             self._send(messages, self._counts(stage, samples, unit, boundary), made[unit].detach())
         if output.predicted is not None:
             return [Outcome(stage.placed.unit, output.predicted, samples)] if stage.leads else []
-        if not stage.speaks:
-            return []
-        return [
-            Outcome(name, loss.detach(), samples, output.sample_losses.get(name))
-            for name, loss in output.losses.items()
-        ]
+        return outcomes
 
     def _made(
         self,
@@ -255,14 +261,20 @@ class Executor:
         self._recorder.computing()
         splits = action.kind == ActionKind.I
         if outputs:
-            if is_last:
+            covered = self._covered(action.stage, samples)
+            if is_last and not covered and self._exact is None:
                 self._sync.entering_last_backward(action.stage)
-            if splits:
-                with stage.gradients.deferring():
+            with self._adding(action.stage, covered):
+                if splits:
+                    with stage.gradients.deferring():
+                        torch.autograd.backward(outputs, gradients)
+                    piece.deferred = stage.gradients.take()
+                else:
                     torch.autograd.backward(outputs, gradients)
-                piece.deferred = stage.gradients.take()
-            else:
-                torch.autograd.backward(outputs, gradients)
+        if splits:
+            piece.samples = samples
+        else:
+            self._ledger.added[action.stage].update(samples)
         self._recorder.done()
         for unit, (boundary, needs_gradient) in stage.inbound.items():
             if needs_gradient:
@@ -281,10 +293,34 @@ class Executor:
     def _to(self, unit: str, messages: Sequence[Message]) -> list[Message]:
         return [m for m in messages if self._unit_of_stage[m.consumer.stage] == unit]
 
-    def _weight_gradients(self, action: Action) -> None:
+    def _weight_gradients(self, action: Action, samples: tuple[int, ...]) -> None:
         self._recorder.computing()
-        accumulate(self._pieces.pop(_key(action)).deferred)
+        self._add_deferred(action.stage, samples, self._pieces.pop(_key(action)))
         self._recorder.done()
+
+    def _add_deferred(self, stage: int, samples: tuple[int, ...], piece: _Piece) -> None:
+        with self._adding(stage, self._covered(stage, samples)):
+            accumulate(piece.deferred)
+        self._ledger.added[stage].update(samples)
+
+    @contextmanager
+    def _adding(self, number: int, covered: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Around what adds to the gradients of a stage, but for those of the weights that are `covered`."""
+        if self._exact is None:
+            with self._ledger.adding(number), set_aside(covered):
+                yield
+            return
+        parameters = [p for _, p in self._stages[number].module.named_logical_parameters() if p.requires_grad]
+        with self._ledger.adding(number), self._exact.adding(parameters, covered):
+            yield
+
+    def settle(self) -> None:
+        """After a step that was ended: finish the second halves of backwards, for which nobody is needed, and let go of
+        what waits for others."""
+        for (stage, _, _), piece in self._pieces.items():
+            if piece.samples is not None and stage not in self._ledger.open:
+                self._add_deferred(stage, piece.samples, piece)
+        self._pieces.clear()
 
     def _counts(
         self, stage: LocalStage, samples: tuple[int, ...], other: str, boundary: Boundary

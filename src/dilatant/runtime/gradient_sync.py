@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.comm.group import Pending
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import BucketShare
+from dilatant.runtime.exact_sums import ExactGradients, to_numbers
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.shared_groups import group_of
 
@@ -72,6 +74,44 @@ class GradientSync:
         self._beside = torch.cuda.Stream() if comm.world.is_on_device else None
         self._current: int | None = None
         self._earlier: dict[str, Tensor] = {}
+        self._failed: CommAborted | CommTimeout | None = None
+        self.exact: ExactGradients | None = None
+        """Where gradients are added up as integers, which then are what is summed over ranks."""
+        self.keeps = False
+        """Whether this rank's own gradients stay beside the sums until `forget`, for those who do without others' in
+        the end: as many numbers as it has trainable weights."""
+        self._kept: dict[str, Tensor] = {}
+        self._to_begin_with: Mapping[str, Tensor] = {}
+
+    def begin_with(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gradients of the next step that this rank has already, by logical name; backwards add to them."""
+        self._to_begin_with = gradients
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's own gradients of the step in hand, by logical name; those not kept are not there."""
+        return {
+            name: gradient
+            for name in self._owned.weights
+            if (gradient := self._own(name) if self._unpacked.get(name, 1) else self._kept.get(name))
+            is not None
+        }
+
+    def forget(self) -> None:
+        """The step is applied, or never will be: let go of this rank's own gradients."""
+        self._kept = {}
+        if self.exact is not None:
+            self.exact.totals = {}
+
+    def _own(self, name: str) -> Tensor | None:
+        return self._owned.weights[name].grad if self.exact is None else self.exact.totals.get(name)
+
+    def _set_own(self, name: str, gradient: Tensor | None) -> None:
+        if self.exact is None:
+            self._owned.weights[name].grad = gradient
+        elif gradient is None:
+            self.exact.totals.pop(name, None)
+        else:
+            self.exact.totals[name] = gradient
 
     def begin(self, stages: Iterable[int]) -> None:
         """Start a step in which `stages` run a backward. Gradients that are there are kept and added to at the end."""
@@ -87,6 +127,13 @@ class GradientSync:
         ]
         self._unpacked = {name: len(numbers) for name, numbers in self._shares_of.items()}
         self._started, self._crossed = [], 0
+        self._failed = None
+        self._kept = {}
+        if self.exact is not None:
+            self.exact.totals = {}
+        for name, gradient in self._to_begin_with.items():
+            self._set_own(name, gradient)
+        self._to_begin_with = {}
         self._start_ready()
 
     def entering_last_backward(self, stage: int) -> None:
@@ -94,8 +141,10 @@ class GradientSync:
         self._current = stage
 
     def left_last_backward(self, stage: int) -> None:
-        """No gradient of `stage` is still to come."""
+        """No gradient of `stage` is still to come. Raises what a sum that began in its last backward has raised."""
         self._current = None
+        if self._failed is not None:
+            raise self._failed
         for name, waiting in self._unfinished.items():
             if stage in waiting:
                 self._complete(name, stage)
@@ -121,6 +170,11 @@ class GradientSync:
                 if used[cell]:
                     self._deliver(box, numbers[start : start + box.size].view(box.shape))
                 start += box.size
+        if self.exact is not None:
+            for name in self._owned.weights.keys() - self._shares_of.keys():
+                if (total := self.exact.totals.get(name)) is not None:
+                    weight = self._owned.weights[name]
+                    weight.grad = to_numbers(total, weight.grad_dtype or weight.dtype)
         for key, gradient in self._earlier.items():
             parameter = self._owned.parameters[key]
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
@@ -140,9 +194,12 @@ class GradientSync:
     def _hook(self, name: str):
         def accumulated(parameter: nn.Parameter) -> None:
             stage = self._current
-            if stage is not None and stage in self._unfinished[name]:
+            if stage is not None and stage in self._unfinished[name] and self._failed is None:
                 self._complete(name, stage)
-                self._start_ready()
+                try:
+                    self._start_ready()
+                except (CommAborted, CommTimeout) as error:  # the backward itself is as good as ever
+                    self._failed = error
 
         return accumulated
 
@@ -181,7 +238,10 @@ class GradientSync:
         for name in share.bucket.names:
             self._unpacked[name] -= 1
             if not self._unpacked[name]:
-                self._owned.weights[name].grad = None
+                own = self._own(name)
+                if self.keeps and own is not None:
+                    self._kept[name] = own
+                self._set_own(name, None)
         what = _named(share)
         if _is_scattered(share):
             flat, group = numbers, group_of(self._comm, share.sharing)
@@ -197,10 +257,11 @@ class GradientSync:
         everywhere is not the same as zero to AdamW. To be scattered: the same of every share, padded to equal lengths,
         each with the numbers of all cells."""
         weight = self._owned.weights[share.bucket.names[0]]
-        like = weight.new_empty(0, dtype=weight.grad_dtype or weight.dtype)
+        dtype = weight.grad_dtype or weight.dtype
+        like = weight.new_empty(0, dtype=dtype if self.exact is None else torch.int64)
         pieces, used = [], []
         for box in share.bucket.boxes:
-            gradient = None if box.name in self._silent else self._owned.weights[box.name].grad
+            gradient = None if box.name in self._silent else self._own(box.name)
             used.append(float(gradient is not None))
             if gradient is None:
                 pieces.append(like.new_zeros(box.size))
@@ -215,6 +276,9 @@ class GradientSync:
 
     def _deliver(self, box: Box, gradient: Tensor) -> None:
         owned = self._owned.parameters.get(box.key)
+        if self.exact is not None:
+            weight = self._owned.weights[box.name]
+            gradient = to_numbers(gradient, weight.grad_dtype or weight.dtype)
         if owned is not None:
             owned.grad = gradient
             return

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
+from dilatant.models.carried import DeepStack
 from dilatant.models.language import LanguageUnit
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, expert_problems
 from dilatant.models.unit import Unit
@@ -51,14 +52,18 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
 def context_problems(unit: Unit) -> list[str]:
     """Why ranks cannot share the tokens of a unit; items of encoders and generators they always can."""
     remedy = "give it cp: 1 and more stages, replicas or tp"
-    if unit.packs:
+    if unit.packs and not unit.shares_samples:
         return [f"{unit.unit}: its items have unlike sizes, and ranks cannot share them yet; {remedy}"]
     if not isinstance(unit, LanguageUnit):
         return []
     problems = []
-    if unit.taps:
+    if isinstance(unit.carried, DeepStack):
         problems.append(
             f"{unit.unit}: its inner blocks take rows of an encoder, which no rank has whole; {remedy}"
+        )
+    if unit.crossing is not None:
+        problems.append(
+            f"{unit.unit}: its tokens look at rows of an encoder, which no rank has whole; {remedy}"
         )
     if unit.row_attention is None:
         reason = why_not(unit.model) or "another attn_implementation was asked for"

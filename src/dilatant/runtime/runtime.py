@@ -27,16 +27,21 @@ from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.executor import Executor, LocalStage, Outcome
+from dilatant.runtime.exact_sums import ExactGradients, square_sums, squares_of
+from dilatant.runtime.executor import Covered, Executor, LocalStage, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.loss_sums import sum_losses, sum_sources
+from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import stages_before
 from dilatant.runtime.row_owners import RowOwners
+from dilatant.runtime.salvage import Finished, LayerWeights, Salvage, Salvaged
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_shares import ShareCounter, StepShares
 from dilatant.runtime.transport import Transport
+from dilatant.runtime.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
 from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
@@ -94,6 +99,9 @@ class Runtime:
     gradients are fp32 all the same: `training.master_weights` has the optimizer for them.
     microbatching: how a step is planned. costs: what stages cost, by which samples are assigned and steps predicted;
     those of rank 0 count; without them tokens are counted. correct_costs: let measurements correct them as steps go on.
+    keeps_gradients: so that they may be salvaged when ranks are lost, a rank's own gradients stay until `forget`.
+    exact: sums over samples are the same to the bit under any plan whose stages have as many ranks; wants microbatches
+    of one sample (`Microbatching.alone`).
     check_transport: prove with a header that both ends of every message mean the same. owns_comm: `close` ends
     communication, too. num_sources: data sets that samples are of, whose losses are told apart where there are several.
     begins_alike: prove that replicas have equal weights, and take the costs of rank 0; False: the weights are yet to be
@@ -124,6 +132,8 @@ class Runtime:
         zero: Zero = "none",
         node_of: Sequence[int] | None = None,
         keeps_masters: bool = True,
+        keeps_gradients: bool = False,
+        exact: bool = False,
         look_ahead: int = 2,
         check_transport: bool = False,
         owns_comm: bool = False,
@@ -165,6 +175,18 @@ class Runtime:
             model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights, keeps_masters
         )
         self._sync = self._shared.sync
+        self._sync.keeps = self._keeps = keeps_gradients
+        self._exact = exact
+        if exact:
+            self._sync.exact = ExactGradients(self._shared.owned.weights)
+        self._unfinished = UnfinishedStep(
+            comm.rank,
+            self._placed,
+            trained_by_layer(model.units),
+            speaking_layers(model.units),
+            model.graph.anchor,
+            num_sources,
+        )
         if begins_alike:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
@@ -217,7 +239,12 @@ class Runtime:
         by the same costs, and at most `cost_correction.INTERVAL` steps ahead. By default the one to be executed next.
         Raises RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
         """
-        return self._planner.plan_step(samples, self._number(step_number), forwards)
+        number, salvage = self._number(step_number), self._unfinished.salvage
+        if salvage is not None and not forwards and salvage.is_of(number, samples):
+            unfinished = self._unfinished
+            salvaged = self._planner.missing(samples, salvage, unfinished.weights, unfinished.speaking)
+            return self._planner.plan_missing(samples, salvaged)
+        return self._planner.plan_step(samples, number, forwards)
 
     def prepare(
         self,
@@ -283,6 +310,36 @@ class Runtime:
                 for number, (tokens, losses) in zip(made.samples, parts, strict=True):
                     predicted[number] = Predicted(tokens.tolist(), losses.tolist())
             return predicted
+
+    def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
+        """Salvage a step: when it is planned and executed next, only what is missing runs. gradients: this rank's part,
+        by logical name. Where the step's samples turn out to be others, all of it runs."""
+        self._unfinished.take_up(salvage, gradients)
+
+    @property
+    def trained_by_layer(self) -> LayerWeights:
+        """Unit → of each layer the weights that train, wherever they are held."""
+        return self._unfinished.weights
+
+    def finished(self) -> Finished | None:
+        """What this rank has of the step in hand, and of what was taken up for it; None where there is nothing. The
+        gradients are those of `local_gradients`."""
+        self._executor.settle()
+        return self._unfinished.finished(self.local_gradients()) if self._keeps else None
+
+    def local_gradients(self) -> Mapping[str, Tensor]:
+        """This rank's own gradients of that step by logical name: as far as it has any, its sums over samples."""
+        return self._unfinished.gradients if self._unfinished.is_to_come else self._sync.local()
+
+    @property
+    def dtype_of_sums(self) -> torch.dtype | None:
+        """Of `local_gradients`, where that is not each gradient's own."""
+        return torch.int64 if self._exact else None
+
+    def forget(self) -> None:
+        """The step in hand is applied: nothing of it is to be salvaged."""
+        self._unfinished.forget()
+        self._sync.forget()
 
     def grad_norm(self) -> float:
         """The norm of all gradients as they are now; the same on every rank, and called by all of them."""
@@ -362,6 +419,8 @@ class Runtime:
         self._replaced = []
         if self._owns_comm:
             self.comm.close()
+        if self._keeps:
+            self._executor.settle()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -385,21 +444,23 @@ class Runtime:
         found: Callable[[], Sequence[Any]],
     ) -> StepResult:
         outcomes = self._run(data, step, number)
-        own_losses, nonfinite = _sum_losses(outcomes, data)
         anchor = self.model.graph.anchor
-        own_sources = _sum_sources(outcomes, data, anchor, self._num_sources)
+        told = () if step.salvaged is None else step.salvaged.losses_of(self.comm.rank)
+        own_losses, nonfinite = sum_losses(outcomes, data, told, self._exact)
+        own_sources = sum_sources(outcomes, data, told, anchor, self._num_sources)
         self._sync.finish()
         weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
         actions = self._recorder.rows()
         shares = self._shares.own(actions, self._recorder.seconds())
         own_found = list(found())
+        squares = self._own_squares()
         own = (
             *(own_losses.get(name, 0.0) for name in weights),
-            self.owned.squared_norm(),
+            *squares,
             float(should_stop()),
             float(len(own_found)),
             *own_sources,
-            *self.costs.own(step.work, [action.seconds for action in actions]),
+            *self.costs.own(self.comm.rank, step.work, [action.seconds for action in actions]),
             *shares,
         )
         # Who answers here has all its gradients: the last answer is the agreement that the step commits.
@@ -407,7 +468,8 @@ class Runtime:
         gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
         sums = gathered.sum(0).tolist()
         losses = dict(zip(weights, sums))
-        squares, stops, num_found, *rest = sums[len(losses) :]
+        squared = sums[len(losses) : len(losses) + len(squares)]
+        stops, num_found, *rest = sums[len(losses) + len(squares) :]
         sources, rest = rest[: len(own_sources)], rest[len(own_sources) :]
         warning = self.costs.finish(number, rest[: self.costs.num_sums])
         loss = sum(weights[name] * value for name, value in losses.items())
@@ -420,7 +482,7 @@ class Runtime:
             loss=loss,
             losses=losses,
             target_tokens=int(data.counts[anchor]),
-            grad_norm=math.sqrt(squares),
+            grad_norm=math.sqrt(squares_of(squared) if self._exact else squared[0]),
             should_stop=stops > 0,
             shares=self._shares.shares(rest[self.costs.num_sums :]),
             nonfinite_samples=samples,
@@ -449,7 +511,34 @@ class Runtime:
             agreement.require()
         self._transport.begin(step.routes, owners, agreement.require)
         self._recorder.begin(kept=not data.predicts)
-        return self._executor.run(step.actions, step.routes, data, agreement, owners)
+        if data.predicts:
+            return self._executor.run(step.actions, step.routes, data, agreement, owners)
+        salvaged = step.salvaged
+        ledger, gradients = self._unfinished.begin(
+            number, step.draws, salvaged, [sample.source for sample in samples]
+        )
+        self._sync.begin_with(gradients)
+        covered = self._covering(salvaged)
+        return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
+
+    def _own_squares(self) -> list[float]:
+        """This rank's part in the square of the gradients' norm, to be added up over ranks."""
+        if not self._exact:
+            return [self.owned.squared_norm()]
+        gradients = {key: parameter.grad for key, parameter in self.owned.parameters.items()}
+        return square_sums(gradient for _, gradient in self.owned.spoken_parts(gradients))
+
+    def _covering(self, salvaged: Salvaged | None) -> Covered:
+        """The weights of a stage whose gradients of some samples are salvaged."""
+        if salvaged is None:
+            return nothing_covered
+        by_layer = salvaged.salvage.covered()
+
+        def covered(stage: int, samples: tuple[int, ...]) -> list[nn.Parameter]:
+            names = self._unfinished.covered(self._placed[stage], samples, by_layer)
+            return [self.parameters[name] for name in sorted(names)]
+
+        return covered
 
     def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
         draws = draws_of(samples, number)
@@ -493,28 +582,3 @@ def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts |
     own = costs.to_document() if costs is not None and comm.rank == 0 else None
     first = all_gather_object(comm, own)[0]
     return None if first is None else StepCosts.from_document(first, plan)
-
-
-def _sum_losses(outcomes: Sequence[Outcome], data: StepData) -> tuple[dict[str, float], list[str]]:
-    """Loss → the sum of what was computed of it here; and the samples of those that are not finite."""
-    scalars = [outcome.value.float() for outcome in outcomes if isinstance(outcome.value, Tensor)]
-    values = torch.stack(scalars).tolist() if outcomes else []
-    sums: dict[str, float] = {}
-    nonfinite: list[str] = []
-    for value, outcome in zip(values, outcomes, strict=True):
-        if not math.isfinite(value):
-            nonfinite += [data.samples[sample].id for sample in outcome.samples]
-        sums[outcome.name] = sums.get(outcome.name, 0.0) + value
-    return sums, nonfinite
-
-
-def _sum_sources(outcomes: Sequence[Outcome], data: StepData, name: str, num_sources: int) -> list[float]:
-    """What samples of each data set add to the loss `name` here, before it is divided; nothing of a single one."""
-    if num_sources < 2:
-        return []
-    sums = [0.0] * num_sources
-    for outcome in outcomes:
-        if outcome.name == name and outcome.by_sample is not None:
-            for sample, loss in zip(outcome.samples, outcome.by_sample.tolist(), strict=True):
-                sums[data.samples[sample].source] += loss
-    return sums

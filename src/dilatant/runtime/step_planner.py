@@ -6,7 +6,7 @@ All of it is known before a sample is decoded, so it may be done ahead of the st
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -20,9 +20,11 @@ from dilatant.plan.step_costs import TOKENS
 from dilatant.runtime.agreement import digest
 from dilatant.runtime.cost_correction import CostCorrection, OwnWork
 from dilatant.runtime.routes import Routes, derive_routes
+from dilatant.runtime.salvage import LayerWeights, Salvage, Salvaged, patterns_of
 from dilatant.schedule.families import gpipe
 from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.schedule import Action, Assignment, Schedule
+from dilatant.schedule.split_batches import split_by_pattern
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
@@ -45,7 +47,8 @@ class PreparedStep:
 
     tokens: unit → of each sample, what the unit processes. draws: of each sample. actions, routes: of this rank.
     digests: what all ranks must agree on. work: of this rank's actions, what the costs before any correction say.
-    timed: the simulated step, by the costs that hold for it. forwards: it has no backward.
+    timed: the simulated step, by the costs that hold for it. forwards: it has no backward. salvaged: what it rests on,
+    where only some samples run.
     """
 
     assignment: Assignment
@@ -59,14 +62,19 @@ class PreparedStep:
     timed: TimedStep
     origin: str
     forwards: bool = False
+    salvaged: Salvaged | None = None
 
     def agreed(self, samples: Sequence[EncodedSample], number: int) -> dict[str, int]:
         """What all ranks must have alike before anything of the step moves, by what it is called. samples: those that
         the step is executed with, as the run's number `number`. Raises ValueError when it was planned for others."""
         if self.draws != tuple(sample.draw for sample in samples):
             raise ValueError("the step was planned for other samples than it is given")
+        kept = self.salvaged
         return {
             **self.digests,
+            "what is salvaged": digest(
+                "" if kept is None else f"{sorted(kept.missing)} {kept.salvage.layers}"
+            ),
             "the global batch": digest("\n".join(sample.key for sample in samples)),
             "tokens or labels": digest(np.asarray([s.content_digest for s in samples], dtype=np.int64)),
             "the step number": number,
@@ -122,6 +130,40 @@ class StepPlanner:
         else:
             schedule = self._microbatching.family(self._plan, assignment, self._trainability)
         return self.prepare(samples, assignment, schedule, step, forwards)
+
+    def plan_missing(self, samples: Sequence[Sized], salvaged: Salvaged) -> PreparedStep:
+        """The step of a global batch of which much is done: only what is missing runs. Raises as `plan_step`."""
+        step, missing = salvaged.salvage.step, sorted(salvaged.missing)
+        costs = self._costs.costs_at(step)
+        tokens = {
+            unit: tuple(counts[sample] for sample in missing)
+            for unit, counts in self._tokens(samples).items()
+        }
+        fewer = -(-self._microbatching.num_microbatches * len(missing) // len(samples))
+        few = assign_step(
+            self._plan,
+            costs,
+            costs.workload(_arrays(tokens)),
+            replace(self._microbatching, num_microbatches=max(1, fewer)),
+            self._graph.anchor,
+        )
+        numbered = Assignment(
+            {
+                unit: tuple(
+                    tuple(tuple(missing[place] for place in batch) for batch in own) for own in replicas
+                )
+                for unit, replicas in few.microbatches.items()
+            }
+        )
+        assignment = split_by_pattern(numbered, patterns_of(missing, salvaged.salvage.covered()))
+        schedule = self._microbatching.family(self._plan, assignment, self._trainability)
+        return replace(self.prepare(samples, assignment, schedule, step), salvaged=salvaged)
+
+    def missing(
+        self, samples: Sequence[Sized], salvage: Salvage, weights: LayerWeights, speaking: Mapping[str, range]
+    ) -> Salvaged:
+        """What of a global batch runs again, see `Salvage.missing`."""
+        return Salvaged(salvage, salvage.missing(self._tokens(samples), weights, speaking))
 
     def prepare(
         self,

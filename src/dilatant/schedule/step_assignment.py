@@ -17,6 +17,7 @@ from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.schedule import Assignment
+from dilatant.schedule.split_batches import split_by_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Microbatching:
 
     num_microbatches: of each replica of the anchor (the language model), or more where the token budget asks for them.
     row_tokens: the token budget, most tokens of the anchor in one microbatch; a longer sample is alone in its own.
+    alone: every sample is; they are grouped as without, to be balanced, and then cut.
     """
 
     num_microbatches: int = 1
@@ -32,6 +34,7 @@ class Microbatching:
     policy: Policy = "balanced"
     seed: int = 0
     row_tokens: int | None = None
+    alone: bool = False
 
 
 DEPENDS_ON_FAMILY: frozenset[Policy] = frozenset({"disttrain", "entrain", "searched"})
@@ -51,7 +54,7 @@ def assign_step(
     placed = plan.stages()
     whole = _batch_seconds(plan, placed, costs.stages, samples)
     profile = {unit.name: _unit_profile(plan, unit.name, costs.stages, samples) for unit in plan.units}
-    return assign(
+    assignment = assign(
         plan,
         seconds,
         how.num_microbatches,
@@ -66,6 +69,8 @@ def assign_step(
         capacity=how.row_tokens,
         pace=_paces(plan, placed, whole),
     )
+    count = len(samples.tokens[anchor])
+    return split_by_pattern(assignment, dict(enumerate(range(count)))) if how.alone else assignment
 
 
 def sample_seconds(plan: Plan, costs: StageCosts, samples: Workload) -> dict[str, NDArray[np.float64]]:
@@ -117,18 +122,29 @@ def _paces(plan: Plan, placed: Sequence[PlacedStage], seconds: NDArray[np.float6
 def _speeds(
     plan: Plan, anchor: str, placed: Sequence[PlacedStage], seconds: NDArray[np.float64]
 ) -> list[float]:
-    """By replica of the anchor: global batches per second of the ranks that have most to do for it, other units' stages
-    on the same ranks included, and of units with as many replicas those that serve it alone."""
+    """By replica of the anchor: global batches per second of the ranks that have most to do for it: its own, with other
+    units' stages there, and those of replicas that serve it elsewhere (see `distribute`)."""
     anchors = len(plan.unit(anchor).replicas)
     busy: list[dict[tuple[int, ...], float]] = [{} for _ in range(anchors)]
     replica_of = {one.stage.ranks: one.replica for one in placed if one.unit == anchor}
-    alone = {unit.name for unit in plan.units if len(unit.replicas) == anchors}
     for one, own in zip(placed, seconds.tolist(), strict=True):
         ranks = one.stage.ranks
-        replica = replica_of.get(ranks, one.replica if one.unit in alone else None)
-        if replica is not None:
-            busy[replica][ranks] = busy[replica].get(ranks, 0.0) + own
+        if ranks in replica_of:
+            served = [replica_of[ranks]]
+        else:
+            count = len(plan.unit(one.unit).replicas)
+            own *= anchors / count
+            served = [number for number in range(anchors) if _serves(one.replica, count, number, anchors)]
+        for number in served:
+            busy[number][ranks] = busy[number].get(ranks, 0.0) + own
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
+
+
+def _serves(replica: int, count: int, number: int, anchors: int) -> bool:
+    """Whether a replica, of `count`, has samples of replica `number` of the anchor's (see `distribute`)."""
+    if count <= anchors:
+        return number * count // anchors == replica
+    return replica * anchors // count == number
 
 
 def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:

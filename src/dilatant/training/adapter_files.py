@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import LoraConfig, ModelConfig
-from dilatant.models.lora import PREFIX, adapter_config, is_adapter, plain_key
+from dilatant.models.lora import MAGNITUDE, PREFIX, adapter_config, beside, is_adapter, plain_key
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.stage import stage_tensors
 from dilatant.models.unit import Unit
@@ -58,12 +57,12 @@ def write_adapter(adapted: Adapted, lora: LoraConfig, folder: Path) -> None:
     names, saved = set(), set()
     for unit, weight, key in _weights(adapted):
         if is_adapter(weight.name):
-            names.add(re.sub(r"\.lora_[AB]\.weight$", "", key))
-        elif weight.name in trained_names(unit):
+            names.add(beside(key).removesuffix(".weight"))
+        elif weight.name in unit.trained_names:
             saved.add(key.rpartition(".")[0])
         else:
             continue
-        state[PREFIX + key] = stage_tensors(unit)[weight.canonical].detach().contiguous()
+        state[_stored(key)] = stage_tensors(unit)[weight.canonical].detach().contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     adapter_config(lora, names, saved, adapted.source).save_pretrained(str(folder))
     save_file(state, folder / ADAPTER_FILE, {"format": "pt"})
@@ -73,13 +72,15 @@ def adapter_keys(adapted: Adapted, files: Iterable[str], lora: LoraConfig, folde
     """Stored key → logical name of what a folder of peft's holds of a model. files: the keys that are stored. Raises
     UserError for another adapter than the model's."""
     settings = adapter_settings(folder)
-    own = {"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora, "peft_type": "LORA"}
+    own: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA"}
+    own |= {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
+    settings = {"use_rslora": False, "use_dora": False, **settings}
     wrong = [
         f"{key} is {settings.get(key)!r} there and {value!r} here"
         for key, value in own.items()
         if settings.get(key) != value
     ]
-    keys = {PREFIX + key: weight.name for _, weight, key in _weights(adapted)}
+    keys = {_stored(key): weight.name for _, weight, key in _weights(adapted)}
     stored = set(files)
     wrong += [f"it has {key!r}, which this model has not" for key in stored if key not in keys]
     wrong += [f"it lacks {key!r}" for key, name in keys.items() if is_adapter(name) and key not in stored]
@@ -98,17 +99,17 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def trained_names(unit: Unit) -> set[str]:
-    """Logical names of the parameters that train; buffers do not."""
-    return {name for name, _ in unit.named_logical_parameters()} - unit.frozen
-
-
 def _weights(adapted: Adapted) -> Iterator[tuple[Unit, Weight, str]]:
     for unit in adapted.units:
         for weight in unit.weights:
             key = adapted.key_of(unit, weight)
             if key is not None:
                 yield unit, weight, key
+
+
+def _stored(key: str) -> str:
+    """A key in an adapter's file; there a magnitude is no module's weight."""
+    return PREFIX + (key.removesuffix(".weight") if MAGNITUDE in key else key)
 
 
 def _of_part(unit: Unit, weight: Weight) -> str | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from dilatant.config import UserError
+from dilatant.config.signatures import require_call
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 """(expected answers, written answers) → a number."""
@@ -74,6 +75,7 @@ def find_metric(name: str) -> Metric:
             sys.path.remove(here)
     if not callable(found):
         raise UserError(f"evaluation.metrics: {name!r} is no function")
+    require_call(f"evaluation.metrics: {name!r}", found, "expected", "written")
     return found
 
 

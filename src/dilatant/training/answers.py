@@ -17,7 +17,7 @@ import numpy as np
 
 from dilatant.comm.gather import all_gather_object
 from dilatant.config.model import LANGUAGE
-from dilatant.data.encode import NO_LOSS
+from dilatant.data.encoding import NO_LOSS
 from dilatant.data.sample import EncodedSample
 from dilatant.runtime.agreement import digest
 from dilatant.runtime.runtime import Runtime

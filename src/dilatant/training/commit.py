@@ -20,6 +20,10 @@ class Gate(Protocol):
         """This rank has what it needs to compute step number `step`, which should not take it longer than that."""
         ...
 
+    def slow(self, times: float) -> None:
+        """This rank is so many times slower than others, which is more than the config bears; 0: no longer."""
+        ...
+
     def vote(self, step: int, hashes: Mapping[str, int]) -> None:
         """Return when step number `step` is committed; whatever is raised, this rank does not apply it. hashes: layer →
         hash of the reduced gradients."""
@@ -30,7 +34,8 @@ class Gate(Protocol):
 class Membership:
     """A rank's place in a run that goes on when others are lost. node_of: rank → node, in this generation.
     weights_follow: whether the weights come from elsewhere, so that none need be read or drawn. opened: told of the
-    communication as soon as there is some, to end it. reason: why there is a new generation."""
+    communication as soon as there is some, to end it. reason: why there is a new generation. keeps_gradients: see
+    `Runtime`."""
 
     generation: int = 0
     node_of: tuple[int, ...] | None = None
@@ -38,6 +43,7 @@ class Membership:
     gate: Gate | None = None
     opened: Callable[[Comm], None] = lambda comm: None
     reason: str = ""
+    keeps_gradients: bool = False
 
 
 ALONE = Membership()

@@ -11,7 +11,7 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object
 from dilatant.config import DataConfig, UserError
 from dilatant.data.blend import Blend
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
 from dilatant.data.pool import InlineSource, Source, Waiting
 from dilatant.data.pool_owner import PoolOwner
 from dilatant.data.pool_source import join

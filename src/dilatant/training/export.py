@@ -17,9 +17,11 @@ from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import Encoding
+from dilatant.data.encoding import Encoding
+from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_target import ImageTarget, image_target
 from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import NativeClipUnit
@@ -37,14 +39,14 @@ from dilatant.models.row_attention import use_row_attention
 from dilatant.models.saving_generators import load_generators, read_connectors, save_generators
 from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
+from dilatant.models.whole_answers import WholeAnswers
 from dilatant.plan.boxes import Box
 from dilatant.profiling.media_units import media_unit, units_of_whole
 from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.export_folder import check_target, replacing
-from dilatant.training.stored_weights import read_whole
-from dilatant.training.whole_answers import WholeAnswers
+from dilatant.training.stored_weights import read_pretrained, read_whole
 from dilatant.training.whole_export import write_whole
 
 CONVERSATION = "conversation.json"
@@ -69,8 +71,12 @@ def export_checkpoint(
     dtypes = source_dtypes(config.model)
     for name, unit in model.units.items():
         hold_in(unit, dtypes[name])
-    weights = allocate(model.units)
-    load(checkpoint, {"model": weights})
+    weights = allocate(model.units, config.seed)
+    plain = {name for unit in model.units.values() for name in unit.four_bit}
+    load(checkpoint, {"model": {k: w for k, w in weights.items() if k not in plain}}, known=set(weights))
+    boxes = {name: Box.of(name, tuple(weights[name].shape)) for name in plain}
+    for name, tensor in (read_pretrained(model, config.model, boxes, config.seed) if plain else {}).items():
+        weights[name].copy_(tensor)
     stored = stored_shapes(checkpoint, "optimizer") if config.train.optimizer.ema is not None else {}
     averages = {name: {AVERAGE: tensor} for name, tensor in weights.items() if f"{name}.{AVERAGE}" in stored}
     if averages:
@@ -111,6 +117,8 @@ def export_model(
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                if isinstance(unit, FramedClipUnit):
+                    continue  # the source's files say how clips are seen
                 if isinstance(unit, NativeClipUnit):
                     file = writing / "video_preprocessor_config.json"
                     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -118,7 +126,13 @@ def export_model(
                     continue
                 assert isinstance(
                     unit,
-                    ImageUnit | AudioUnit | TiledImageUnit | NativeImageUnit | SoundUnit | AnyresImageUnit,
+                    ImageUnit
+                    | AudioUnit
+                    | TiledImageUnit
+                    | NativeImageUnit
+                    | SoundUnit
+                    | AnyresImageUnit
+                    | AspectImageUnit,
                 )
                 before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                 if isinstance(unit, NativeImageUnit) and "image_processor_type" in before:
@@ -134,7 +148,9 @@ def export_model(
                     "encoders": {
                         unit.name: {"kind": unit.kind, "marker": unit.marker}
                         for unit in encoding.units
-                        if not isinstance(unit, NativeClipUnit)  # another way to see of the same unit
+                        if not isinstance(
+                            unit, NativeClipUnit | FramedClipUnit
+                        )  # another way to see of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}

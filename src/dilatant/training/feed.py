@@ -26,7 +26,7 @@ from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
 from dilatant.data.ahead import Ahead
 from dilatant.data.blend import Blend
-from dilatant.data.encode import QUESTION, TOKENS
+from dilatant.data.encoding import QUESTION, TOKENS
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.pool import Request, Source
 from dilatant.data.sample import EncodedSample

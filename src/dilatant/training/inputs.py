@@ -12,7 +12,7 @@ import numpy as np
 from dilatant.comm.comm import Comm
 from dilatant.config import Config
 from dilatant.data.blend import Blend
-from dilatant.data.encode import QUESTION, TOKENS
+from dilatant.data.encoding import QUESTION, TOKENS
 from dilatant.data.loader import GlobalBatch, Loader, Order
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sampler import Sampler, SamplerState

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilatant.config.errors import UserError
+from dilatant.config.signatures import require_call
 from dilatant.data.encode import EncodedPrompt, encode_prompt
 from dilatant.data.image_file import decode_image
 from dilatant.data.pool import Dataset
@@ -60,6 +61,7 @@ def load_judge(place: str) -> Judge:
     judge = getattr(module, name, None)
     if not callable(judge):
         raise UserError(f"--judge {place!r}: {str(path)!r} has no function {name!r}")
+    require_call(f"--judge {place!r}", judge, "question", "expected", "answered")
     return judge
 
 

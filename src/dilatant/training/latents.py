@@ -17,7 +17,8 @@ from dilatant.comm.gather import all_gather_object
 from dilatant.config import Config, UserError
 from dilatant.data.blend import Blend
 from dilatant.data.cache import open_cache
-from dilatant.data.encode import Encoding, media_of
+from dilatant.data.encode import media_of
+from dilatant.data.encoding import Encoding
 from dilatant.data.image_target import ImageTarget
 from dilatant.data.latents import Latents, data_fingerprint
 from dilatant.data.sample import Media

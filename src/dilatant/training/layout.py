@@ -95,7 +95,12 @@ class TrainingPlan:
     def microbatching(self, config: Config) -> Microbatching:
         """How the runtime cuts steps: by this, and by the token budget of the config."""
         return Microbatching(
-            self.num_microbatches, self.family, self.assignment, config.seed, config.row_tokens
+            self.num_microbatches,
+            self.family,
+            self.assignment,
+            config.seed,
+            config.row_tokens,
+            config.train.deterministic,
         )
 
 

@@ -10,7 +10,7 @@ from dilatant.config.data import DataSource
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.blend import Blend, open_blend
 from dilatant.data.chat import chat_tokenizer
-from dilatant.data.encode import TOKENS, Encoding
+from dilatant.data.encoding import TOKENS, Encoding
 from dilatant.data.loader import GlobalBatch, Loader
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sampler import Sampler

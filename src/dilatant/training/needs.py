@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dilatant.data.encode import TOKENS
+from dilatant.data.encoding import TOKENS
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.models.stage import share_evenly
 from dilatant.plan.plan import PlacedStage, Plan
 from dilatant.runtime.step_planner import PreparedStep
 from dilatant.schedule.schedule import ActionKind
@@ -79,8 +78,8 @@ class Needs:
             if action.stage != placed.index or action.kind != ActionKind.F:
                 continue
             samples = step.routes.samples[action]
-            sizes = ({placed.unit: step.tokens[placed.unit][sample]} for sample in samples)
-            owners = share_evenly([self._units[placed.unit].items(each) for each in sizes], placed.stage.cp)
+            sizes = [{placed.unit: step.tokens[placed.unit][sample]} for sample in samples]
+            owners = self._units[placed.unit].item_owners(sizes, placed.stage.cp)
             own = [
                 sample for sample, of_items in zip(samples, owners, strict=True) if (of_items == place).any()
             ]

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from dilatant.config import ModelConfig
 from dilatant.config.errors import UserError
 from dilatant.config.model import GeneratorConfig
-from dilatant.models.lora import is_adapter, plain_key
+from dilatant.models.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.net_source import source_of_entry
@@ -47,7 +47,8 @@ def read_pretrained(
     """
     if config.is_whole:
         whole = {} if config.id is None else read_whole(model, config.id, held)
-        return whole | _of_generators(model, config, held) | read_adapters(model, config, held)
+        own = whole | _magnitudes(whole, held)
+        return own | _of_generators(model, config, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
     sources[language] = (config.text.id, config.text.trust_remote_code)
@@ -73,6 +74,7 @@ def read_pretrained(
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
+    weights |= _magnitudes(weights, held)
     return weights | _of_generators(model, config, held) | read_adapters(model, config, held)
 
 
@@ -81,6 +83,13 @@ def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[st
     for name, entry in config.generators.items():
         weights |= _of_generator(model, name, entry, held)
     return weights
+
+
+def _magnitudes(weights: Mapping[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """With what the magnitudes that are `held` begin, beside weights that were read; ranks do not share these (see
+    `tensor_plan`)."""
+    names = [name for name in held if MAGNITUDE in name and beside(name) in weights]
+    return {name: magnitude_of(weights[beside(name)]) for name in names}
 
 
 def _of_generator(

@@ -112,10 +112,18 @@ class Trainer:
         self._gate = membership.gate
         self.membership = membership
         self.recovery: Mapping[str, float] = {}
-        if membership.weights_follow:
+        flops = model_flops(describe_model(model))
+        weights: dict[str, torch.Tensor] = {}
+        if membership.weights_follow:  # but for those that are no state
             weights = {name: torch.zeros(box.shape) for name, box in held.items()}
+            held_so = {name for unit in model.units.values() for name in unit.four_bit} & held.keys()
+            for name in held_so:
+                del weights[name]
+            read = {name: held[name] for name in held_so}
         else:
-            weights = read_pretrained(model, config.model, held, config.seed)
+            read = held
+        if read:
+            weights |= read_pretrained(model, config.model, read, config.seed)
         self.runtime = Runtime(
             model,
             plan,
@@ -129,6 +137,8 @@ class Trainer:
             zero=config.train.zero or DEFAULT_ZERO,
             node_of=membership.node_of,
             keeps_masters=not config.train.optimizer.offload,
+            keeps_gradients=membership.keeps_gradients,
+            exact=config.train.deterministic,
             check_transport=config.parallel is not None and config.parallel.check_transport,
             owns_comm=True,
             num_sources=len(self._sources),
@@ -151,7 +161,7 @@ class Trainer:
             anchor=model.graph.anchor,
             sources=self._sources,
             peak_rates=rates,
-            flops=model_flops(describe_model(model)),
+            flops=flops,
             peak_flops=peak_flops(config),
         )
         owned = self.runtime.owned
@@ -181,6 +191,7 @@ class Trainer:
         self._skipped_updates = 0
         self._unpublished = False
         self._half_updated = False
+        self._told_slow = 0.0
         self._voted: tuple[StepResult, GlobalBatch] | None = None
         self._data_wait: DataWait | None = None
         self._began = self._rate = self._longest_step = 0.0
@@ -426,6 +437,7 @@ class Trainer:
         result = self.runtime.execute(
             batch.samples, inputs.step, should_stop=should_stop, found=steps.found, step_number=self.step
         )
+        self._say_if_slow()
         self._apply(result, batch)
         steps.leave_out(merge_found([result.found]))
         self._left_out = steps.left_out
@@ -437,6 +449,16 @@ class Trainer:
         self.last_metrics = metrics
         self.recovery = {}
         return metrics, result.should_stop
+
+    def _say_if_slow(self) -> None:
+        if self._gate is None or (bound := self._config.resilience.evict_slower) is None:
+            return
+        slowness = self.runtime.costs.slowness
+        times = float(slowness.factors[self.rank]) if slowness.is_sure else 1.0
+        told = times if times > bound else 0.0
+        if told != self._told_slow:
+            self._told_slow = told
+            self._gate.slow(told)
 
     def _step_limit_seconds(self) -> float:
         """What a step may take before this rank is taken to hang. Of the first one, which warms up, nobody knows."""
@@ -461,6 +483,7 @@ class Trainer:
     def _update(self, result: StepResult, batch: GlobalBatch) -> None:
         """The update of what this rank owns; nothing is sent."""
         self._voted = None
+        self.runtime.forget()
         if is_finite(result):
             limit = self._config.train.max_grad_norm
             if limit is not None:

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from dilatant.config.errors import UserError, list_problems
-from dilatant.models.lora import beside, is_adapter, merged_state, plain_key, tied_keys
+from dilatant.models.lora import tied_keys
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.whole import Whole
 from dilatant.models.whole_files import stored_keys
-from dilatant.training.adapter_files import trained_names
+from dilatant.models.whole_weights import weights_of
 from dilatant.training.stored_weights import (
     load_whole,
     open_tensors,
@@ -52,7 +52,7 @@ def write_whole(model: MultimodalModel, folder: Path, source: str | None) -> Non
 
 
 def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str | None) -> None:
-    trained, frozen = weights_of(model)
+    trained, frozen = weights_of(model.weights_of_whole(), whole)
     composite = whole.composite()
     expected = composite.state_dict()
     tied = tied_keys(composite)
@@ -66,31 +66,6 @@ def _write_model(model: MultimodalModel, whole: Whole, folder: Path, source: str
     composite.config.dtype = dtype
     composite.save_pretrained(folder, state_dict=state)
     _check(whole, folder, state, source, {*frozen, *lacking})
-
-
-def weights_of(model: MultimodalModel) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Every weight of the units by the composite's key, what adapters add to it included, and the keys of those that
-    are what they were."""
-    assert model.whole is not None
-    state: dict[str, Tensor] = {}
-    frozen = set()
-    own = [unit for name, unit in model.units.items() if name not in model.generators]
-    merged = {
-        (unit.unit, part): merged_state(getattr(unit, part))
-        for unit in own
-        for part in unit.parts
-        if part != "queries"
-    }
-    trains = {name for unit in own for name in trained_names(unit)}
-    adapted = {(unit.unit, beside(w.key)) for unit in own for w in unit.weights if is_adapter(w.key)}
-    for unit, weight in model.weights_of_whole():
-        if is_adapter(weight.key):
-            continue
-        key = model.whole.key_of(unit, weight)
-        state[key] = merged[unit.unit, weight.part][plain_key(weight.key)]
-        if weight.canonical not in trains and (unit.unit, plain_key(weight.key)) not in adapted:
-            frozen.add(key)
-    return state, frozenset(frozen)
 
 
 def _of_source(whole: Whole, source: str, keys: list[str]) -> dict[str, Tensor]:

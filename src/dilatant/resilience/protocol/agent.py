@@ -27,6 +27,7 @@ class Rebuild:
     committed: int
     first_rank: int
     reason: str
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,15 @@ class Died:
     reason: str
 
 
-Event = Stopped | Made | Computing | Prepared | Broken | Done | Died
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A worker is so many times slower than others, which is too much; 0 when it is no longer."""
+
+    generation: int
+    times: float
+
+
+Event = Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow
 
 
 @dataclass(slots=True)
@@ -152,6 +161,7 @@ class Agent:
         self._prepared: dict[int, Prepared] = {}
         self._done: set[int] = set()
         self._deadlines: dict[int, _Deadline] = {}
+        self._slow: dict[int, float] = {}
         self._fencing_since = 0.0
         self._leaving_since: float | None = None
         self._was_told_to_end = False
@@ -199,6 +209,7 @@ class Agent:
             self._prepared.clear()
             self._done.clear()
             self._deadlines.clear()
+            self._slow.clear()
             self._fencing_since = now
             self._set(
                 generation=order.generation,
@@ -207,6 +218,7 @@ class Agent:
                 broken="",
                 accuses=None,
                 done=False,
+                slow=0.0,
             )
             return [Fence(order.generation)]
         if order.generation < own.generation or own.failed:
@@ -224,6 +236,7 @@ class Agent:
                     order.committed,
                     sum(order.workers[:place]),
                     order.reason,
+                    order.doubted,
                 )
             ]
         if order.task is Task.RUN:
@@ -257,6 +270,9 @@ class Agent:
                     key: value for each in self._prepared.values() for key, value in each.hashes.items()
                 }
                 self._set(prepared=event.step, hashes=hashes)
+        elif isinstance(event, Slow):
+            self._slow[worker] = event.times
+            self._set(slow=max(self._slow.values()))
         elif isinstance(event, Done) and own.phase is Phase.RUNNING:
             self._done.add(worker)
             if len(self._done) == own.workers:

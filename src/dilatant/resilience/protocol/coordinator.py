@@ -45,6 +45,7 @@ class Coordinator:
         self.reason = ""
         self.statuses: dict[str, Status] = {}
         self._returned = bool(before.members)
+        self._doubts = self._returned  # its predecessor may have had reasons
         self._since = now
         self._heard: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -188,15 +189,22 @@ class Coordinator:
             return []
         if odd := self._disagreeing(own):
             self._fruitless += 1
+            self._doubts = True
             blamed = odd if self._fruitless > self.settings.attempts else ()
             return self._without(blamed, f"gradients differ on {', '.join(sorted(odd))}", now)
         self.committed, self._ordered_at = self.committed + 1, now
         self._fruitless = 0
+        self._doubts = False
         self._voted.clear()
         joining = self._admitted(now)
-        if self.ending or not (leaving or joining):
+        slowest = max(own, key=lambda s: (s.slow, s.node))
+        evicts = bool(slowest.slow) and not leaving and len(own) > self.settings.fewest
+        if self.ending or not (leaving or joining or evicts):
             return self._orders()
         why = [*(f"{node} leaves" for node in sorted(leaving)), *(f"{node} joins" for node in joining)]
+        if evicts:
+            why.append(f"{slowest.node} is {slowest.slow:.1f} times slower than others, and left out")
+            leaving = {slowest.node}
         return self._without(leaving, "; ".join(why), now)
 
     def _admitted(self, now: float) -> list[str]:
@@ -256,7 +264,9 @@ class Coordinator:
         holders = [s for s in own if s.base == base != NO_STATE]
         committed = max((s.applied for s in holders), default=0)
         ready = [s for s in holders if s.prepared == committed == s.applied]
-        if len(ready) == len(holders) > 0 and not self._disagreeing(ready):
+        if self._disagreeing(ready):
+            self._doubts = True
+        elif len(ready) == len(holders) > 0:
             committed += 1
         self.base, self.committed, self.task, self._ordered_at = base, committed, Task.REBUILD, now
         return self._orders()
@@ -324,7 +334,7 @@ class Coordinator:
     def _disagreeing(self, own: list[Status]) -> set[str]:
         """Nodes whose gradients of a layer are not those of most of its holders."""
         holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        if all(s.hashes == own[0].hashes for s in own):
+        if not own or all(s.hashes == own[0].hashes for s in own):
             return set()
         for s in own:
             for layer, value in s.hashes.items():
@@ -365,6 +375,7 @@ class Coordinator:
             self.committed,
             self.stopped or self.reason,
             self.ending,
+            self._doubts,
         )
 
     def _repeat(self, now: float) -> list[Effect]:

@@ -51,7 +51,8 @@ class Status:
     in that. ready_at: the steps in the state that it has made ready for `generation`; it holds both until it runs.
     prepared: the number of the step whose gradients all its workers have; hashes: layer → hash of these gradients.
     accuses: the node that its workers wait for in vain. broken: why they cannot go on in this generation.
-    failed: why this node cannot go on at all. fatal: why nobody can (a mistake of the user).
+    failed: why this node cannot go on at all. fatal: why nobody can (a mistake of the user). slow: how many times
+    slower than others it is, where that is too much.
     """
 
     node: str
@@ -70,6 +71,7 @@ class Status:
     leaving: bool = False
     done: bool = False
     workers: int = 1
+    slow: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Order:
 
     members: of the generation, those that ran before first, in the order of ranks; workers: of each. base, committed:
     the state to go on from: the generation that ran it, and its steps. In a running generation `committed` grows as
-    steps are committed, and whoever has prepared the last one applies it. ending: why all are to save and end.
+    steps are committed, and whoever has prepared the last one applies it. ending: why all are to save and end. doubted:
+    replicas had unlike gradients of the step in hand, so that none of them are to be kept.
     """
 
     node: str
@@ -92,6 +95,7 @@ class Order:
     committed: int = 0
     reason: str = ""
     ending: str = ""
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

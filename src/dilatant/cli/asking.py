@@ -13,6 +13,7 @@ import typer
 from dilatant.config.errors import UserError
 
 if TYPE_CHECKING:
+    from dilatant.data.sample import Media, MediaKind
     from dilatant.training.export import Exported
 
 _COLDEST = 0.001
@@ -21,6 +22,12 @@ _COLDEST = 0.001
 ExportPath = Annotated[
     Path, typer.Argument(metavar="EXPORT", help="A folder written by `dilatant export`, or by `train`.")
 ]
+Image = Annotated[list[Path], typer.Option("--image", help="An image for the (first) question; repeatable.")]
+Audio = Annotated[list[Path], typer.Option("--audio", help="A sound for it; repeatable.")]
+Video = Annotated[
+    list[Path], typer.Option("--video", help="A video for it, or a folder of its frames; repeatable.")
+]
+System = Annotated[str | None, typer.Option(help="What the model is told before the question.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The longest answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token.")]
 TopP = Annotated[
@@ -65,21 +72,33 @@ class Sampling:
         return keywords
 
 
-def media_problems(given: Iterable[tuple[str, Path]]) -> list[str]:
-    """Why files that options name, as (kind, path), cannot be read."""
-    return [
-        f"--{kind} {str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
-        for kind, path in given
-        if not path.is_file() and not (kind == "video" and path.is_dir())
-    ]
+def media_of(image: Iterable[Path], audio: Iterable[Path], video: Iterable[Path]) -> list[Media]:
+    """What options name, in their order."""
+    from dilatant.data.sample import Media
+
+    kinds: tuple[tuple[MediaKind, Iterable[Path]], ...] = (
+        *(("image", image), ("audio", audio), ("video", video)),
+    )
+    return [Media(kind, path, str(path)) for kind, paths in kinds for path in paths]
 
 
-def require_encoders(exported: Exported, given: Iterable[tuple[str, Path]]) -> None:
+def media_problems(given: Iterable[Media]) -> list[str]:
+    """Why files that options name cannot be read."""
+    found = []
+    for media in given:
+        path = Path(media.name)
+        if not path.is_file() and not (media.kind == "video" and path.is_dir()):
+            why = "is not a file" if path.exists() else "does not exist"
+            found.append(f"--{media.kind} {media.name!r} {why}")
+    return found
+
+
+def require_encoders(exported: Exported, given: Iterable[Media]) -> None:
     """Raises UserError for media that the model has no encoder for."""
     kinds = {unit.kind for unit in exported.encoding.units}
-    for kind, path in given:
-        if kind not in kinds:
-            raise UserError(f"--{kind} {str(path)!r}: this model has no encoder for {kind}")
+    for media in given:
+        if media.kind not in kinds:
+            raise UserError(f"--{media.kind} {media.name!r}: this model has no encoder for {media.kind}")
 
 
 def is_text(text: str) -> bool:

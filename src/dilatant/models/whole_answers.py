@@ -52,6 +52,8 @@ class WholeAnswers:
         **generation: Any,
     ) -> Tensor:
         """New token ids [batch, new tokens]; prompts are padded on the left."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
         given = composite_inputs(self._whole, input_ids, encoder_inputs or {}, self._model.dtype)
         written = self._model.generate(attention_mask=attention_mask, **given, **generation)
         return written[:, input_ids.shape[1] :]

@@ -1,0 +1,155 @@
+"""Where the media of a sample stand in its text, and which unit each is for."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+from dilatant.data.chat import MEDIA, RESERVED
+from dilatant.data.chat_template import Message
+from dilatant.data.encoding import IN_PIECES, Encoding, Unit
+from dilatant.data.errors import MediaError, SampleError
+from dilatant.data.image_target import ImageTarget
+from dilatant.data.media import media_size
+from dilatant.data.sample import (
+    Media,
+    MediaKind,
+    MediaUnit,
+    Sample,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a clip that stand together; the first has all that its encoder works on."""
+
+    tokens: int
+    is_first: bool
+
+
+@contextmanager
+def naming(sample: Sample, media: Media) -> Iterator[None]:
+    """Inside, what is wrong with an item's header or size is a SampleError."""
+    try:
+        yield
+    except MediaError as error:
+        raise error.of(sample.id) from None
+    except ValueError as error:
+        raise SampleError(
+            sample.id, f"{media.kind} {media.name!r}: {error}", "replace the file or remove the sample"
+        ) from None
+
+
+Placed = list[tuple[Media, Unit] | tuple[Media, Unit, Piece]]
+
+
+def place_media(sample: Sample, encoding: Encoding) -> tuple[list[Message], Placed, Placed]:
+    """Messages with a `MEDIA` character for every item, those items in order, and the items that go before all text.
+
+    Markers in the text take the unplaced media of their unit's kind, in order. Media of a kind that has no marker in
+    the text go before the first user turn. A model that draws learns to draw the images in an assistant's turn; where
+    another turn follows, its encoder reads them, too.
+    """
+    waiting: dict[MediaKind, deque[Media]] = {kind: deque() for kind in get_args(MediaKind)}
+    for media in sample.unplaced:
+        waiting[media.kind].append(media)
+    marked = {unit.kind for turn in sample.turns for unit in encoding.units_in(turn.role) for part in turn.content
+              if isinstance(part, str) and unit.marker in part}  # fmt: skip
+    read_by: dict[MediaKind, MediaUnit] = {}
+    for unit in encoding.units:
+        read_by.setdefault(unit.kind, unit)
+    drawn_by: dict[MediaKind, ImageTarget] = {}
+    for target in encoding.targets:
+        drawn_by.setdefault(target.kind, target)
+    leading = tuple(media for media in sample.unplaced if media.kind not in marked)
+    for media in leading:
+        waiting[media.kind].popleft()
+    given = {kind: len(media) for kind, media in waiting.items()}
+    used = dict.fromkeys(waiting, 0)
+    first_user = next((at for at, turn in enumerate(sample.turns) if turn.role == "user"), 0)
+
+    messages: list[Message] = []
+    placed: Placed = []
+    prepended: Placed = []
+
+    def put(media: Media, unit: Unit | None) -> str:
+        if unit is None:
+            remedy = "add one under 'model.encoders'"
+            if media.kind == "video":
+                remedy = "give frames as images, or a whole model that sees clips"
+            if media.kind == "image":
+                remedy += ", or a generator that draws what stands in an assistant's turn"
+            raise SampleError(
+                sample.id,
+                f"holds the {media.kind} {media.name!r}, but the model has no {media.kind} encoder",
+                remedy,
+            )
+        if isinstance(unit, ImageTarget):
+            placed.append((media, unit))
+            drawn = f"{unit.start}{MEDIA}"
+            reader = read_by.get(media.kind) if is_followed else None
+            return drawn if reader is None or reader.merge == "prepend" else drawn + put(media, reader)
+        before, after = encoding.around[unit.name, unit.kind]
+        if isinstance(unit, IN_PIECES):
+            with naming(sample, media):
+                pieces = unit.pieces(media_size(media))
+            placed.extend(
+                (media, unit, Piece(tokens, number == 0)) for number, (_, tokens, _) in enumerate(pieces)
+            )
+            return before + "".join(f"{opens}{MEDIA}{closes}" for opens, _, closes in pieces) + after
+        (prepended if unit.merge == "prepend" else placed).append((media, unit))
+        return "" if unit.merge == "prepend" else f"{before}{MEDIA}{after}"
+
+    is_followed = True
+    for position, turn in enumerate(sample.turns):
+        is_followed = position + 1 < len(sample.turns)
+        content = (*leading, *turn.content) if position == first_user else turn.content
+        text = []
+        for part in content:
+            if isinstance(part, Media):
+                drawn = drawn_by.get(part.kind) if turn.role == "assistant" and part not in leading else None
+                text.append(put(part, drawn or read_by.get(part.kind)))
+                continue
+            if reserved := RESERVED.search(part):
+                code = ord(reserved.group())
+                kind = "half a character" if code < 0xE000 else "a private character that is used internally"
+                raise SampleError(sample.id, f"the text holds U+{code:X}, {kind}", "remove it")
+            text.append(_fill_markers(part, encoding.markers[turn.role], waiting, used, put))
+        messages.append(Message(turn.role, "".join(text)))
+    problems = [
+        f"{used[kind]} {kind} markers in the text for {given[kind]} {kind}s beside it"
+        for kind in waiting
+        if used[kind] != given[kind]
+    ]
+    if problems:
+        raise SampleError(
+            sample.id,
+            ", ".join(problems),
+            "write one marker for each item, or none at all to put them first",
+        )
+    order = {unit.name: at for at, unit in enumerate(encoding.units)}
+    prepended.sort(key=lambda item: order[item[1].name])
+    return messages, placed, prepended
+
+
+def _fill_markers(
+    text: str,
+    markers: tuple[re.Pattern[str], Mapping[str, Unit]] | None,
+    waiting: Mapping[MediaKind, deque[Media]],
+    used: dict[MediaKind, int],
+    put: Callable[[Media, Unit], str],
+) -> str:
+    if markers is None:
+        return text
+    pattern, unit_of = markers
+
+    def fill(match: re.Match[str]) -> str:
+        unit = unit_of[match.group()]
+        used[unit.kind] += 1
+        return put(waiting[unit.kind].popleft(), unit) if waiting[unit.kind] else ""
+
+    return pattern.sub(fill, text)

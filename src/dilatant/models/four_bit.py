@@ -1,0 +1,67 @@
+"""A frozen linear layer whose weight is held in four bits (NF4 of QLoRA, Dettmers et al. 2023), by bitsandbytes.
+
+Scales stay in fp32, so that a weight that was quantised gives the same bits when it is quantised again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BLOCK = 64
+"""Numbers of a weight that have one scale."""
+KIND = "nf4"
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer with `weight` in the place of its own, frozen, on the weight's device."""
+
+    packed: Tensor
+    scales: Tensor
+    code: Tensor
+
+    def __init__(self, linear: nn.Linear, weight: Tensor) -> None:
+        from bitsandbytes.functional import quantize_4bit
+
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        # As one row: bitsandbytes' kernel for CPUs (0.50) takes wrong scales where rows are no whole blocks.
+        packed, state = quantize_4bit(weight.reshape(1, -1), blocksize=BLOCK, quant_type=KIND)
+        for name, tensor in (("packed", packed), ("scales", state.absmax), ("code", state.code)):
+            self.register_buffer(name, tensor, persistent=False)
+        self.dtype = weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """What it computes with, made anew at each call: [out, in], in the dtype that the weight had."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        row = torch.Size((1, self.out_features * self.in_features))
+        state = QuantState(self.scales, row, self.code, BLOCK, KIND, self.dtype)
+        return dequantize_4bit(self.packed, state).view(self.out_features, self.in_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Linear.apply(input, self)
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps nothing: the weight is made again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, layer: FourBitLinear) -> Tensor:
+        ctx.layer = layer
+        return functional.linear(input, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.layer.weight, None
+
+
+def is_four_bit(module: nn.Module, key: str) -> bool:
+    """Whether the weight of this key is held in four bits, and so is no tensor of the module."""
+    path, _, last = key.rpartition(".")
+    return last == "weight" and isinstance(module.get_submodule(path), FourBitLinear)

@@ -1,0 +1,57 @@
+"""The weights of a whole model's units under the names that transformers' own model has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dilatant.models.lora import beside, is_adapter, merged_state, plain_key
+from dilatant.models.materialize import give_memory, kept, models_of, seeded
+from dilatant.models.unit import Unit
+from dilatant.models.weights import Weight
+from dilatant.models.whole import Whole
+
+
+def weights_of(
+    weights: Iterable[tuple[Unit, Weight]], whole: Whole
+) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Weights by the composite's key, what adapters add to them included, and the keys of those that are what they
+    were. weights: see `MultimodalModel.weights_of_whole`."""
+    held = tuple(weights)
+    merged = {
+        (unit, part): merged_state(getattr(unit, part)) for unit, part in {(u, w.part) for u, w in held}
+    }
+    trains = {name for unit in {unit for unit, _ in held} for name in unit.trained_names}
+    adapted = {(unit, beside(weight.key)) for unit, weight in held if is_adapter(weight.key)}
+    state: dict[str, Tensor] = {}
+    frozen = set()
+    for unit, weight in held:
+        if is_adapter(weight.key):
+            continue
+        key = whole.key_of(unit, weight)
+        state[key] = merged[unit, weight.part][plain_key(weight.key)]
+        if weight.canonical not in trains and (unit, plain_key(weight.key)) not in adapted:
+            frozen.add(key)
+    return state, frozenset(frozen)
+
+
+@torch.no_grad()
+def composite_of(weights: Iterable[tuple[Unit, Weight]], whole: Whole) -> PreTrainedModel:
+    """transformers' own model with the very weights of units that are real, on their device; what no unit reads (a
+    block behind the layer that the family looks at) is drawn. Raises UserError."""
+    composite = whole.composite()
+    state, _ = weights_of(weights, whole)
+    composite.load_state_dict(state, strict=False, assign=True)
+    composite.tie_weights()
+    given = [parameter for parameter in composite.parameters() if not parameter.is_meta]
+    owners = models_of(composite)
+    with seeded(0, "unread"), kept(given):  # and what is computed, such as rotary frequencies
+        for module in reversed([*composite.modules()]):
+            if give_memory(module):
+                owners[id(module)]._init_weights(module)
+    device: Any = given[0].device  # transformers types `to` wrongly
+    return composite.to(device)

@@ -1,0 +1,362 @@
+"""Salvage: of a step that ranks were lost in, what those who are left have finished, and what has to run again.
+
+A rank has the gradients of a layer as one sum over the samples whose backward it has run there. Such a sum counts as it
+is or not at all; so what is missing is told by layer and sample, and a sample that lacks any layer runs again, with the
+gradients that are there already set aside (see `Executor`). All of this is decided from what ranks say, by all alike.
+Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+from dilatant.plan.plan import Plan, Stage
+
+Layer = tuple[str, int]
+"""A unit, and the number of a layer of it."""
+Degrees = tuple[int, int, int]
+"""tp, cp and ep of a stage."""
+LayerWeights = Mapping[str, Sequence[frozenset[str]]]
+"""Unit → of each layer the logical names of its weights that train; a tied weight is in two."""
+
+
+class Drawn(Protocol):
+    """A sample with its number in the order of training."""
+
+    @property
+    def draw(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """The gradients that a stage has of one of its layers. ranks: of the stage, each of which has its part. samples:
+    ascending numbers in the global batch."""
+
+    layer: Layer
+    ranks: tuple[int, ...]
+    degrees: Degrees
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LossShare:
+    """What a stage, of the layers `first <= layer < end`, made of the losses of samples: on this rank `values` by name,
+    and `by_source` of the anchor's (see `StepResult.source_losses`)."""
+
+    unit: str
+    first: int
+    end: int
+    ranks: tuple[int, ...]
+    samples: tuple[int, ...]
+    values: Mapping[str, float] = field(default_factory=dict)
+    by_source: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a rank has of step number `step`, which no rank has applied. draws: of the samples of the global batch.
+    unused: weights of these layers that none of the samples has used, so that there is no gradient."""
+
+    rank: int
+    step: int
+    draws: tuple[int, ...]
+    layers: tuple[LayerShare, ...]
+    losses: tuple[LossShare, ...]
+    unused: frozenset[str] = frozenset()
+
+    def to_json(self) -> str:
+        alike: dict[tuple[Any, ...], list[Layer]] = defaultdict(list)  # layers of one stage
+        for share in self.layers:
+            alike[share.ranks, share.degrees, share.samples].append(share.layer)
+        return json.dumps(
+            [
+                self.rank,
+                self.step,
+                self.draws,
+                [[layers, *same] for same, layers in alike.items()],
+                [
+                    [s.unit, s.first, s.end, s.ranks, s.samples, dict(s.values), s.by_source]
+                    for s in self.losses
+                ],
+                sorted(self.unused),
+            ]
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        rank, step, draws, alike, losses, unused = json.loads(text)
+        return cls(
+            rank,
+            step,
+            tuple(draws),
+            tuple(
+                LayerShare((unit, number), tuple(ranks), (tp, cp, ep), tuple(samples))
+                for layers, ranks, (tp, cp, ep), samples in alike
+                for unit, number in layers
+            ),
+            tuple(
+                LossShare(unit, first, end, tuple(ranks), tuple(samples), values, tuple(sources))
+                for unit, first, end, ranks, samples, values, sources in losses
+            ),
+            frozenset(unused),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A rank's gradient of a weight goes to the rank that adds it to its own; often itself."""
+
+    name: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What counts of a step, the same on every rank. Ranks are those of the new plan. losses: by the rank that has
+    their values."""
+
+    step: int
+    draws: tuple[int, ...]
+    layers: tuple[LayerShare, ...]
+    losses: tuple[tuple[int, LossShare], ...]
+    moves: tuple[Move, ...] = ()
+
+    def is_of(self, step: int, samples: Sequence[Drawn]) -> bool:
+        """Whether this was salvaged of that step, of the very same samples."""
+        return self.step == step and self.draws == tuple(sample.draw for sample in samples)
+
+    def covered(self) -> dict[Layer, frozenset[int]]:
+        """Layer → the samples whose gradients some rank has."""
+        found: dict[Layer, frozenset[int]] = {}
+        for share in self.layers:
+            found[share.layer] = found.get(share.layer, frozenset()) | frozenset(share.samples)
+        return found
+
+    def share(self, weights: LayerWeights) -> float:
+        """Of all pairs of a layer that trains and a sample, how many have their gradients."""
+        layers = sum(bool(names) for of_layers in weights.values() for names in of_layers)
+        return sum(map(len, self.covered().values())) / max(1, layers * len(self.draws))
+
+    def missing(
+        self,
+        tokens: Mapping[str, Sequence[int]],
+        weights: LayerWeights,
+        speaking: Mapping[str, Collection[int]],
+    ) -> frozenset[int]:
+        """The samples that run again, at least one.
+
+        tokens: unit → of each sample. speaking: unit → the layers that make a loss. A sample runs again where a layer
+        lacks its gradient, or nobody knows its loss; and with it all whose loss is known only in one sum with its own.
+        """
+        covered = self.covered()
+        told: dict[Layer, set[int]] = defaultdict(set)
+        for _, share in self.losses:
+            for number in range(share.first, share.end):
+                told[share.unit, number].update(share.samples)
+        again: set[int] = set()
+        for unit, of_layers in weights.items():
+            own = {number for number, count in enumerate(tokens[unit]) if count}
+            for number, names in enumerate(of_layers):
+                if names:
+                    again |= own - covered.get((unit, number), frozenset())
+                if number in speaking.get(unit, ()):
+                    again |= own - told[unit, number]
+        again = again or {0}
+        sums = [frozenset(share.samples) for _, share in self.losses]
+        while mixed := [samples for samples in sums if samples & again and not samples <= again]:
+            again = again.union(*mixed)
+        return frozenset(again)
+
+
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """What a step rests on. missing: the samples that it runs."""
+
+    salvage: Salvage
+    missing: frozenset[int]
+
+    def losses_of(self, rank: int) -> list[LossShare]:
+        """What a rank adds to the losses of those that run again."""
+        return [
+            share
+            for holder, share in self.salvage.losses
+            if holder == rank and self.missing.isdisjoint(share.samples)
+        ]
+
+
+def decide(told: Sequence[Finished | None], step: int, plan: Plan, weights: LayerWeights) -> Salvage | None:
+    """What counts of step number `step`, and which rank of `plan` takes it; None where there is nothing.
+
+    told: by new rank what it has, None of one that was not there. What a stage of one rank has goes to any stage of one
+    rank with that layer; what ranks had together counts only where they are together again.
+    """
+    having = [(rank, each) for rank, each in enumerate(told) if each is not None and each.step == step]
+    if not having or len({each.draws for _, each in having}) > 1:
+        return None
+    new_of = {each.rank: rank for rank, each in having}
+    shares = _whole(having, new_of)
+    targets = _targets(shares, new_of, plan)
+    shares = _agreeing(shares, targets, new_of, weights, _tied_together(plan, weights))
+    kept: dict[Layer, Counter[int]] = defaultdict(Counter)
+    for share in shares:
+        kept[share.layer].update(share.samples)
+    if any(max(counts.values(), default=0) > 1 for counts in kept.values()):  # it would count twice
+        return None
+    unused = {rank: each.unused for rank, each in having}
+    moves: dict[Move, None] = {}
+    merged: dict[tuple[Layer, tuple[int, ...], Degrees], set[int]] = defaultdict(set)
+    for share in shares:
+        target = targets[share.layer, share.ranks]
+        assert target is not None
+        merged[share.layer, target, share.degrees].update(share.samples)
+        for old, new in zip(share.ranks, target, strict=True):
+            for name in sorted(weights[share.layer[0]][share.layer[1]] - unused[new_of[old]]):
+                moves[Move(name, new_of[old], new)] = None
+    layers = tuple(
+        LayerShare(layer, ranks, degrees, tuple(sorted(samples)))
+        for (layer, ranks, degrees), samples in merged.items()
+    )
+    losses = tuple(
+        (rank, replace(share, ranks=tuple(new_of[old] for old in share.ranks)))
+        for rank, share in _whole_losses(having, new_of)
+    )
+    if _told_twice(losses):
+        losses = ()
+    return Salvage(step, having[0][1].draws, layers, losses, tuple(moves)) if layers else None
+
+
+def patterns_of(samples: Collection[int], covered: Mapping[Layer, frozenset[int]]) -> dict[int, int]:
+    """Sample → a number that is the same for samples that lack the gradients of the same layers."""
+    sets = sorted({*covered.values()}, key=sorted)
+    numbers: dict[tuple[bool, ...], int] = {}
+    found = {}
+    for sample in sorted(samples):
+        pattern = tuple(sample in each for each in sets)
+        found[sample] = numbers.setdefault(pattern, len(numbers))
+    return found
+
+
+Having = Sequence[tuple[int, Finished]]
+
+
+def _whole(having: Having, new_of: Mapping[int, int]) -> list[LayerShare]:
+    """What all ranks of a stage have alike."""
+    said: dict[LayerShare, set[int]] = defaultdict(set)
+    for _, each in having:
+        for share in each.layers:
+            if share.samples:
+                said[share].add(each.rank)
+    return [share for share, ranks in said.items() if ranks == {*share.ranks} and ranks <= new_of.keys()]
+
+
+def _whole_losses(having: Having, new_of: Mapping[int, int]) -> list[tuple[int, LossShare]]:
+    said: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    for _, each in having:
+        for share in each.losses:
+            said[_loss_key(share)].add(each.rank)
+    return [
+        (rank, share)
+        for rank, each in having
+        for share in each.losses
+        if said[_loss_key(share)] == {*share.ranks} and {*share.ranks} <= new_of.keys()
+    ]
+
+
+def _told_twice(losses: Sequence[tuple[int, LossShare]]) -> bool:
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for share in {_loss_key(share): share for _, share in losses}.values():
+        layers = range(share.first, share.end)
+        counts.update((share.unit, layer, sample) for layer in layers for sample in share.samples)
+    return max(counts.values(), default=0) > 1
+
+
+def _loss_key(share: LossShare) -> tuple[Any, ...]:
+    return share.unit, share.first, share.end, share.ranks, share.samples
+
+
+def _targets(
+    shares: Sequence[LayerShare], new_of: Mapping[int, int], plan: Plan
+) -> dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None]:
+    """(layer, old ranks) → the ranks that take its gradients, itself if it can; None where nobody does."""
+    holders: dict[Layer, list[Stage]] = defaultdict(list)
+    for placed in plan.stages():
+        for number in range(placed.stage.first, placed.stage.end):
+            holders[placed.unit, number].append(placed.stage)
+    taken: Counter[int] = Counter()
+    found: dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None] = {}
+    for share in sorted(shares, key=lambda share: (share.layer, share.ranks)):
+        same = tuple(new_of[rank] for rank in share.ranks)
+        groups = [stage.ranks for stage in holders[share.layer] if _degrees(stage) == share.degrees]
+        alone = [ranks for ranks in groups if len(ranks) == 1] if len(same) == 1 else []
+        target = (
+            same if same in groups else min(alone, key=lambda ranks: (taken[ranks[0]], ranks), default=None)
+        )
+        if target is not None and target != same:
+            taken[target[0]] += 1
+        found[share.layer, share.ranks] = target
+    return found
+
+
+def _degrees(stage: Stage) -> Degrees:
+    return stage.tp, stage.cp, stage.ep
+
+
+def _tied_together(plan: Plan, weights: LayerWeights) -> list[tuple[Layer, Layer]]:
+    """Layers that have a weight in common and are in one stage: their gradients cannot be told apart there."""
+    pairs: dict[tuple[Layer, Layer], None] = {}
+    for placed in plan.stages():
+        names = weights[placed.unit]
+        own = range(placed.stage.first, placed.stage.end)
+        for one in own:
+            for other in range(one + 1, placed.stage.end):
+                if names[one] & names[other]:
+                    pairs[(placed.unit, one), (placed.unit, other)] = None
+    return list(pairs)
+
+
+def _agreeing(
+    shares: Sequence[LayerShare],
+    targets: Mapping[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None],
+    new_of: Mapping[int, int],
+    weights: LayerWeights,
+    tied: Sequence[tuple[Layer, Layer]],
+) -> list[LayerShare]:
+    """Those that can count. A rank has one sum of a weight that is tied, whatever layers it is of: they count together
+    and stay where they are, or not at all."""
+    kept = [share for share in shares if targets[share.layer, share.ranks] is not None]
+    dropped = {*shares} - {*kept}
+    shared: dict[LayerShare, set[LayerShare]] = defaultdict(set)
+    twice = {
+        unit: {
+            name for name, count in Counter(name for names in layers for name in names).items() if count > 1
+        }
+        for unit, layers in weights.items()
+    }
+    sums: dict[tuple[int, str], list[LayerShare]] = defaultdict(list)
+    for share in shares:
+        unit, number = share.layer
+        for name in twice[unit] & weights[unit][number]:
+            for rank in share.ranks:
+                sums[rank, name].append(share)
+    for alike in sums.values():
+        for one in alike:
+            shared[one].update(other for other in alike if other is not one)
+    for share, others in shared.items():
+        if others and targets[share.layer, share.ranks] != tuple(new_of[rank] for rank in share.ranks):
+            dropped.add(share)
+    while True:
+        more = {other for share in dropped for other in shared.get(share, ())} - dropped
+        covered: dict[Layer, set[int]] = defaultdict(set)
+        for share in shares:
+            if share not in dropped:
+                covered[share.layer].update(share.samples)
+        unlike = {layer for pair in tied if covered[pair[0]] != covered[pair[1]] for layer in pair}
+        more |= {share for share in shares if share.layer in unlike} - dropped
+        if not more:
+            return [share for share in shares if share not in dropped]
+        dropped |= more

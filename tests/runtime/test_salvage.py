@@ -1,0 +1,262 @@
+"""What survives a step that ranks were lost in counts once: loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.errors import CommAborted
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.resilience.replan import replan
+from dilatant.resilience.salvage import salvage_step
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.salvage import Finished, LayerShare, LossShare, Salvage, decide, patterns_of
+from dilatant.schedule.step_assignment import Microbatching
+from drawn_steps import cases
+from engine_case import Case, build_model, build_samples
+from oracles.engine_step import expected
+from runtime.test_numerics import COMMON, Allowed, _assert_close, _part
+from worker_pool import Worker, WorkerPool
+
+Lost = tuple[int, int]
+"""A rank, and how many actions it begins before it is lost; beyond its last one it is lost before the step counts."""
+
+
+class _Ending:
+    """A recorder whose rank is lost at an action."""
+
+    def __init__(self, recorder: Any, after: int) -> None:
+        self._recorder, self._left = recorder, after
+
+    def start(self, *args: Any) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise CommAborted("lost")
+        self._recorder.start(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
+
+
+def _run(
+    worker: Worker, case: Case, lost: list[Lost], zero: str, exact: bool = False
+) -> dict[str, Any] | None:
+    samples = build_samples(case)
+    rank, size, plan = worker.rank, worker.size, case.plan
+    old: Runtime | None = None
+    shares = []
+    for generation in range(len(lost) + 1):
+        comm = Comm(worker.store, rank, size, generation)
+        runtime = Runtime(
+            build_model(case, "meta"),
+            plan,
+            comm,
+            seed=case.seed,
+            bucket_bytes=case.bucket_bytes,
+            zero=zero,  # type: ignore[arg-type]
+            node_of=[rank % 2 for rank in range(size)],
+            precision=case.dtype,
+            keeps_gradients=True,
+            microbatching=Microbatching(alone=exact),
+            exact=exact,
+        )
+        if generation:
+            salvage_step(comm, 0, old, runtime)
+            step = runtime.plan_step(samples)
+            shares.append(1.0 if step.salvaged is None else len(step.salvaged.missing) / len(samples))
+        elif exact:
+            step = runtime.plan_step(samples)
+        else:
+            step = runtime.prepare(samples, case.assignment, case.schedule)
+        if generation == len(lost):
+            break
+        victim, after = lost[generation]
+        victim %= size
+        if victim == rank:
+            runtime._executor._recorder = _Ending(runtime._recorder, after)  # type: ignore[assignment]
+        with contextlib.suppress(CommAborted):
+            runtime.execute(samples, step, step_number=0)
+        runtime.close()
+        comm.close()
+        if victim == rank:
+            return None
+        old = runtime
+        survivors = {each: each - (each > victim) for each in range(size) if each != victim}
+        plan = replan(plan, "language", survivors, (), 1, 4)
+        rank, size = survivors[rank], size - 1
+    result = runtime.execute(samples, step, step_number=0)
+    owned = runtime.owned
+    found = {
+        "loss": result.loss,
+        "losses": dict(result.losses),
+        "norm": result.grad_norm,
+        "gradients": {key: p.grad.clone() for key, p in owned.parameters.items() if p.grad is not None},
+        "owns": {key: box.name for key, box in owned.boxes.items()},
+        "again": shares,
+    }
+    runtime.close()
+    comm.close()
+    return found
+
+
+def check(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, exact: bool = False
+) -> list[dict[str, Any]]:
+    losses, gradients, _ = expected(case)
+    allowed = Allowed.of_case(case)
+    results = [r for r in workers.run(_run, len(case.plan.ranks), case, lost, zero, exact) if r is not None]
+    largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
+    norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
+    for result in results:
+        assert result["losses"] == pytest.approx(losses[0][1], rel=allowed.relative)
+        assert result["norm"] == pytest.approx(norm, rel=allowed.relative)
+        assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
+        for key, gradient in result["gradients"].items():
+            wanted = _part(gradients, key)
+            _assert_close(gradient, wanted, allowed.of(wanted, largest), f"gradient of {key}")
+    return results
+
+
+WEIGHTS = {"unit": [frozenset({"first", "tied"}), frozenset({"middle"}), frozenset({"last", "tied"})]}
+TWO_REPLICAS = Plan(
+    (UnitPlan("unit", tuple(Replica((Stage(0, 2, (r,)), Stage(2, 3, (r + 1,)))) for r in (0, 2))),)
+)
+
+
+def _told(rank: int, first: int, end: int, samples: tuple[int, ...]) -> Finished:
+    layers = (LayerShare(("unit", layer), (rank,), (1, 1, 1), samples) for layer in range(first, end))
+    losses = (LossShare("unit", first, end, (rank,), samples, {"unit": 1.0}),) if end == 3 else ()
+    return Finished(rank, 5, tuple(range(8)), tuple(layers), losses)
+
+
+def _missing(salvage: Salvage) -> set[int]:
+    return {*salvage.missing({"unit": [1] * 8}, WEIGHTS, {"unit": range(2, 3)})}
+
+
+def test_a_sample_runs_again_where_a_layer_lacks_it_and_only_there() -> None:
+    """The first of two replicas has lost its last stage, whose successor holds nothing."""
+    told = [_told(0, 0, 2, (0, 1, 2)), None, _told(2, 0, 2, (4, 5)), _told(3, 2, 3, (4, 5, 6))]
+    told[3] = replace(told[3], losses=tuple(LossShare("unit", 2, 3, (3,), each) for each in ((4, 5), (6,))))
+    salvage = decide(told, 5, TWO_REPLICAS, WEIGHTS)
+    assert salvage is not None
+    assert _missing(salvage) == {0, 1, 2, 3, 6, 7}
+    assert salvage.covered()["unit", 0] == {0, 1, 2, 4, 5}
+    assert salvage.covered()["unit", 2] == {4, 5, 6}
+    # The loss of 6 is known only in one sum with those of 4 and 5, so these run again for it.
+    told[3] = replace(told[3], losses=(LossShare("unit", 2, 3, (3,), (4, 5, 6)),))
+    mixed = decide(told, 5, TWO_REPLICAS, WEIGHTS)
+    assert mixed is not None
+    assert _missing(mixed) == set(range(8))
+    patterns = patterns_of(range(8), salvage.covered())
+    assert len({patterns[sample] for sample in (0, 3, 4, 6)}) == 4
+    assert patterns[0] == patterns[2]
+    assert patterns[3] == patterns[7]
+
+
+def test_gradients_of_another_step_or_batch_or_counted_twice_are_left_aside() -> None:
+    own, other = _told(0, 0, 2, (0, 1)), _told(2, 0, 2, (2,))
+    assert decide([own, None, other, None], 4, TWO_REPLICAS, WEIGHTS) is None
+    assert decide([own, None, replace(other, draws=(9,) * 8), None], 5, TWO_REPLICAS, WEIGHTS) is None
+    assert decide([own, None, _told(2, 0, 2, (1,)), None], 5, TWO_REPLICAS, WEIGHTS) is None
+    assert decide([own, None, other, None], 5, TWO_REPLICAS, WEIGHTS) is not None
+
+
+def test_what_ranks_have_of_a_tied_weight_counts_only_where_its_layers_stay_apart() -> None:
+    told = [_told(0, 0, 2, (0, 1)), _told(1, 2, 3, (0, 1, 2))]
+    apart = Plan((UnitPlan("unit", (Replica((Stage(0, 2, (0,)), Stage(2, 3, (1,)))),)),))
+    together = Plan((UnitPlan("unit", tuple(Replica((Stage(0, 3, (rank,)),)) for rank in (0, 1))),))
+    kept, merged = (decide(told, 5, plan, WEIGHTS) for plan in (apart, together))
+    assert kept is not None
+    assert {layer for _, layer in kept.covered()} == {0, 1, 2}
+    assert merged is not None
+    assert {layer for _, layer in merged.covered()} == {1}
+
+
+def test_what_ranks_had_together_counts_only_where_they_are_together_again() -> None:
+    def told(rank: int, samples: tuple[int, ...]) -> Finished:
+        return Finished(rank, 5, tuple(range(8)), (LayerShare(("unit", 1), (0, 1), (2, 1, 1), samples),), ())
+
+    def plan(*stages: Stage) -> Plan:
+        return Plan((UnitPlan("unit", tuple(Replica((stage,)) for stage in stages)),))
+
+    both, apart = plan(Stage(0, 3, (0, 1), tp=2)), plan(Stage(0, 3, (0,)), Stage(0, 3, (1,)))
+    alike = [told(0, (1, 2)), told(1, (1, 2))]
+    assert decide(alike, 5, both, WEIGHTS) is not None
+    assert decide(alike, 5, apart, WEIGHTS) is None
+    assert decide([told(0, (1, 2)), told(1, (1,))], 5, both, WEIGHTS) is None
+    assert decide([told(0, (1, 2)), None], 5, both, WEIGHTS) is None
+
+
+def test_what_ranks_tell_of_a_step_arrives_as_it_was() -> None:
+    told = replace(_told(1, 0, 3, (0, 4)), unused=frozenset({"middle"}))
+    assert Finished.from_json(told.to_json()) == told
+
+
+def _several(case: Case) -> bool:
+    return len(case.plan.ranks) > 1
+
+
+def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str) -> None:
+    """The same bits as one rank that nothing happens to."""
+    layers = {name: len(unit.layers) for name, unit in build_model(case, "meta").units.items()}
+    alone = Plan(
+        tuple(
+            UnitPlan(unit.name, (Replica((Stage(0, layers[unit.name], (0,)),)),), unit.feeds)
+            for unit in case.plan.units
+        )
+    )
+    (wanted,) = check(workers, replace(case, plan=alone), [], "none", exact=True)
+    for result in check(workers, case, lost, zero, exact=True):
+        assert result["loss"] == wanted["loss"]
+        assert result["losses"] == wanted["losses"]
+        assert result["norm"] == wanted["norm"]
+        for key, gradient in result["gradients"].items():
+            assert torch.equal(gradient, _part(wanted["gradients"], key)), key
+
+
+def _plain(case: Case) -> bool:
+    return _several(case) and not case.tied and all(len(p.stage.ranks) == 1 for p in case.plan.stages())
+
+
+LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, max_size=2)
+
+
+@settings(max_examples=2, **COMMON)
+@given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+def test_a_step_that_lost_ranks_has_the_gradients_of_one_that_did_not(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+) -> None:
+    check(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, **COMMON)
+@given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+) -> None:
+    check(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+
+
+@settings(max_examples=1, **COMMON)
+@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+def test_a_deterministic_step_has_the_bits_of_one_rank_whatever_is_lost(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+) -> None:
+    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, **COMMON)
+@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+def test_many_deterministic_steps_have_the_bits_of_one_rank(
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+) -> None:
+    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero)
