@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Cluster, Link
+from dilatant.plan.cluster import cluster_of_groups
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.sync_time import sync_seconds
 from model_cases import model, unit
@@ -46,6 +47,15 @@ def test_a_group_with_eight_members_on_each_node_has_eight_ports():
 def test_a_group_with_one_member_on_each_node_has_one_port():
     found = seconds(replicas([[0], [8]]), machine(2), 8_000_000)
     assert found[0] == pytest.approx(8e6 / PORT)
+
+
+def test_of_unlike_devices_the_slowest_link_and_port_decide():
+    slow = Cluster(1, 2, 1e12, Link(1e9), Link(2e9, 0.5), name="slow")
+    both = cluster_of_groups([replace(machine(1, 4, 1), name="fast"), slow])
+    assert seconds(replicas([[0], [4]]), both, 8_000_000)[0] == pytest.approx(2 * 0.5 + 8e6 / 2e9)
+    found = seconds(replicas([[0], [1], [4], [5]]), both, 8_000_000)
+    assert found[5] == pytest.approx(4 * 0.5 + 2 * 3 / 4 * 8e6 / 1e9)  # its link is slower than its port
+    assert found[0] == pytest.approx(4 * 0.5 + 2 * 3 / 4 * 8e6 / 2e9)
 
 
 def test_groups_that_share_the_only_port_of_a_node_take_turns():
