@@ -266,12 +266,13 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         unseen = _simulate(finals, across, how.finalists_on(cluster.num_devices))
         if finals.ranked:
             finals.reorder()
-            # Not all that could stand side by side were looked at.
-            unseen = min(finals.skipped, unseen, least)
-            answers = [*alone, _answer(across, finals, unseen, how)]
+            answers = [*alone, _answer(across, finals, min(finals.skipped, unseen), how)]
     if not answers:
         raise refused[0]
-    return best_of(answers, how.all_devices)
+    found = best_of(answers, how.all_devices)
+    # Not all that could stand side by side, or on several groups, were looked at.
+    bound = min(found.lower_bound, least)
+    return replace(found, lower_bound=bound, proven=found.proven and least >= found.seconds)
 
 
 def _across(
