@@ -13,7 +13,7 @@ from dilatant.runtime.routes import stages_before
 from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalStage:
     """A stage on this rank.
 
