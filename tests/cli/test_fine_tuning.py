@@ -190,7 +190,7 @@ def test_ranks_that_share_state_average_and_write_as_one_process_does(
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("1 +", "SyntaxError"),
         ("score = 3", "is no function"),
-        ("def score(expected):\n    return 1", "TypeError"),
+        ("def score(expected):\n    return 1", "but takes (expected)"),
         ("def score(expected, written):\n    return 'good'", "ValueError"),
         ("def score(expected, written):\n    return float('nan')", "returned nan"),
     ],

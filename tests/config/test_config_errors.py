@@ -214,7 +214,7 @@ def test_what_the_parser_fails_at_in_its_own_ways_is_no_yaml(tmp_path: Path, tex
 
 def test_answers_to_keys_of_other_tools_name_keys_that_there_are() -> None:
     for key, answer in CALLED_HERE.items():
-        for named in re.findall(r"'([a-z_]+(?:\.[A-Za-z_]+)+)", answer):
+        for named in re.findall(r"'([a-z_]+(?:\.[A-Za-z0-9_]+)+)", answer):
             *parents, last = named.split(".")
             if "UNIT" not in parents:
                 assert last in _keys_at(parents), (key, named)

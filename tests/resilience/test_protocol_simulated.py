@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resilience.simulator import simulate
+from faults.simulator import simulate
 
 
 @pytest.mark.parametrize("first", range(0, 10_000, 1_000))

@@ -13,7 +13,7 @@ import yaml
 from cli.tiny_project import tiny_config, write_images
 from dilatant.resilience.status import read_status
 from dilatant.schedule.measured import MeasuredStep
-from resilience.chaos import Ended, Fault, losses, run_with_faults, slowed
+from faults.chaos import Ended, Fault, losses, run_with_faults, slowed
 
 STEPS = 24
 TOLERANCE = 1e-5

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from resilience.chaos import losses
-from resilience.machines import Machines, undisturbed
+from faults.chaos import losses
+from faults.machines import Machines, undisturbed
 
 TOLERANCE = 1e-5
 """Relative, in fp32: other ranks add the same numbers in another order."""

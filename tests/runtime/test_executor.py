@@ -21,7 +21,8 @@ from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Diverged
 from dilatant.runtime.executor import ActionFailed, Executor, _Piece
 from dilatant.runtime.holders import trainable_layers
-from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step_result import StepResult
 from dilatant.runtime.unfinished_step import Ledger
 from dilatant.schedule.families import gpipe, one_f_one_b
 from dilatant.schedule.graph import ScheduleError

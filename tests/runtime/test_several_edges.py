@@ -15,7 +15,8 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.stage import Boundary, StageOutput, StepData
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.agreement import Agreement
-from dilatant.runtime.executor import Executor, LocalStage
+from dilatant.runtime.executor import Executor
+from dilatant.runtime.local_stage import LocalStage
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import derive_routes, stages_before
 from dilatant.runtime.row_owners import RowOwners

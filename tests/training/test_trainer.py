@@ -127,10 +127,10 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
             costs=SimpleNamespace(from_json=lambda costs: done.update(costs=costs)),
         ),
         _sampler=SimpleNamespace(resume=lambda place: place),
-        _writer=SimpleNamespace(continue_from=lambda path: done.update(branch=path)),
+        _saving=SimpleNamespace(continue_from=lambda step, path: done.update(saved=step, branch=path)),
         _known=set(),
         _shapes={},
-        _any_rank=lambda *_: False,
+        comm=None,
     )
     monkeypatch.setattr(
         room, "stored_shapes", lambda *_: dict.fromkeys(["used.exp_avg", "elsewhere.exp_avg"])
@@ -139,6 +139,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
     monkeypatch.setattr(room, "state_tensors", lambda *_: "moments")
     monkeypatch.setattr(room, "held_state", lambda *_: {"optimizer": {}})
     monkeypatch.setattr(room, "load", lambda *_, **__: values)
+    monkeypatch.setattr(room, "any_rank", lambda *_: False)
     trainer.restore(Path("somewhere"))
     assert done == {
         "moments": {"used"},
@@ -146,9 +147,10 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
         "gathered": True,
         "compared": ("masters", "moments"),
         "costs": "corrected",
+        "saved": 7,
         "branch": Path("somewhere"),
     }
-    assert (trainer.step, trainer._saved_step, trainer._position) == (7, 7, place)
+    assert (trainer.step, trainer._position) == (7, place)
     assert trainer._left_out == {12: "is cut off"}
 
 

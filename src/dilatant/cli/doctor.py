@@ -88,9 +88,10 @@ def _threads() -> str:
     """How many torch computes in here, and who says so."""
     import torch
 
-    asked = os.environ.get("OMP_NUM_THREADS")
+    from dilatant.config.environment import chooses_threads
+
     shared = "processes that train on a CPU here divide its cores; OMP_NUM_THREADS sets another number"
-    return f"{torch.get_num_threads()} ({shared if asked is None else f'OMP_NUM_THREADS is {asked}'})"
+    return f"{torch.get_num_threads()} ({'as OMP_NUM_THREADS says' if chooses_threads() else shared})"
 
 
 def _version(package: str) -> str:

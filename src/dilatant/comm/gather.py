@@ -70,3 +70,10 @@ def all_gather_object(comm: Comm, value: Any) -> list[Any]:
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = AsyncAllGather(comm, own, "values of all ranks").wait()
     return [json.loads(bytes(row[:length].numpy().tobytes())) for row, length in zip(rows, lengths)]
+
+
+def any_rank(comm: Comm, flag: bool, what: str) -> bool:
+    """Whether the flag is set on any rank; the same on all of them. what: named in errors."""
+    value = torch.tensor([float(flag)])
+    comm.world.max_(value, what).wait()
+    return bool(value.item())

@@ -16,48 +16,23 @@ from torch import Tensor, nn
 
 from dilatant.comm.errors import CommAborted, CommTimeout
 from dilatant.config.errors import UserError
-from dilatant.models.dropout import KeyedDropout
-from dilatant.models.stage import Boundary, Stage, StageOutput, StepData
-from dilatant.plan.plan import PlacedStage
+from dilatant.models.stage import Boundary, StageOutput, StepData
 from dilatant.runtime.agreement import Agreement, Diverged
 from dilatant.runtime.gradient_sync import GradientSync
+from dilatant.runtime.local_stage import LocalStage
 from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.routes import Routes
 from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.unfinished_step import Ledger, set_aside
-from dilatant.runtime.weight_gradients import Deferred, WeightGradients, accumulate
+from dilatant.runtime.weight_gradients import Deferred, accumulate
 from dilatant.schedule.dependencies import Message
 from dilatant.schedule.schedule import Action, ActionKind
 
 
 class ActionFailed(RuntimeError):
     """An action raised; the message names rank, stage, action and samples, `__cause__` is what it raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalStage:
-    """A stage on this rank.
-
-    outbound: unit → boundary of the rows it takes from here. inbound: unit → boundary of the rows it gives, and whether
-    they need gradients. needs_backward: something at or before this stage trains. gradients: what its linear layers
-    put off. loss_weights: loss → how often it counts. dropout: goes around its forwards. speaks: of the ranks of the
-    stage that make the same losses, this one tells them. leads: of all its ranks, this one tells predictions.
-    together: the stage has others.
-    """
-
-    placed: PlacedStage
-    module: Stage
-    outbound: Mapping[str, Boundary]
-    inbound: Mapping[str, tuple[Boundary, bool]]
-    needs_backward: bool
-    gradients: WeightGradients
-    loss_weights: Mapping[str, float]
-    dropout: KeyedDropout | None = None
-    speaks: bool = True
-    leads: bool = True
-    together: bool = False
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from dilatant.comm.gather import AsyncAllGather, all_gather_object
 from dilatant.comm.nodes import nodes_of
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
-from dilatant.models.dropout import KeyedDropout, refuse_random_depth
+from dilatant.models.dropout import refuse_random_depth
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.random_draws import draws_of
-from dilatant.models.stage import Boundary, Predictions, Stage, StepData, stage_tensors
+from dilatant.models.stage import Predictions, Stage, StepData, stage_tensors
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
@@ -28,63 +27,26 @@ from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.exact_sums import ExactGradients, square_sums, squares_of
-from dilatant.runtime.executor import Covered, Executor, LocalStage, nothing_covered
+from dilatant.runtime.executor import Covered, Executor, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
+from dilatant.runtime.local_stage import local_stages
 from dilatant.runtime.loss_sums import sum_losses, sum_sources
 from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
-from dilatant.runtime.routes import stages_before
 from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.salvage import Finished, LayerWeights, Salvage, Salvaged
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
-from dilatant.runtime.step_shares import ShareCounter, StepShares
+from dilatant.runtime.step_result import Predicted, StepResult
+from dilatant.runtime.step_shares import ShareCounter
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
-from dilatant.runtime.weight_gradients import Replaced, WeightGradients, replace_linears, restore_linears
 from dilatant.schedule.dependencies import messages
 from dilatant.schedule.measured import MeasuredAction, MeasuredStep
 from dilatant.schedule.schedule import Action, Assignment, Schedule
 from dilatant.schedule.step_assignment import Microbatching
 from dilatant.schedule.trainability import trainability_of
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The same on every rank. Reduced gradients are in the parameters of every holder.
-
-    loss: of the global batch, the weighted sum of `losses`, which go by name. target_tokens: of the language model.
-    grad_norm: of all gradients, every logical weight counted once. should_stop: whether any rank was asked to stop (see
-    `execute`). shares: where the step's time went, up to the last gradient. nonfinite_samples: the ids of microbatches
-    whose loss is not finite; whoever gets such a loss or norm should not apply the gradients. found: what ranks gave,
-    in the order of ranks. predicted_seconds: of the step, up to synced gradients, None where costs say nothing of
-    seconds. drift: unit → measured over predicted seconds of its actions, by the costs before any correction. warning:
-    what to tell the user of it, once in a run. source_losses: of the anchor's loss, the share of each data set (see
-    `EncodedSample.source`), before weights.
-    """
-
-    loss: float
-    losses: Mapping[str, float]
-    target_tokens: int
-    grad_norm: float
-    should_stop: bool
-    shares: StepShares
-    nonfinite_samples: tuple[str, ...] = ()
-    found: tuple[Any, ...] = ()
-    predicted_seconds: float | None = None
-    drift: Mapping[str, float] = field(default_factory=dict)
-    warning: str | None = None
-    source_losses: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What the model says in the place of each target of a sample, given all before it: the likeliest token, and the
-    cross entropy of the target."""
-
-    tokens: list[int]
-    losses: list[float]
 
 
 class Runtime:
@@ -155,7 +117,6 @@ class Runtime:
         self._placement_digest = digest("" if attention is None else attention.placement)
         self._trainability = trainability_of(plan, trainable_layers(model.units))
         self._placed = plan.stages()
-        self._replaced: list[Replaced] = []
         self.holdings = holdings_of(plan, model.units)
         self.boxes = boxes_held_on(self.holdings, comm.rank)
         weights = {
@@ -165,7 +126,8 @@ class Runtime:
         }
         modules = build_stages(model, plan, comm, seed, weights, self.boxes, precision)
         self._boundaries = derive_boundaries(model, plan)
-        self._stages = self._wire(modules)
+        backward = self._trainability.backward
+        self._stages = local_stages(model, plan, comm.rank, modules, self._boundaries, backward)
         self.parameters = {
             name: parameter
             for module in modules.values()
@@ -412,11 +374,7 @@ class Runtime:
         """Give the model back as it was: plain linear layers, no hooks. Communication stays with its owner."""
         self._sync.close()
         for stage in self._stages.values():
-            if stage.dropout is not None:
-                stage.dropout.close()
-        for replaced in self._replaced:
-            restore_linears(replaced)
-        self._replaced = []
+            stage.close()
         if self._owns_comm:
             self.comm.close()
         if self._keeps:
@@ -543,35 +501,6 @@ class Runtime:
     def _step_data(self, samples: Sequence[EncodedSample], number: int, predicts: bool = False) -> StepData:
         draws = draws_of(samples, number)
         return StepData.of(samples, self.model.graph.losses, self.comm.device, predicts, self._seed, draws)
-
-    def _wire(self, modules: Mapping[int, Stage]) -> dict[int, LocalStage]:
-        before = stages_before(self.plan)
-        stages = {}
-        for index, module in modules.items():
-            placed = self._placed[index]
-            gradients = WeightGradients()
-            self._replaced.append(replace_linears(module, gradients, module.undeferred))
-            inbound: dict[str, tuple[Boundary, bool]] = {}
-            for source in before[index]:
-                # The frozen rule looks at layers, so all replicas of a unit say the same at its end.
-                inbound[self._placed[source].unit] = (
-                    self._boundaries[source][placed.unit],
-                    self._trainability.backward[source],
-                )
-            stages[index] = LocalStage(
-                placed=placed,
-                module=module,
-                outbound=self._boundaries[index],
-                inbound=inbound,
-                needs_backward=self._trainability.backward[index],
-                gradients=gradients,
-                dropout=KeyedDropout(module, self.model.units[placed.unit]),
-                loss_weights={name: loss.weight for name, loss in self.model.graph.losses.items()},
-                speaks=placed.stage.ranks.index(self.comm.rank) % placed.stage.tp == 0,
-                leads=placed.stage.ranks[0] == self.comm.rank,
-                together=len(placed.stage.ranks) > 1,
-            )
-        return stages
 
 
 def _first_ranks(comm: Comm, costs: StepCosts | None, plan: Plan) -> StepCosts | None:

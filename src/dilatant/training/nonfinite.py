@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dilatant.data.loader import GlobalBatch
-from dilatant.runtime.runtime import StepResult
+from dilatant.runtime.step_result import StepResult
 
 
 def is_finite(result: StepResult) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dilatant.data.loader import GlobalBatch
 from dilatant.report.metrics import StepMetrics
-from dilatant.runtime.runtime import StepResult
+from dilatant.runtime.step_result import StepResult
 from dilatant.training.model_flops import ModelFlops
 
 NOTED_WAIT = 0.02

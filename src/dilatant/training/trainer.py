@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import all_gather_object
+from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
 from dilatant.cost.memory import DEFAULT_ZERO
@@ -25,15 +25,16 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
-from dilatant.runtime.holders import boxes_held_on, holdings_of, written_cells
+from dilatant.runtime.holders import boxes_held_on, holdings_of
 from dilatant.runtime.precision import pick_precision
-from dilatant.runtime.runtime import Runtime, StepResult
+from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step_result import StepResult
 from dilatant.schedule.measured import DataWait
 from dilatant.training.averages import AVERAGE, Averages
 from dilatant.training.best import Best
 from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_boxes import Tensors
-from dilatant.training.checkpoint_writer import PATIENCE_SECONDS, CheckpointWriter
+from dilatant.training.checkpoint_writer import CheckpointWriter
 from dilatant.training.commit import ALONE, Membership, gradient_hashes
 from dilatant.training.evaluation import Evaluation, Judging, evaluate
 from dilatant.training.feed import agree_on_bad, merge_found
@@ -50,15 +51,14 @@ from dilatant.training.optimizer import (
     peak_rates,
     set_rate_factor,
 )
-from dilatant.training.run_state import held_state, state_tensors, written_state
+from dilatant.training.run_state import held_state, state_tensors
+from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepMeter
 from dilatant.training.steps import count_steps, seed_step
 from dilatant.training.stored_weights import read_pretrained
 
 SLOWER = 5
 """A step that takes so many times as long as the longest one before is taken to hang."""
-LAST_PATIENCE_SECONDS = 20.0
-"""How long rank 0 waits for the others' parts of a checkpoint after a rank has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +180,18 @@ class Trainer:
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
         self._position = self._sampler.start()
-        self._written = written_cells(self.runtime.holdings, worker.rank)
         self._shapes = {name: box.whole for name, box in held.items()}
         self._known = {weight.canonical for unit in model.units.values() for weight in unit.weights}
         session = self.comm.attempt[:16] or secrets.token_hex(8)
-        self._writer = CheckpointWriter(
-            checkpoints, config.train.keep_checkpoints, session, worker.rank, worker.size
+        keep = config.train.keep_checkpoints
+        self._saving = Saving(
+            self.comm,
+            CheckpointWriter(checkpoints, keep, session, worker.rank, worker.size),
+            self.runtime,
+            self._optimizer,
+            self._averages,
         )
-        self._saved_step = 0
         self._skipped_updates = 0
-        self._unpublished = False
         self._half_updated = False
         self._told_slow = 0.0
         self._voted: tuple[StepResult, GlobalBatch] | None = None
@@ -220,10 +222,10 @@ class Trainer:
             raise UserError(f"checkpoint {str(checkpoint)!r}: its value 'costs' is {error}") from None
         if self._averages is not None:
             self._averages.begin(self._optimizer.masters, begins)
-        self._saved_step = self.step
-        self._any_rank(False, "all to have read the checkpoint")
-        if self.rank == 0:  # its name may change now
-            self._writer.continue_from(checkpoint)
+        any_rank(self.comm, False, "all to have read the checkpoint")
+        self._saving.continue_from(
+            self.step, checkpoint if self.rank == 0 else None
+        )  # its name may change now
 
     def state(self) -> Tensors:
         """Weights and moments held here, by key; not copies."""
@@ -266,9 +268,7 @@ class Trainer:
     def continue_branch(self, saved_step: int, newest: Path | None) -> None:
         """Go on with the checkpoints of this run that are there, the newest of which is of `saved_step`; called by all
         ranks. newest: its folder, on rank 0."""
-        self._saved_step = saved_step
-        if newest is not None:
-            self._writer.continue_from(newest)
+        self._saving.continue_from(saved_step, newest)
 
     @property
     def voted_step(self) -> int | None:
@@ -299,7 +299,7 @@ class Trainer:
         config = self._config.train
         began = time.perf_counter()
         self.runtime.train()
-        stop = self._any_rank(should_stop(), "the agreement to begin")
+        stop = any_rank(self.comm, should_stop(), "the agreement to begin")
         evaluation = None
         try:
             with self._begin_steps() as steps:
@@ -312,20 +312,20 @@ class Trainer:
                     evaluation = self._judge(judged)
                     is_best = self._config.evaluation.keep_best is not None and self.best.step == self.step
                     if is_best or (config.save_steps and self.step % config.save_steps == 0):
-                        self._save()
-                    elif self._unpublished and not self._any_rank(not self._writer.ready(), "written parts"):
-                        self._publish()
+                        self._saving.save(self.step, self.values())
+                    else:
+                        self._saving.publish_if_written()
         except BaseException as error:
             if self._gate is not None:
                 raise
             self.fail(error)
             with contextlib.suppress(Exception):  # the first error counts
-                self._save_alone()
+                self._saving.save_alone(self.step, None if self._half_updated else self.values())
             raise
-        if self._saved_step != self.step:
-            self._save()
-        self._complete()
-        self._any_rank(False, "the checkpoint's publication")
+        if self._saving.step != self.step:
+            self._saving.save(self.step, self.values())
+        self._saving.complete()
+        any_rank(self.comm, False, "the checkpoint's publication")
         seconds = time.perf_counter() - began
         finished = self.step >= self.total_steps or self.ends_early
         return TrainResult(self.step, self.total_steps, seconds, finished, evaluation)
@@ -354,7 +354,7 @@ class Trainer:
     @property
     def published(self) -> Path | None:
         """The last checkpoint that this run wrote; known on rank 0."""
-        return None if self._writer.published is None else self._writer.published.path
+        return self._saving.published
 
     def data_waits(self) -> tuple[DataWait, ...]:
         """How long each rank waited for samples before the last step; called by all of them."""
@@ -414,7 +414,7 @@ class Trainer:
             if self._ahead is not None:
                 self._ahead[0].close()
             self._inputs.close()
-            self._writer.close()
+            self._saving.close()
         finally:
             self.runtime.close()
 
@@ -507,58 +507,3 @@ class Trainer:
             generation=self.membership.generation,
             recovery=self.recovery,
         )
-
-    def _any_rank(self, flag: bool, what: str) -> bool:
-        """Whether the flag is set on any rank; the same on all of them."""
-        value = torch.tensor([float(flag)])
-        self.comm.world.max_(value, what).wait()
-        return bool(value.item())
-
-    def _save(self) -> None:
-        """Write this rank's part of a checkpoint in the background; `_publish` follows when all parts are there."""
-        self._complete()
-        self._write()
-
-    def _write(self) -> None:
-        """Raises UserError for weights that are not finite: nobody could go on from them."""
-        own = self._optimizer.masters
-        tensors = written_state(self.runtime, own, self._optimizer, self._written, self._averages)
-        finite = [torch.isfinite(weight.detach()).all() for weight in own.values()]
-        if finite and not bool(torch.stack(finite).all()):
-            name = next(name for name, ok in zip(own, finite) if not bool(ok))
-            raise UserError(
-                f"weight {name!r} is not finite after step {self.step}, so nothing is saved; the checkpoint before is "
-                "still valid: go on from it with a lower learning rate"
-            )
-        frozen = [
-            cell.key
-            for name, p in self.runtime.parameters.items()
-            if not p.requires_grad
-            for cell in self._written[name]
-        ]
-        self._writer.save(self.step, tensors, self.values(), frozen, self._shapes)
-        self._unpublished = True
-        self._saved_step = self.step
-
-    def _complete(self) -> None:
-        """Publish the last save, on whose parts all ranks wait."""
-        self._writer.wait()
-        if self._unpublished:
-            self._any_rank(False, "written parts")
-            self._publish()
-            self._writer.wait()
-
-    def _publish(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._unpublished = False
-        if self.rank == 0:
-            self._writer.publish(patience_seconds)
-
-    def _save_alone(self) -> None:
-        """Save the last finished step where ranks cannot hear of each other any more."""
-        self._writer.wait()
-        if self._unpublished:
-            self._publish(LAST_PATIENCE_SECONDS)
-        if self._saved_step != self.step and not self._half_updated:
-            self._write()
-            self._publish(LAST_PATIENCE_SECONDS)
-        self._writer.wait()

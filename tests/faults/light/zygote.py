@@ -14,8 +14,8 @@ import msgspec
 from dilatant.resilience import agent_process, coordinator_process
 from dilatant.resilience.process import Start, end_with_parent
 from dilatant.resilience.protocol.values import Effect, Order, Record
-from resilience.light.mesh import write
-from resilience.light.worker import LightWorker, WorkerOptions
+from faults.light.mesh import write
+from faults.light.worker import LightWorker, WorkerOptions
 
 
 class MortalCoordinator(coordinator_process.Service):

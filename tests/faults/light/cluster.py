@@ -19,9 +19,9 @@ from typing import Any
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.process import Start
 from dilatant.resilience.protocol.values import Record, Settings
-from resilience.light.mesh import write
-from resilience.light.proxy import Proxy
-from resilience.light.worker import FAILPOINTS
+from faults.light.mesh import write
+from faults.light.proxy import Proxy
+from faults.light.worker import FAILPOINTS
 
 TOKEN = "11" * 32
 STEPS = 1_000_000
@@ -62,7 +62,7 @@ class Cluster:
             accuse_seconds=0.3,
         )
         self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "resilience.light.zygote"],
+            [sys.executable, "-m", "faults.light.zygote"],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )

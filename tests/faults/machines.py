@@ -16,7 +16,7 @@ import yaml
 
 from cli.tiny_project import tiny_config, write_images
 from dilatant.resilience.status import RunStatus, read_status
-from resilience.chaos import COMMAND, losses
+from faults.chaos import COMMAND, losses
 
 STEPS = 30
 ENVIRONMENT = {**os.environ, "DILATANT_TOKEN": "a secret of this test alone", "OMP_NUM_THREADS": "1"}
