@@ -227,7 +227,8 @@ def test_where_a_picture_goes_is_looked_at_first(tmp_path: Path, dilatant: Dilat
         assert said in err
 
 
-@pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_a_whole_model_learns_to_draw_and_leaves_as_its_class_and_a_net(
     family: str, drawing: Path, dilatant: Dilatant
 ) -> None:

@@ -65,7 +65,13 @@ def _sent_bytes(worker: Worker, plan: Plan) -> tuple[Counter[str], float]:
 
 
 @pytest.mark.parametrize(
-    "degrees", [((1, 1), (2, 1), (1, 1)), ((2, 1), (1, 2), (2, 1)), ((1, 2), (2, 2))], ids=str
+    "degrees",
+    [
+        pytest.param(((1, 1), (2, 1), (1, 1)), marks=pytest.mark.slow),
+        ((2, 1), (1, 2), (2, 1)),
+        ((1, 2), (2, 2)),
+    ],
+    ids=str,
 )
 def test_every_row_crosses_an_edge_once_in_each_direction(
     workers: WorkerPool, degrees: tuple[tuple[int, int], ...]

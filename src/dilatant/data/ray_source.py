@@ -7,7 +7,7 @@ elsewhere and all others that it had are sent again. What waits or lies ready is
 
 from __future__ import annotations
 
-import pickle
+import re
 import threading
 import time
 import traceback
@@ -74,7 +74,8 @@ class RaySource:
         import ray
 
         self._ray = ray
-        self._job = ray.put(pickle.dumps((dict(datasets), encoding)))
+        # By value what a script of the user's own defines: producers do not run that script.
+        self._job = ray.put(ray.cloudpickle.dumps((dict(datasets), encoding)))
         self._make = ray.remote(Producer).options(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")
         self._most = most
         self._decode_seconds = decode_seconds
@@ -179,9 +180,9 @@ class RaySource:
         try:
             value = self._ray.get(ref)
         except self._ray.exceptions.RayActorError as error:
-            lost, how = True, f"{hand.name or 'a producer'} was lost: {_first_line(error)}"
+            lost, how = True, f"{hand.name or 'a producer'} was lost: {_cause(error)}"
         except self._ray.exceptions.RayError as error:  # or the answer was, with the node that it lay on
-            lost, how = hand.greeting == ref, f"a producer failed: {_last_line(error)}"
+            lost, how = hand.greeting == ref, f"a producer failed: {_cause(error)}"
         with self._asked.changed:
             if lost:
                 self._lose(hand, how)
@@ -261,11 +262,8 @@ def _place_of(entry: Entry) -> str:
     return "" if hand is None else hand.name
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _last_line(error: BaseException) -> str:
-    return next(
-        (line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
-    )
+def _cause(error: BaseException) -> str:
+    """What was raised over there, where the text shows it, behind a trace of calls; else how the text begins."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
+    return raised[-1] if raised else lines[0]
