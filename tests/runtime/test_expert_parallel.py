@@ -50,6 +50,11 @@ def test_in_every_group_of_ranks(workers: WorkerPool, shape: tuple[int, int, int
     check_case(workers, expert_case(stages(*shape)), "all", 1)
 
 
+def test_stages_on_the_same_ranks_divide_experts_unlike(workers: WorkerPool) -> None:
+    first, last = stages(2, 1, 2)
+    check_case(workers, expert_case((first, replace(last, ep=1))), "all", 1)
+
+
 @pytest.mark.parametrize(("language", "ep", "recompute"), RECOMPUTED)
 def test_with_split_backward_and_recomputation(
     workers: WorkerPool, language: str, ep: int, recompute: str

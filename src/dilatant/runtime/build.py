@@ -76,7 +76,7 @@ def build_stages(
         stage = unit.stage(placed.stage.first, placed.stage.end)
         stage.context = _context(placed, unit, comm)
         if placed.unit in shared:
-            shared[placed.unit].share(stage, placed.stage.first, placed.stage.end)
+            shared[placed.unit].share(stage, placed.stage)
         quantize(stage, unit.four_bit, comm.device, weights)
         stage = stage.to(comm.device)
         stage.train(unit.training)

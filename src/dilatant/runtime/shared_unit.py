@@ -35,11 +35,9 @@ class SharedUnit:
         self._unit = unit
         self._boxes = boxes
         self._plan = tensor_plan(unit)
-        self._ranks = self._holders = None
-        if placed.tp > 1:
-            self._ranks = TensorGroup(tensor_group_of(comm, placed))
-        if placed.ep > 1:
-            self._holders = ExpertGroup(group_in(comm, "experts", placed, placed.ep))
+        self._comm = comm
+        self._ranks = TensorGroup(tensor_group_of(comm, placed)) if placed.tp > 1 else None
+        self._holders: dict[int, ExpertGroup] = {}  # by ep, in which stages of a unit may differ
         self._drawn: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
@@ -55,8 +53,9 @@ class SharedUnit:
                     self._drawn[name] = self._cut(name, whole[name].detach(), name in given)
             self._release(absent)
 
-    def share(self, stage: Stage, first: int, end: int) -> None:
-        """Give `stage`, layers `first <= layer < end`, modules of its own with this rank's weights."""
+    def share(self, stage: Stage, placed: StagePlan) -> None:
+        """Give `stage` modules of its own with this rank's weights of the layers that are `placed`."""
+        first, end = placed.first, placed.end
         model = getattr(stage, "model", None)
         if model is None:  # a projector alone
             return
@@ -72,7 +71,7 @@ class SharedUnit:
         blocks = list(model.get_submodule(structure.blocks).children())
         start = max(first - 1, 0)
         experts = self._plan.experts[start : start + len(blocks)]
-        share_experts(blocks, experts, self._ranks, self._holders)
+        share_experts(blocks, experts, self._ranks, self._holders_of(placed))
         if self._ranks is None:
             return
         regions = self._plan.regions[start : start + len(blocks)]
@@ -82,6 +81,13 @@ class SharedUnit:
             stage.vocabulary = share_vocabulary(
                 cast(PreTrainedModel, model), rows.num_embeddings, self._ranks
             )
+
+    def _holders_of(self, placed: StagePlan) -> ExpertGroup | None:
+        if placed.ep == 1:
+            return None
+        if placed.ep not in self._holders:
+            self._holders[placed.ep] = ExpertGroup(group_in(self._comm, "experts", placed, placed.ep))
+        return self._holders[placed.ep]
 
     def _names(self, first: int, end: int) -> dict[str, None]:
         layers = set(self._unit.layers[first:end])
