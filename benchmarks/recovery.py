@@ -99,9 +99,11 @@ def recoveries(folder: Path, data: Path, kills: int, seed: int, pause: float) ->
                     "decide": parts["plan"],
                     "rebuild": parts["build"],
                     "copy": parts["copy"],
+                    "salvage": parts["salvage"],
                     "get ready": when["run"] - when["rebuild"] - sum(parts.values()),
                     "first step": when["commit"] - when["run"],
                     "kill to committed step": when["commit"] - killed,
+                    "CPU of the first rank": rebuild["cpu_seconds"],
                 }
             )
             print(f"  {found[-1]['kill to committed step'] * 1e3:6.0f} ms", end="", flush=True)

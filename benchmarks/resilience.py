@@ -1,7 +1,7 @@
 """What a run that outlives its machines pays in every step: votes, heartbeats and hashes of gradients.
 
-Measured: steps of so many workers, each a process with an agent of its own, with the vote and without, in turns, so
-that noise of the machine falls on both. A step is a sleep, and then all wait for each other as for gradients. All
+Measured: steps of so many workers, one or several for each agent, with the vote and without, in turns, so that noise of
+the machine falls on both. A step is a sleep, and then all wait for each other as for gradients. All
 processes share this machine's cores, which on a cluster only the coordinator's part of the work does.
 
 Simulated: the vote of more nodes than there are cores here. The coordinator is one process, so a vote takes what one
@@ -28,7 +28,6 @@ from typing import Any
 
 from machine import machine
 
-from dilatant.resilience.launch import AGENT, COORDINATOR
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
@@ -40,9 +39,9 @@ HASHES = {f"language.{layer}": (layer + 1) * 0x123456789ABCDEF & (2**63 - 1) for
 TURN_STEPS = 10
 
 
-def _work(port: int, barrier: Any, turns: int, pace: float, seconds: Any) -> None:
+def _work(port: int, index: int, barrier: Any, turns: int, pace: float, seconds: Any) -> None:
     """Turns of steps without and with the vote; their seconds go to `seconds`, if that is given."""
-    link = WorkerLink(port, TOKEN, 0, lambda generation: None)
+    link = WorkerLink(port, TOKEN, index, lambda generation: None)
     link.warm()
     link.await_rebuild(-1, 0, None)
     link.await_activation(0)
@@ -63,24 +62,30 @@ def _work(port: int, barrier: Any, turns: int, pace: float, seconds: Any) -> Non
     link.await_end()
 
 
-def paired_steps(nodes: int, turns: int, pace: float) -> tuple[list[float], list[float]]:
-    """Seconds of a step without and with the vote, turn by turn, with one worker on each node."""
+def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[list[float], list[float]]:
+    """Seconds of a step without and with the vote, turn by turn, with so many workers on each node."""
+    from dilatant.resilience.launch import AGENT, COORDINATOR  # imports torch, which workers here need not do
+
     settings = Settings(lease_seconds=30.0, initial=nodes)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, folder))
-        start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings)
+        start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, workers=workers)
         agents = [Child(AGENT, replace(start, node=f"node{node}")) for node in range(nodes)]
-        barrier, seconds = context.Barrier(nodes), context.Queue()
-        workers = [
-            context.Process(target=_work, args=(agent.port, barrier, turns, pace, None if node else seconds))
+        barrier, seconds = context.Barrier(nodes * workers), context.Queue()
+        processes = [
+            context.Process(
+                target=_work,
+                args=(agent.port, index, barrier, turns, pace, None if node or index else seconds),
+            )
             for node, agent in enumerate(agents)
+            for index in range(workers)
         ]
-        for worker in workers:
-            worker.start()
+        for process in processes:
+            process.start()
         found = [seconds.get(timeout=300.0) for _ in range(2 * turns)]
-        for worker in workers:
-            worker.join(30.0)
+        for process in processes:
+            process.join(30.0)
         for child in (*agents, coordinator):
             child.close(5.0)
     return [each for votes, each in found if not votes], [each for votes, each in found if votes]
@@ -158,7 +163,9 @@ def hash_bytes_per_second() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1x1", "1x8", "8x1"], help="nodes x workers on each; 1x1 always"
+    )
     parser.add_argument(
         "--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes"
     )
@@ -168,14 +175,15 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
     measured = {}
-    for nodes in dict.fromkeys([1, *options.nodes]):
-        without, voting = paired_steps(nodes, options.turns, options.pace)
+    for layout in dict.fromkeys(["1x1", *options.layouts]):
+        nodes, workers = map(int, layout.split("x"))
+        without, voting = paired_steps(nodes, workers, options.turns, options.pace)
         added = statistics.median(b - a for a, b in zip(without, voting))
         base = statistics.median(without)
-        measured[nodes] = {"step_seconds": base, "added_seconds": added, "without": without, "with": voting}
+        measured[layout] = {"step_seconds": base, "added_seconds": added, "without": without, "with": voting}
         print(
-            f"measured, {nodes:3} nodes on these cores: {base * 1e3:6.1f} ms a step, {added * 1e3:+5.2f} ms with "
-            f"votes ({added / base:+.1%})",
+            f"measured, {nodes} x {workers} workers on these cores: {base * 1e3:6.1f} ms a step, "
+            f"{added * 1e3:+5.2f} ms with votes ({added / base:+.1%})",
             flush=True,
         )
     receive, send = message_seconds()
@@ -183,7 +191,7 @@ def main() -> None:
     simulated = {}
     for voters in (8, 32, 64, 128, 256):
         decision = decision_seconds(voters)
-        added = max(0.0, measured[1]["added_seconds"]) + (voters - 1) * (receive + send) + decision
+        added = max(0.0, measured["1x1"]["added_seconds"]) + (voters - 1) * (receive + send) + decision
         simulated[voters] = {"decision_seconds": decision, "added_seconds": added}
         share = added / options.pace
         print(f"simulated, {voters:3} nodes with cores of their own: {added * 1e3:+6.2f} ms ({share:.1%})")

@@ -138,7 +138,7 @@ def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
     client = connect("127.0.0.1", listener.getsockname()[1], TOKEN)
     thread.join()
     listener.close()
-    return client, made[0], client._socket, made[0]._socket
+    return client, made[0], client.socket, made[0].socket
 
 
 def test_a_port_that_nobody_listens_at_yet_is_not_taken_by_who_dials_it(

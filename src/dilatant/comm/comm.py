@@ -21,6 +21,9 @@ from dilatant.comm.liveness import ANSWER_SECONDS, answer_check, check_liveness,
 from dilatant.comm.rendezvous import Membership, join, known_inboxes, register_inbox, this_machine
 from dilatant.comm.store import Store
 
+WORLD = "world"
+"""The group of all ranks."""
+
 
 class Comm:
     """One rank's communication in one generation, until `close()`.
@@ -65,7 +68,7 @@ class Comm:
         if store is not None and size > 1:
             self._connect(store)
         try:
-            self.world = self._open("world", tuple(range(size)), torch.device("cpu"))
+            self.world = self._open(WORLD, tuple(range(size)), torch.device("cpu"))
         except BaseException:
             self.close()
             raise
@@ -259,9 +262,10 @@ class Comm:
         self, name: str, ranks: tuple[int, ...], device: torch.device, for_edge: bool
     ) -> Backend:
         store = self._store.prefixed(f"{self._membership.id}/{name}")
-        # A backend that opens cannot be ended, so members begin only when all are there.
-        store.set(f"here/{self.rank}", b"")
-        store.wait([f"here/{rank}" for rank in ranks], self._timeout)
+        if name != WORLD:  # who opens that has just joined, as all others have
+            # A backend that opens cannot be ended, so members begin only when all are there.
+            store.set(f"here/{self.rank}", b"")
+            store.wait([f"here/{rank}" for rank in ranks], self._timeout)
         own, size = ranks.index(self.rank), len(ranks)
         if device.type == "cuda":
             return self._interruptible(lambda: open_nccl(store, own, size, self._timeout, device, for_edge))

@@ -73,6 +73,11 @@ class PoolOwner:
         """Of the workers, in the order of their places."""
         return self._crew.pids()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither closed nor given up."""
+        return not self._crew.is_closed
+
     def close(self) -> None:
         """End the workers, whatever they are doing. Idempotent."""
         self._end()
@@ -112,7 +117,7 @@ class _Crew:
         self.hands: list[_Hand] = []
         self._wake, self._wakes = multiprocessing.Pipe(duplex=False)
         self._lock = threading.Lock()  # held while workers are started or ended
-        self._is_closed = False
+        self.is_closed = False
         warm_up()
         try:
             for number in range(workers):
@@ -171,17 +176,17 @@ class _Crew:
             sentinels = [hand.process.sentinel for hand in self.hands]
             ready = wait([self._wake, *pipes, *sentinels], max(0.0, next_tick - time.monotonic()))
             with self._lock:
-                if self._is_closed:
+                if self.is_closed:
                     return
                 try:
                     for hand in self.hands:
                         if hand.pipe in ready:
                             self._hear(hand)
-                        if hand.process.sentinel in ready and not self._is_closed:
+                        if hand.process.sentinel in ready and not self.is_closed:
                             self._replace(hand)
                 except Exception:
                     self._give_up(f"a new one could not be started:\n{traceback.format_exc()}")
-                if self._is_closed:
+                if self.is_closed:
                     return
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK_SECONDS
@@ -234,7 +239,7 @@ class _Crew:
         self._end_all()
 
     def _end_all(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         for hand in self.hands:
             hand.listener.close()
             if hand.process is not None:
@@ -248,7 +253,7 @@ class _Crew:
 
     def close(self) -> None:
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._end_all()
         self._wakes.send_bytes(b".")
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import signal
 import socket
 import threading
@@ -18,17 +17,7 @@ from dilatant.report.durable import write_durably
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
 from dilatant.resilience.protocol.values import Order
-from dilatant.resilience.wire import (
-    Hello,
-    Link,
-    LinkClosed,
-    Received,
-    Warm,
-    accept_into,
-    connect,
-    listen,
-    receive_into,
-)
+from dilatant.resilience.wire import Connections, Hello, Link, LinkClosed, Received, Warm, connect, listen
 
 NO_COORDINATOR = "no coordinator answers any more"
 LEAVE_SECONDS = 2.0
@@ -53,7 +42,9 @@ class Service:
         self._listener = listen("127.0.0.1")
         self.port: int = self._listener.getsockname()[1]
         self._agent = Agent(start.node, start.settings, start.workers)
-        self._received: queue.Queue[Received] = queue.Queue()
+        self._connections = Connections(self._listener, self._token)
+        self._is_alone = threading.Event()
+        self._is_alone.set()
         self._workers: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
         self._warm: set[int] = set()
@@ -65,20 +56,19 @@ class Service:
         self.leaves = False
         self.ended = ""
         self.is_out = False
-        accept_into(self._received, self._listener, self._token)
 
     def serve(self) -> None:
         """Raises nothing: whatever happens here, the workers end with it."""
         beat = self._start.settings.lease_seconds / 4
         while len(self._warm) < self._start.workers and not self._agent.status().failed:
-            with suppress(queue.Empty):
-                self._hear(self._received.get(timeout=beat))
+            for heard in self._connections.wait(beat):
+                self._hear(heard)
             self._miss_ended()
         self._introduce()
         threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
         while not self._agent.ended and not self._misses_coordinator():
-            with suppress(queue.Empty):
-                self._hear(self._received.get(timeout=beat / 2))
+            for heard in self._connections.wait(beat / 2):
+                self._hear(heard)
             if self._is_asked_to_leave.is_set():
                 self._is_asked_to_leave.clear()
                 self._agent.leave()
@@ -121,17 +111,18 @@ class Service:
                 self._give(self._agent.obey(message, time.monotonic()))
             elif message is None:
                 self._coordinator = None
+                self._is_alone.set()
             return
         if isinstance(message, Hello):
             if message.index in self._workers or not 0 <= message.index < self._start.workers:
-                link.close()
+                self._connections.drop(link)
                 return
             self._workers[message.index] = link
             self._pids[message.index] = message.pid
             return
         worker = next((index for index, own in self._workers.items() if own is link), None)
         if worker is None:
-            link.close()
+            self._connections.drop(link)
             return
         if isinstance(message, Warm):
             self._warm.add(worker)
@@ -182,14 +173,16 @@ class Service:
     def _stay_connected(self) -> None:
         """To the coordinator, also to one that has returned."""
         while True:
+            self._is_alone.wait()
             try:
                 link = connect(self._start.host, self._start.port, self._token)
             except (OSError, ValueError):
                 time.sleep(0.05)
                 continue
+            self._is_alone.clear()
             self._coordinator = link
             self._agent.changed = True
-            receive_into(self._received, link)
+            self._connections.add(link)
 
 
 def _is_alive(pid: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
-from dilatant.resilience.wire import Link, LinkClosed, Received, accept_into, close_all, listen
+from dilatant.resilience.wire import Connections, Link, LinkClosed, Received, close_all, listen
 
 TICK_SECONDS = 0.05
 LAST_SECONDS = 5.0
@@ -49,26 +48,25 @@ class Service:
         self._token = bytes.fromhex(start.token)
         self._listener = listen(start.host, start.port)
         self.port: int = self._listener.getsockname()[1]
-        self._received: queue.Queue[Received] = queue.Queue()
+        self._connections = Connections(self._listener, self._token)
         self._job = start.job
         self._is_asked_to_end = threading.Event()
         self._links: dict[str, Link] = {}
         self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
         self._shown = (0, Task.WAIT)
         self._began_at: int | None = None
-        accept_into(self._received, self._listener, self._token)
 
     def serve(self) -> None:
         coordinator = self._coordinator
         self._carry_out(coordinator.start())
         ended: float | None = None
+        ticks = 0.0
         while ended is None or (self._links and time.monotonic() - ended < LAST_SECONDS):
-            try:
-                heard = self._received.get(timeout=TICK_SECONDS)
-            except queue.Empty:
-                self._carry_out(coordinator.tick(time.monotonic()))
-            else:
+            for heard in self._connections.wait(TICK_SECONDS):
                 self._hear(heard)
+            if time.monotonic() >= ticks:
+                ticks = time.monotonic() + TICK_SECONDS
+                self._carry_out(coordinator.tick(time.monotonic()))
             if self._is_asked_to_end.is_set():
                 self._is_asked_to_end.clear()
                 self._carry_out(coordinator.end(ASKED, time.monotonic()))
@@ -90,11 +88,11 @@ class Service:
         if isinstance(heard.message, Status):
             self._links.setdefault(heard.message.node, heard.link)
             if self._links[heard.message.node] is not heard.link:  # it connected again
-                self._links[heard.message.node].close()
+                self._connections.drop(self._links[heard.message.node])
                 self._links[heard.message.node] = heard.link
             self._carry_out(self._coordinator.hear(heard.message, now))
             return
-        heard.link.close()
+        self._connections.drop(heard.link)
         for node in [node for node, link in self._links.items() if link is heard.link]:
             del self._links[node]
             self._carry_out(self._coordinator.lost(node, now))

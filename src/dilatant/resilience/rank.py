@@ -19,7 +19,6 @@ from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
 from dilatant.config import Config, UserError
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.boxes import parse_key
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder, last_step
@@ -35,9 +34,8 @@ from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoint import list_checkpoints, newest_valid
 from dilatant.training.checkpoint_boxes import pieces_of
 from dilatant.training.commit import Membership
-from dilatant.training.decoding import decoding_of, stand_by
+from dilatant.training.decoding import KeptPool, decoding_of, stand_by
 from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
-from dilatant.training.master_weights import MOMENTS
 from dilatant.training.prepare import Prepared, prepare, with_costs
 from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
 from dilatant.training.starting_point import Start, agreed_checkpoint
@@ -132,6 +130,8 @@ class _Rank:
             self._link.lost(str(error))
             raise
         self._folder = RunFolder(config.output_dir)
+        self._pool = KeptPool()
+        self._shown_plan: TrainingPlan | None = None
         self._held: Held | None = None
         self._pending: Held | None = None
         self._trainers: list[Trainer] = []
@@ -139,6 +139,7 @@ class _Rank:
         self._is_joining = False
         self._later: threading.Timer | None = None
         self._spare: MultimodalModel | None = None
+        self._is_torn = False
         self._mistake: UserError | None = None
         self._node_of: list[str] = []
         self._layer_seconds = layer_seconds(config, self._prepared, self._initial.plan)
@@ -147,7 +148,7 @@ class _Rank:
 
     def run(self) -> RunResult | None:
         result: RunResult | None = None
-        with self._stop as stop:
+        with contextlib.closing(self._pool), self._stop as stop:
             while True:
                 try:
                     order = self._await_rebuild()
@@ -183,12 +184,18 @@ class _Rank:
         made = self._pending = self._made(order)
         self._link.await_activation(made.trainer.step)
         late = None if self._held is None else self._not_logged(self._held.trainer, made.trainer)
-        old, self._held, self._pending = self._held, made, None
-        del old  # only now is nobody to go back to it
+        self._activate(made)  # only now is nobody to go back to the one before
         self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
         self._later.daemon = True
         self._later.start()
-        return train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
+        result = train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
+        if made.trainer.rank == 0:
+            self._show_plan()
+        return result
+
+    def _activate(self, made: Held) -> None:
+        self._held, self._pending, self._is_torn = made, None, False
+        made.trainer.begin_alone()
 
     def _do_later(self, comm: Comm) -> None:
         """Make the copy of the model that the next generation is built in, show what has happened, and be ready to
@@ -197,7 +204,15 @@ class _Rank:
             self._spare = copy.deepcopy(self._prepared.model)
         stand_by(comm, decoding_of(self._config.data))
         if comm.rank == 0:
+            self._show_plan()
             write_history(self._folder.path, self._config.output_dir)
+
+    def _show_plan(self) -> None:
+        """Write down what the run's plan is by now."""
+        planned = None if self._held is None else self._held.planned
+        if planned is not None and planned is not self._shown_plan:
+            self._shown_plan = planned
+            self._folder.write_text("plan.json", planned.to_json())
 
     def _await_rebuild(self) -> Rebuild:
         """Stand still with what is held; apply what turned out to be committed."""
@@ -207,7 +222,7 @@ class _Rank:
         else:
             order = self._link.await_rebuild(held.generation, held.trainer.step, held.trainer.voted_step)
         if self._pending is not None and self._pending.generation == order.base:
-            self._held = self._pending  # it was activated elsewhere
+            self._activate(self._pending)  # it was elsewhere
         self._pending = None
         held = self._held
         if held is not None and held.generation == order.base and held.trainer.step == order.committed - 1:
@@ -219,10 +234,12 @@ class _Rank:
         self._rank = order.first_rank + self._seat.index
         self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
-        watch = Stopwatch()
+        watch, began = Stopwatch(), time.process_time()
         planned = self._planned(order)
         watch.lap("plan")
-        trainer = self._trainer(order, planned, weights_follow=order.base != NO_STATE)
+        trainer = self._trainer(
+            order, planned, order.base != NO_STATE, None if held is None else held.trainer
+        )
         watch.lap("build")
         copied, kept = 0, 0.0
         if order.base == NO_STATE:
@@ -237,7 +254,7 @@ class _Rank:
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
                 self._still()
-                trainer = self._trainer(order, planned, weights_follow=False)
+                trainer = self._trainer(order, planned, weights_follow=False, before=None)
                 self._begin(trainer, planned)
                 watch.lap("copy")
         if order.base != NO_STATE:
@@ -249,11 +266,11 @@ class _Rank:
                 **costs,
             }
         if trainer.rank == 0:
-            self._folder.write_text("plan.json", planned.to_json())
             record = {
                 "generation": order.generation,
                 "step": trainer.step,
                 "seconds": watch.laps,
+                "cpu_seconds": time.process_time() - began,
                 "bytes_to_first_rank": copied,
                 "salvaged_share": kept,
             }
@@ -311,8 +328,11 @@ class _Rank:
         tolerance = self._config.resilience.fault_tolerance
         return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
 
-    def _trainer(self, order: Rebuild, planned: TrainingPlan, weights_follow: bool) -> Trainer:
-        """Built in a model of its own: the one before keeps its memory until all are ready."""
+    def _trainer(
+        self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
+    ) -> Trainer:
+        """With the weights of the one before, which nobody changes until all are ready; where this rank's part does not
+        stay as it was, in a model of its own, and the one before keeps its memory until then."""
         self._is_joining = True
         if self._link.is_fenced:
             raise Fenced
@@ -325,11 +345,19 @@ class _Rank:
             self._joined,
             order.reason,
             self._config.resilience.salvage,
+            self._pool,
         )
         worker = replace(self._worker, rank=self._rank, size=sum(order.workers))
         samples = self._prepared.samples
-        model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
-        trainer = Trainer(self._config, samples, model, planned, worker, self._folder.checkpoints, membership)
+        if self._is_torn or before is None or not before.runtime.stays(planned.plan, self._rank):
+            before = None
+            model, self._spare = self._spare or copy.deepcopy(self._prepared.model), None
+        else:
+            model = before.runtime.model
+        self._is_torn |= before is not None  # what is built halfway there cannot be taken back
+        checkpoints = self._folder.checkpoints
+        trainer = Trainer(self._config, samples, model, planned, worker, checkpoints, membership, before)
+        self._is_torn &= before is None
         self._trainers.append(trainer)
         return trainer
 
@@ -356,19 +384,19 @@ class _Rank:
     def _take_over(self, trainer: Trainer, old: Trainer | None) -> int:
         """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
         Raises Lost on all ranks."""
-        state = {} if old is None else old.state()
-        of_weights = state.get("optimizer", {})
-        moments = {parse_key(key)[0] for key, kinds in of_weights.items() if MOMENTS[0] in kinds}
         newest = list_checkpoints(self._folder.checkpoints)[:1] if trainer.rank == 0 else []
-        own = None if old is None else [old.values(), sorted(moments)]
-        gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0])
-        told = [each for each, _ in gathered if each is not None]
+        own = None if old is None else [old.values(), sorted(old.names_with_moments())]
+        gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0, trainer.stays])
+        told = [each for each, *_ in gathered if each is not None]
         values = told[0][0]
-        everybody = {name for _, names in told for name in names}
-        held = [] if old is None else list(pieces_of(state, old.shapes))
-        wanted = trainer.empty_state(everybody)
-        copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
-        trainer.go_on_from(values)
+        stays = all(each for *_, each in gathered)
+        copied = 0
+        if not stays:
+            everybody = {name for _, names in told for name in names}
+            held = [] if old is None else list(pieces_of(old.state(), old.shapes))
+            wanted = trainer.empty_state(everybody)
+            copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
+        trainer.go_on_from(values, stays)
         trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
         trainer.decide_ahead()
         return copied

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import queue
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -32,6 +33,7 @@ VERSION = 1
 MAX_FRAME_BYTES = 1 << 24
 _HEAD = struct.Struct(">IB")
 _MAC_BYTES = 32
+_READ_BYTES = 1 << 16
 PORT_SECONDS = 2.0
 """How long a port that is in use is asked for again."""
 MAX_HANDSHAKES = 64
@@ -88,14 +90,24 @@ _KINDS: Mapping[str, type] = {
 }
 
 
+class _Envelope(msgspec.Struct):
+    kind: str
+    value: msgspec.Raw
+
+
+_ENVELOPE = msgspec.json.Decoder(_Envelope)
+_VALUES = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}
+
+
 class Link:
-    """One authenticated connection. `send` from any thread, `receive` from one. Use `connect` or `accept`."""
+    """One authenticated connection. `send` from any thread, receive from one. Use `connect` or `accept`."""
 
     def __init__(self, connection: socket.socket, key: bytes, is_client: bool) -> None:
-        self._socket = connection
+        self.socket = connection
         self._key = key
         self._own, self._theirs = (b"c", b"s") if is_client else (b"s", b"c")
         self._sent = self._received = 0
+        self._arrived = bytearray()
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
@@ -107,37 +119,71 @@ class Link:
             mac = self._mac(self._own, self._sent, body)
             self._sent += 1
             try:
-                self._socket.sendall(_HEAD.pack(len(body), VERSION) + mac + body)
+                self.socket.sendall(_HEAD.pack(len(body), VERSION) + mac + body)
             except OSError as error:
                 raise LinkClosed(str(error)) from None
 
     def receive(self) -> Any:
         """The next message, when there is one. Raises LinkClosed."""
+        while (message := self._next_message()) is None:
+            self._read()
+        return message
+
+    def receive_some(self) -> list[Any]:
+        """The messages that one read brings to an end, perhaps none. Raises LinkClosed where that tells nothing else.
+
+        Waits only where nothing is there to be read.
+        """
+        self._read()
+        messages: list[Any] = []
         try:
-            length, version = _HEAD.unpack(store.receive_exactly(self._socket, _HEAD.size))
-            if version != VERSION or length > MAX_FRAME_BYTES:
-                raise LinkClosed(f"a frame of version {version} and {length} bytes")
-            mac = store.receive_exactly(self._socket, _MAC_BYTES)
-            body = store.receive_exactly(self._socket, length)
-        except OSError as error:
-            raise LinkClosed(str(error)) from None
-        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, body)):
-            raise LinkClosed("a frame that was not signed by the other side")
-        self._received += 1
-        try:
-            document = msgspec.json.decode(body)
-            return msgspec.convert(document["value"], _KINDS[document["kind"]])
-        except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
-            raise LinkClosed(f"a message that makes no sense: {error}") from None
+            while (message := self._next_message()) is not None:
+                messages.append(message)
+        except LinkClosed:
+            if not messages:
+                raise
+            self.close()  # which the next read says
+        return messages
 
     def close(self) -> None:
         """End the connection, and what is blocked in it. May be called twice."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _read(self) -> None:
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except OSError as error:
+            raise LinkClosed(str(error)) from None
+        if not data:
+            raise LinkClosed("the other side closed the connection")
+        self._arrived += data
+
+    def _next_message(self) -> Any:
+        """The first message of what has arrived; None unless all of it has. Raises LinkClosed."""
+        arrived = self._arrived
+        if len(arrived) < _HEAD.size:
+            return None
+        length, version = _HEAD.unpack_from(arrived)
+        if version != VERSION or length > MAX_FRAME_BYTES:
+            raise LinkClosed(f"a frame of version {version} and {length} bytes")
+        start = _HEAD.size + _MAC_BYTES
+        if len(arrived) < start + length:
+            return None
+        mac, body = bytes(arrived[_HEAD.size : start]), bytes(arrived[start : start + length])
+        del arrived[: start + length]
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, body)):
+            raise LinkClosed("a frame that was not signed by the other side")
+        self._received += 1
+        try:
+            envelope = _ENVELOPE.decode(body)
+            return _VALUES[envelope.kind].decode(envelope.value)
+        except (msgspec.DecodeError, msgspec.ValidationError, KeyError, RecursionError) as error:
+            raise LinkClosed(f"a message that makes no sense: {error}") from None
 
     def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
-        return hmac.new(self._key, direction + number.to_bytes(8, "big") + body, hashlib.sha256).digest()
+        return hmac.digest(self._key, direction + number.to_bytes(8, "big") + body, "sha256")
 
 
 def connect(host: str, port: int, token: bytes, timeout_seconds: float = 10.0) -> Link:
@@ -203,41 +249,73 @@ class Received:
     message: Any
 
 
-def receive_into(received: queue.Queue[Received], link: Link) -> None:
-    """Put all messages of a connection into a queue, until it is closed."""
-    with contextlib.suppress(LinkClosed):
-        while True:
-            received.put(Received(link, link.receive()))
-    link.close()
-    received.put(Received(link, None))
+class Connections:
+    """Messages of all who connect with the token, and of links that are added, for one thread that waits for them.
 
+    Nobody who connects holds it up: handshakes have threads of their own.
+    """
 
-def accept_into(received: queue.Queue[Received], listener: socket.socket, token: bytes) -> None:
-    """Put all messages of all who connect with the token into a queue; from threads of their own, for ever."""
-    handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
+        self._listener = listener
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._newcomers: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
-    def read(connection: socket.socket) -> None:
-        try:
-            link = accept(connection, token)
-        except (OSError, ValueError):
-            return
-        finally:
-            handshakes.release()
-        receive_into(received, link)
+    def add(self, link: Link) -> None:
+        """From any thread."""
+        self._newcomers.put(link)
+        self._wake.send(b"x")
 
-    def listening() -> None:
+    def drop(self, link: Link) -> None:
+        """Close a connection, of which nothing more is said; by the thread that waits."""
+        with contextlib.suppress(KeyError, ValueError):  # twice
+            self._selector.unregister(link.socket)
+        link.close()
+
+    def wait(self, seconds: float) -> list[Received]:
+        """What has come, as soon as something has; nothing after so many seconds."""
+        received: list[Received] = []
+        for key, _ in self._selector.select(seconds):
+            link: Link | None = key.data
+            if link is None:
+                self._register(len(self._woken.recv(1 << 12)))
+                continue
+            try:
+                received += [Received(link, message) for message in link.receive_some()]
+            except LinkClosed:
+                self.drop(link)
+                received.append(Received(link, None))
+        return received
+
+    def _register(self, count: int) -> None:
+        for _ in range(count):
+            link = self._newcomers.get()
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def _accept(self) -> None:
+        handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+
+        def shake_hands(connection: socket.socket) -> None:
+            try:
+                self.add(accept(connection, self._token))
+            except (OSError, ValueError):
+                return
+            finally:
+                handshakes.release()
+
         while True:
             try:
-                connection, _ = listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 time.sleep(0.01)
                 continue
             if not handshakes.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=read, args=(connection,), daemon=True).start()
-
-    threading.Thread(target=listening, name="accept", daemon=True).start()
+            threading.Thread(target=shake_hands, args=(connection,), daemon=True).start()
 
 
 def close_all(links: Iterable[Link]) -> None:

@@ -56,7 +56,7 @@ class WorkerLink:
         self._on_fence = on_fence
         self._on_ending = on_ending
         self._beat_seconds = beat_seconds
-        self._commands: queue.Queue[Command] = queue.Queue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._newest = 0
         self._generation = 0
         self.ended: End | None = None

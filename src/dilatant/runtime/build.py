@@ -21,6 +21,7 @@ from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
 from dilatant.plan.holdings import Holdings
 from dilatant.plan.plan import PlacedStage, Plan
+from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.shared_unit import SharedUnit
 from dilatant.runtime.shared_weights import SharedWeights, share_weights
 
@@ -115,8 +116,9 @@ def build_shared(
     node_of: Sequence[int] | None = None,
     exact: Mapping[str, Tensor] | None = None,
     masters: bool = True,
+    before: OwnedWeights | None = None,
 ) -> SharedWeights:
-    """The weights in `stages` that train, in buckets that all ranks cut alike."""
+    """The weights in `stages` that train, in buckets that all ranks cut alike. See `share_weights`."""
     everything: dict[str, Tensor] = {}
     frozen: set[str] = set()
     for unit_plan in plan.units:
@@ -135,4 +137,6 @@ def build_shared(
             if name in formats:
                 weights[name] = parameter
                 stages_of.setdefault(name, set()).add(index)
-    return share_weights(comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact, masters)
+    return share_weights(
+        comm, weights, stages_of, held, formats, bucket_bytes, zero, node_of, exact, masters, before
+    )

@@ -24,7 +24,8 @@ class OwnedWeights:
     together is a view into the weight; any other box is an fp32 master copy, or without `masters` (the optimizer keeps
     its own) as the weight is. exact: values that weights were rounded from, by name, where they are known. spoken: key
     → the cells of it that this rank counts in norms and writes into checkpoints; over all ranks they hold every number
-    of every weight once.
+    of every weight once. before: of the same weights in the generation before; where nothing of what this rank owns
+    has changed (`stays`), the parameters are the same ones.
     """
 
     def __init__(
@@ -35,13 +36,20 @@ class OwnedWeights:
         shares: Sequence[BucketShare],
         exact: Mapping[str, Tensor] | None = None,
         masters: bool = True,
+        before: OwnedWeights | None = None,
     ) -> None:
         self.comm = comm
         self._keeps_masters = masters
         self.weights = dict(weights)
         self.held = {name: holdings[name].boxes[comm.rank] for name in weights}
         self._divided = [share for share in shares if share.is_divided]
-        divided = {name for share in self._divided for name in share.bucket.names}
+        divided = self._names_divided = frozenset(
+            name for share in self._divided for name in share.bucket.names
+        )
+        own = {box.key: box for name, box in self.held.items() if name not in divided}
+        own |= {box.key: box for share in shares for box in share.own if box.name in divided}
+        self.stays = before is not None and (before._names_divided, before.boxes) == (divided, own)
+        kept = before.parameters if before is not None and self.stays else {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.boxes: dict[str, Box] = {}
         self.spoken: dict[str, tuple[Box, ...]] = {}
@@ -54,7 +62,7 @@ class OwnedWeights:
         for share in shares:
             for box in share.own:
                 if box.name in divided:
-                    self._own(box, self._part(box, exact or {}))
+                    self._own(box, self._part(box, exact or {}, kept.get(box.key)))
                 if share.speaks:
                     key = (box if box.name in divided else self.held[box.name]).key
                     self.spoken[key] = (*self.spoken.get(key, ()), box)
@@ -102,11 +110,13 @@ class OwnedWeights:
         self.parameters[box.key] = parameter
         self.boxes[box.key] = box
 
-    def _part(self, box: Box, exact: Mapping[str, Tensor]) -> nn.Parameter:
+    def _part(self, box: Box, exact: Mapping[str, Tensor], kept: nn.Parameter | None) -> nn.Parameter:
         view = self.view(box)
         if view.is_contiguous() and (view.dtype == torch.float32 or not self._keeps_masters):
-            return self._as_held(view)
+            return self._as_held(view) if kept is None else kept
         self._copies[box.key] = view
+        if kept is not None:
+            return kept
         if not self._keeps_masters:
             return self._as_held(view.clone(memory_format=torch.contiguous_format))
         source = exact[box.name][self.held[box.name].place(box)] if box.name in exact else view

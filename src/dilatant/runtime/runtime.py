@@ -69,6 +69,9 @@ class Runtime:
     begins_alike: prove that replicas have equal weights, and take the costs of rank 0; False: the weights are yet to be
     filled in, and all ranks were given the same costs.
 
+    before: of the same model in a generation that is over, closed, where this rank's part `stays`: its stages go on as
+    they are, with their weights, and nothing is built.
+
     holdings: who holds what; boxes: of each weight and buffer held here, by logical name, the part of it that is.
     parameters: logical name → parameter held here, an ordinary one: an ordinary optimizer updates it after `execute` as
     every other holder does.
@@ -101,6 +104,7 @@ class Runtime:
         owns_comm: bool = False,
         num_sources: int = 1,
         begins_alike: bool = True,
+        before: Runtime | None = None,
     ) -> None:
         require_trainable(plan, model.units)
         refuse_random_depth(model.units.values())
@@ -124,7 +128,11 @@ class Runtime:
             for name, tensor in (weights or {}).items()
             if name in self.boxes
         }
-        modules = build_stages(model, plan, comm, seed, weights, self.boxes, precision)
+        if before is None:
+            modules = build_stages(model, plan, comm, seed, weights, self.boxes, precision)
+        else:
+            own = [placed.index for placed in self._placed if comm.rank in placed.stage.ranks]
+            modules = dict(zip(own, before.modules.values(), strict=True))
         self._boundaries = derive_boundaries(model, plan)
         backward = self._trainability.backward
         self._stages = local_stages(model, plan, comm.rank, modules, self._boundaries, backward)
@@ -134,7 +142,17 @@ class Runtime:
             for name, parameter in module.named_logical_parameters()
         }
         self._shared = build_shared(
-            model, plan, comm, modules, self.holdings, bucket_bytes, zero, node_of, weights, keeps_masters
+            model,
+            plan,
+            comm,
+            modules,
+            self.holdings,
+            bucket_bytes,
+            zero,
+            node_of,
+            weights,
+            keeps_masters,
+            None if before is None else before.owned,
         )
         self._sync = self._shared.sync
         self._sync.keeps = self._keeps = keeps_gradients
@@ -180,6 +198,20 @@ class Runtime:
     def modules(self) -> dict[int, Stage]:
         """The stages held here, by stage number."""
         return {index: stage.module for index, stage in self._stages.items()}
+
+    def stays(self, plan: Plan, rank: int) -> bool:
+        """Whether `rank` holds under `plan` what this rank holds here, each stage alone, so that `Runtime` may take it
+        over as it is."""
+        there = [placed for placed in plan.stages() if rank in placed.stage.ranks]
+        here = [stage.placed for stage in self._stages.values()]
+        return all(len(placed.stage.ranks) == 1 for placed in (*here, *there)) and [
+            (placed.unit, placed.stage.first, placed.stage.end) for placed in here
+        ] == [(placed.unit, placed.stage.first, placed.stage.end) for placed in there]
+
+    def clear_gradients(self) -> None:
+        """Of all weights held here: those of a generation that is over, which this one has taken over with them."""
+        for parameter in (*self.parameters.values(), *self.owned.parameters.values()):
+            parameter.grad = None
 
     @property
     def owned(self) -> OwnedWeights:

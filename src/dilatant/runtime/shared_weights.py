@@ -53,12 +53,13 @@ def share_weights(
     node_of: Sequence[int] | None = None,
     exact: Mapping[str, Tensor] | None = None,
     masters: bool = True,
+    before: OwnedWeights | None = None,
 ) -> SharedWeights:
     """Called by all ranks, on which only `weights` and `stages_of` differ.
 
     weights: the trainable ones held here, by logical name. stages_of: the own stages that use them. formats: of every
     trainable weight anywhere. zero, node_of: see `share_of`; without node_of all ranks are on one node. exact,
-    masters: see `OwnedWeights`.
+    masters, before: see `OwnedWeights`.
     """
     nodes = [0] * comm.size if node_of is None else node_of
     shares = tuple(
@@ -67,7 +68,7 @@ def share_weights(
         if comm.rank in bucket.ranks
     )
     open_groups(comm, shares)
-    owned = OwnedWeights(comm, weights, holdings, shares, exact, masters)
+    owned = OwnedWeights(comm, weights, holdings, shares, exact, masters, before)
     silent = frozenset(name for name in weights if comm.rank in holdings[name].silent)
     using = {name: frozenset(stages_of[name]) for name in weights}
     return SharedWeights(shares, owned, GradientSync(comm, owned, using, shares, silent))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dilatant.comm.comm import Comm
+from dilatant.training.decoding import KeptPool
 
 
 class Gate(Protocol):
@@ -35,7 +36,7 @@ class Membership:
     """A rank's place in a run that goes on when others are lost. node_of: rank → node, in this generation.
     weights_follow: whether the weights come from elsewhere, so that none need be read or drawn. opened: told of the
     communication as soon as there is some, to end it. reason: why there is a new generation. keeps_gradients: see
-    `Runtime`."""
+    `Runtime`. pool: of data workers, for this generation and the next."""
 
     generation: int = 0
     node_of: tuple[int, ...] | None = None
@@ -44,6 +45,7 @@ class Membership:
     opened: Callable[[Comm], None] = lambda comm: None
     reason: str = ""
     keeps_gradients: bool = False
+    pool: KeptPool | None = None
 
 
 ALONE = Membership()

@@ -72,31 +72,63 @@ class ClusterSource:
         self._connection.close()
 
 
+class KeptPool:
+    """The pool of this machine, where this process owns it: for one generation of ranks after another, of the same
+    data. `close` ends it."""
+
+    def __init__(self) -> None:
+        self._owner: PoolOwner | None = None
+
+    def owner(
+        self, datasets: Mapping[str, Blend], encoding: Encoding, workers: int, how: Decoding
+    ) -> PoolOwner:
+        """The one that is there, with as many workers as it began with; a new one where there is none, or it was given
+        up."""
+        if self._owner is None or not self._owner.is_open:
+            self._owner = PoolOwner(datasets, encoding, workers, how.seconds)
+        return self._owner
+
+    def close(self) -> None:
+        if self._owner is not None:
+            self._owner.close()
+
+
 def open_source(
-    comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
+    comm: Comm | None,
+    datasets: Mapping[str, Blend],
+    encoding: Encoding,
+    how: Decoding,
+    pool: KeptPool | None = None,
 ) -> Source:
-    """Where this rank gets its samples from; called by all ranks together. comm: None for a process alone. Raises
-    UserError for a cluster that cannot be used."""
+    """Where this rank gets its samples from; called by all ranks together. comm: None for a process alone. pool: stays
+    when the source is closed. Raises UserError for a cluster that cannot be used."""
     if how.cluster is not None and datasets:
         return ClusterSource(comm, datasets, encoding, how)
-    return MachineSource(comm, datasets, encoding, how)
+    return MachineSource(comm, datasets, encoding, how, pool)
 
 
 class MachineSource:
     """A `Source` of the pool of this rank's machine, which the lowest rank there owns; made by all ranks together.
 
-    comm: None for a process alone.
+    comm: None for a process alone. pool: None to end it with this source.
     """
 
     def __init__(
-        self, comm: Comm | None, datasets: Mapping[str, Blend], encoding: Encoding, how: Decoding
+        self,
+        comm: Comm | None,
+        datasets: Mapping[str, Blend],
+        encoding: Encoding,
+        how: Decoding,
+        pool: KeptPool | None = None,
     ) -> None:
         rank, here = (0, (0,)) if comm is None else (comm.rank, comm.ranks_here)
         workers = workers_of_machine(how.workers, len(here))
-        self._owner: PoolOwner | None = None
+        self._pool = KeptPool() if pool is None else None
+        address = ""
         if workers and datasets and rank == here[0]:
-            self._owner = PoolOwner(datasets, encoding, workers, how.seconds)
-        address = "" if self._owner is None else self._owner.address
+            keeper = pool or self._pool
+            assert keeper is not None
+            address = keeper.owner(datasets, encoding, workers, how).address
         if comm is not None and how.workers != 0:  # cores that are free may be counted unlike on the others
             address = comm.tell_machine(address)
         self._source: Source = (
@@ -107,10 +139,10 @@ class MachineSource:
         self.ask, self.take, self.forget = self._source.ask, self._source.take, self._source.forget
 
     def close(self) -> None:
-        """Leave the pool; its owner ends it."""
+        """Leave the pool, and end one of one's own."""
         self._source.close()
-        if self._owner is not None:
-            self._owner.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 def stand_by(comm: Comm, how: Decoding) -> None:

@@ -21,7 +21,7 @@ from dilatant.data.workers import workers_of_machine
 from dilatant.profiling.assemble import Samples
 from dilatant.runtime.runtime import Runtime
 from dilatant.runtime.step_planner import PreparedStep
-from dilatant.training.decoding import decoding_of, open_source
+from dilatant.training.decoding import KeptPool, decoding_of, open_source
 from dilatant.training.feed import Draw, Feed, IndexedData, StepInput, agree_on_bad, draws
 from dilatant.training.needs import Needs
 from dilatant.training.shared_batches import SharedBatches
@@ -45,9 +45,11 @@ class Steps(Protocol):
 
 
 class Inputs:
-    """Made by all ranks together; what it started runs until `close()`."""
+    """Made by all ranks together; what it started runs until `close()`, but for a `pool` that it was given."""
 
-    def __init__(self, comm: Comm, runtime: Runtime, config: Config, samples: Samples) -> None:
+    def __init__(
+        self, comm: Comm, runtime: Runtime, config: Config, samples: Samples, pool: KeptPool | None = None
+    ) -> None:
         self._comm = comm
         self._runtime = runtime
         self._config = config
@@ -65,7 +67,7 @@ class Inputs:
         self._shared = None if TRAIN in self._data else SharedBatches(comm, bool(self._needs.media))
         data = config.data
         datasets = {name: known.samples for name, known in self._data.items()}
-        self._source = open_source(comm, datasets, samples.encoding, decoding_of(data))
+        self._source = open_source(comm, datasets, samples.encoding, decoding_of(data), pool)
 
     @property
     def is_stream(self) -> bool:

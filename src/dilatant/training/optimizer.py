@@ -116,9 +116,9 @@ def optimizer_tensors(optimizer: WithMasters) -> dict[str, dict[str, torch.Tenso
 
 def allocate_moments(optimizer: WithMasters, names: set[str]) -> None:
     """Make room for the moments of the parameters in `names`, so that a checkpoint can be read into them; `loaded` of
-    the optimizer follows."""
+    the optimizer follows. Those that are there stay."""
     for name, parameter in _members(optimizer):
-        if name in names:
+        if name in names and optimizer.moments(parameter) is None:
             optimizer.allocate(parameter)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import any_rank
 from dilatant.config.errors import UserError
+from dilatant.plan.boxes import Box
 from dilatant.runtime.holders import written_cells
 from dilatant.runtime.runtime import Runtime
 from dilatant.training.averages import Averages
@@ -41,11 +43,14 @@ class Saving:
         self._runtime = runtime
         self._optimizer = optimizer
         self._averages = averages
-        self._written = written_cells(runtime.holdings, comm.rank)
         self._shapes = {name: box.whole for name, box in runtime.boxes.items()}
         self._unpublished = False
         self.step = 0
         """Of the last save."""
+
+    @cached_property
+    def _written(self) -> dict[str, tuple[Box, ...]]:
+        return written_cells(self._runtime.holdings, self._comm.rank)
 
     @property
     def published(self) -> Path | None:

@@ -22,6 +22,8 @@ from dilatant.data.loader import GlobalBatch
 from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
+from dilatant.plan.boxes import parse_key
+from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
@@ -48,6 +50,7 @@ from dilatant.training.nonfinite import explain_nonfinite, is_finite
 from dilatant.training.optimizer import (
     allocate_moments,
     build_optimizer,
+    optimizer_tensors,
     peak_rates,
     set_rate_factor,
 )
@@ -79,6 +82,9 @@ class Trainer:
     model: the whole model, of which this rank gives memory to its own layers only; the rest stays on the meta device.
     membership: of a run that goes on when ranks are lost; its gate then decides which steps count, and an error is for
     whoever made this trainer to handle: nothing is saved, and nobody told.
+    before: this rank's trainer in the generation before, closed, whose part `stays`: its weights, and its optimizer
+    where that owns the same, are shared with this one, which changes nothing of them before `begin_alone`. `model` is
+    its model then.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Trainer:
         worker: Worker,
         checkpoints: Path,
         membership: Membership = ALONE,
+        before: Trainer | None = None,
     ) -> None:
         plan = planned.plan
         self.rank = worker.rank
@@ -108,22 +115,11 @@ class Trainer:
             timeout_seconds=600.0 if config.parallel is None else config.parallel.timeout_seconds,
         )
         membership.opened(self.comm)
-        held = boxes_held_on(holdings_of(plan, model.units), worker.rank)
         self._gate = membership.gate
         self.membership = membership
         self.recovery: Mapping[str, float] = {}
-        flops = model_flops(describe_model(model))
-        weights: dict[str, torch.Tensor] = {}
-        if membership.weights_follow:  # but for those that are no state
-            weights = {name: torch.zeros(box.shape) for name, box in held.items()}
-            held_so = {name for unit in model.units.values() for name in unit.four_bit} & held.keys()
-            for name in held_so:
-                del weights[name]
-            read = {name: held[name] for name in held_so}
-        else:
-            read = held
-        if read:
-            weights |= read_pretrained(model, config.model, read, config.seed)
+        flops = model_flops(describe_model(model)) if before is None else before._meter.flops
+        weights = {} if before is not None else _first_weights(config, model, plan, worker.rank, membership)
         self.runtime = Runtime(
             model,
             plan,
@@ -143,7 +139,9 @@ class Trainer:
             owns_comm=True,
             num_sources=len(self._sources),
             begins_alike=not membership.weights_follow,
+            before=None if before is None else before.runtime,
         )
+        held = self.runtime.boxes
 
         def matching(pattern: str) -> frozenset[str]:
             return select(model.units, [pattern])
@@ -170,12 +168,15 @@ class Trainer:
             for key, box in owned.boxes.items()
             if box.name in weights
         }
-        self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
-        ema = config.train.optimizer.ema
-        self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
+        if before is not None and owned.stays:
+            self._optimizer, self._averages = before._optimizer, before._averages
+        else:
+            self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
+            ema = config.train.optimizer.ema
+            self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
         self.best = Best()
         samples = with_latents(self.comm, config, samples, worker.device)
-        self._inputs = Inputs(self.comm, self.runtime, config, samples)
+        self._inputs = Inputs(self.comm, self.runtime, config, samples, membership.pool)
         self._ahead: tuple[contextlib.ExitStack, Steps] | None = None
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
@@ -246,24 +247,44 @@ class Trainer:
             "best": self.best.to_json(),
         }
 
+    def names_with_moments(self) -> set[str]:
+        """The weights owned here that were updated."""
+        return {
+            parse_key(key)[0]
+            for key, kinds in optimizer_tensors(self._optimizer).items()
+            if MOMENTS[0] in kinds
+        }
+
     def empty_state(self, moments: Set[str]) -> Tensors:
         """As `state`, to be filled, with room for the moments of the weights of these names; `go_on_from` follows."""
         boxes = self.runtime.owned.boxes
         allocate_moments(self._optimizer, {key for key, box in boxes.items() if box.name in moments})
         return self.state()
 
-    def go_on_from(self, values: Mapping[str, Any]) -> None:
-        """Go on with the state that was filled in, from where `values` say; called by all ranks. Raises ValueError for
-        costs that are none, UserError where replicas differ."""
+    def go_on_from(self, values: Mapping[str, Any], stays: bool = False) -> None:
+        """Go on with the state that was filled in, from where `values` say; called by all ranks. stays: nothing was, on
+        any rank. Raises ValueError for costs that are none, UserError where replicas differ."""
         self._optimizer.loaded()
         self.runtime.owned.gather()
-        self.runtime.require_equal(self._optimizer.masters, state_tensors(self._optimizer, self._averages))
+        if not stays:
+            self.runtime.require_equal(
+                self._optimizer.masters, state_tensors(self._optimizer, self._averages)
+            )
         self.step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
         self.best = Best.from_json(values.get("best"))
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
+
+    @property
+    def stays(self) -> bool:
+        """Whether all that this rank holds of the run's state is what it held in the generation before."""
+        return self.runtime.owned.stays
+
+    def begin_alone(self) -> None:
+        """The generation before is over for good: what is shared with its trainer is this one's now."""
+        self.runtime.clear_gradients()
 
     def continue_branch(self, saved_step: int, newest: Path | None) -> None:
         """Go on with the checkpoints of this run that are there, the newest of which is of `saved_step`; called by all
@@ -507,3 +528,16 @@ class Trainer:
             generation=self.membership.generation,
             recovery=self.recovery,
         )
+
+
+def _first_weights(
+    config: Config, model: MultimodalModel, plan: Plan, rank: int, membership: Membership
+) -> dict[str, torch.Tensor]:
+    """What a rank holds, whole or parts: as it was trained before, or zeros where weights follow."""
+    held = boxes_held_on(holdings_of(plan, model.units), rank)
+    if not membership.weights_follow:
+        return read_pretrained(model, config.model, held, config.seed) if held else {}
+    four_bit = {name for unit in model.units.values() for name in unit.four_bit}  # these are no state
+    weights = {name: torch.zeros(box.shape) for name, box in held.items() if name not in four_bit}
+    read = {name: box for name, box in held.items() if name in four_bit}
+    return weights | (read_pretrained(model, config.model, read, config.seed) if read else {})

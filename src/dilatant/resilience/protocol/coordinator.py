@@ -333,9 +333,10 @@ class Coordinator:
 
     def _disagreeing(self, own: list[Status]) -> set[str]:
         """Nodes whose gradients of a layer are not those of most of its holders."""
-        holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        if not own or all(s.hashes == own[0].hashes for s in own):
+        told: dict[str, int] = {}
+        if all(told.setdefault(layer, value) == value for s in own for layer, value in s.hashes.items()):
             return set()
+        holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for s in own:
             for layer, value in s.hashes.items():
                 holders[layer][value].append(s.node)
@@ -360,16 +361,16 @@ class Coordinator:
 
     def _order(self, node: str, task: Task) -> Order:
         self._serial += 1
-        workers: tuple[int, ...] = ()
+        members, workers = (), ()
         if task is Task.REBUILD:
-            workers = tuple(self.statuses[member].workers for member in self.members)
+            members, workers = self.members, tuple(self.statuses[member].workers for member in self.members)
         return Order(
             node,
             self.term,
             self._serial,
             task,
             self.generation,
-            self.members,
+            members,
             workers,
             self.base,
             self.committed,

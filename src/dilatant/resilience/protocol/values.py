@@ -78,7 +78,8 @@ class Status:
 class Order:
     """All that a node is to know. term, serial: a later order has a greater pair.
 
-    members: of the generation, those that ran before first, in the order of ranks; workers: of each. base, committed:
+    members: of a generation that is to be rebuilt, those that ran before first, in the order of ranks; workers: of
+    each. Other orders, one a step to each of them, do not have them. base, committed:
     the state to go on from: the generation that ran it, and its steps. In a running generation `committed` grows as
     steps are committed, and whoever has prepared the last one applies it. ending: why all are to save and end. doubted:
     replicas had unlike gradients of the step in hand, so that none of them are to be kept.
