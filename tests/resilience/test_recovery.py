@@ -199,6 +199,9 @@ def test_a_deterministic_run_has_the_same_bits_with_kills_and_without(tmp_path: 
     assert ended.exit_code == 0, ended.output
     assert len(ended.events[-1]["members"]) == 2
     assert ended.losses == alone.losses
+    rebuilds = (tmp_path / "killed" / "run" / "resilience" / "rebuilds.jsonl").read_text().splitlines()
+    # Copies keep weights and optimizer: what a step left in them before it was lost must not count.
+    assert [json.loads(line)["stays"] for line in rebuilds] == [False, *[True] * (len(rebuilds) - 1)]
 
 
 @pytest.mark.slow

@@ -54,10 +54,12 @@ def _run(
     shares = []
     for generation in range(len(lost) + 1):
         comm = Comm(worker.store, rank, size, generation)
+        before = old if old is not None and old.stays(plan, rank) else None
         runtime = Runtime(
-            build_model(case, "meta"),
+            build_model(case, "meta") if before is None else before.model,
             plan,
             comm,
+            before=before,
             seed=case.seed,
             bucket_bytes=case.bucket_bytes,
             zero=zero,  # type: ignore[arg-type]
@@ -69,6 +71,7 @@ def _run(
         )
         if generation:
             salvage_step(comm, 0, old, runtime)
+            runtime.clear_gradients()
             step = runtime.plan_step(samples)
             shares.append(1.0 if step.salvaged is None else len(step.salvaged.missing) / len(samples))
         elif exact:

@@ -273,6 +273,7 @@ class _Rank:
                 "cpu_seconds": time.process_time() - began,
                 "bytes_to_first_rank": copied,
                 "salvaged_share": kept,
+                "stays": trainer.stays,
             }
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

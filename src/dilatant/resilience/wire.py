@@ -96,7 +96,9 @@ class _Envelope(msgspec.Struct):
 
 
 _ENVELOPE = msgspec.json.Decoder(_Envelope)
-_VALUES = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}
+_VALUES: Mapping[str, msgspec.json.Decoder[Any]] = {
+    name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()
+}
 
 
 class Link:

@@ -361,9 +361,8 @@ class Coordinator:
 
     def _order(self, node: str, task: Task) -> Order:
         self._serial += 1
-        members, workers = (), ()
-        if task is Task.REBUILD:
-            members, workers = self.members, tuple(self.statuses[member].workers for member in self.members)
+        members = self.members if task is Task.REBUILD else ()
+        workers = tuple(self.statuses[member].workers for member in members)
         return Order(
             node,
             self.term,
