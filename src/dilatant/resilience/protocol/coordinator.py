@@ -120,8 +120,8 @@ class Coordinator:
 
     @property
     def newcomers(self) -> list[str]:
-        """Nodes that could become members, in the order in which they came."""
-        return [
+        """Nodes that could become members, by name: who is which rank must not depend on who was first."""
+        found = [
             node
             for node, status in self.statuses.items()
             if node not in self.members
@@ -129,6 +129,7 @@ class Coordinator:
             and not status.leaving
             and not status.failed
         ]
+        return sorted(found, key=lambda node: (len(node), node))
 
     def _decide(self, now: float) -> list[Effect]:
         """All that follows from what is known now."""
@@ -333,6 +334,8 @@ class Coordinator:
 
     def _disagreeing(self, own: list[Status]) -> set[str]:
         """Nodes whose gradients of a layer are not those of most of its holders."""
+        if all(s.hashes == own[0].hashes for s in own):
+            return set()
         told: dict[str, int] = {}
         if all(told.setdefault(layer, value) == value for s in own for layer, value in s.hashes.items()):
             return set()
