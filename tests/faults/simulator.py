@@ -361,7 +361,7 @@ class World:
         node, begins, ends = self.deaf
         if agent is None or (order.node == node and begins < self.now < ends):
             return
-        if order.task in (Task.FENCE, Task.REBUILD, Task.RUN):
+        if order.task is Task.REBUILD:
             known = self.memberships.setdefault(order.generation, order.members)
             if known != order.members:
                 raise Violated(f"generation {order.generation} has members {known} and {order.members}")
