@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tiny_project import Dilatant, tiny_config, write_images
+
 from tiny_wholes import save_as_the_hub_does
 
 
