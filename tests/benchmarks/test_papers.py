@@ -126,18 +126,18 @@ def test_cells_of_the_data_set_that_set_a_factor_are_not_predictions():
     table = entrain_stability.allocations(SHARED, entrain_stability.entrain_sizes(SHARED))
     fitted = [row for row in table.rows if row[3] == "fitted"]
     assert {str(row[1]).split()[0] for row in fitted} == {"SynthChartNet"}
-    by_basis = {basis: sum(row[3] == basis for row in table.rows) for basis in ("fitted", "predicted")}
+    by_basis = {basis: sum(row[3] == basis for row in table.rows) for basis in ("fitted", "calibrated")}
     for one in table.outcomes:
         tables = 2 if one.basis == "fitted" else 6
         assert int(one.paper.split(" of ")[1]) in (tables, by_basis[one.basis])
 
 
 @needs_sizes
-def test_replaying_the_papers_own_throughput_is_not_called_a_prediction():
+def test_what_the_papers_own_throughput_goes_into_is_not_called_a_prediction():
     folder = SHARED / "traces/oobleck"
     known = json.loads((folder / "throughput_by_nodes.json").read_text(encoding="utf-8"))
     table = oobleck_failures.controlled_failures(folder, known)
-    assert [one.basis for one in table.outcomes] == ["replayed", "predicted"]
+    assert [one.basis for one in table.outcomes] == ["replayed", "calibrated"]
     assert max(abs(ratio - 1.0) for ratio in table.column("ratio")) < 0.03
 
 
