@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from model_cases import cost_model  # noqa: E402
-from oracles.search import best_step, layer_seconds  # noqa: E402
-from search_cases import find, random_vlm  # noqa: E402
+from model_cases import cost_model
+from oracles.search import best_step, layer_seconds
+from search_cases import find, random_vlm
 
 DEGREES = (1, 2)
 
@@ -79,8 +79,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     found = small_cases(parser.parse_args().cases)
     print(
-        f"{found.cases} cases: the search's plan is at most {found.worst_gap:.2%} slower than the best of all plans; in "
-        f"{found.faster} it is faster than any with equal replicas; {found.wrong_bounds} bounds above the best"
+        f"{found.cases} cases: the search's plan is at most {found.worst_gap:.2%} slower than the best of all plans; "
+        f"in {found.faster} it is faster than any with equal replicas; {found.wrong_bounds} bounds above the best"
     )
 
 

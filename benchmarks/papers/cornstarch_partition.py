@@ -116,8 +116,8 @@ def frozen_passes() -> PaperTable:
             if row[3] > 0.0
         ),
         (
-            f"Of a frozen encoder's backward the paper measures {0.50 / 44.26:.2f} forwards, the projector's; ours counts "
-            f"{rows[1][3]:.2f}.",
+            f"Of a frozen encoder's backward the paper measures {0.50 / 44.26:.2f} forwards, the projector's; ours "
+            f"counts {rows[1][3]:.2f}.",
         ),
     )
 

@@ -229,7 +229,8 @@ def orchestration_gain(shared: Path) -> PaperTable:
                 f"{spread(ours)}",
                 "beats" if min(ours) > 1.0 else "agrees" if min(ours) > 0.99 else "falls short",
                 "predicted",
-                "the search optimises the simulator that scores both; microbatches in DistTrain's order there, balanced here",
+                "the search optimises the simulator that scores both; microbatches in DistTrain's order there, "
+                "balanced here",
             ),
         ),
     )
