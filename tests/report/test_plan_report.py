@@ -225,7 +225,9 @@ def test_a_cause_of_idle_time_has_one_colour_on_every_page():
     # And no page or script has colours of its own: all are classes of the one style.
     assets = Path(cause_tones.__code__.co_filename).parent / "assets"
     for asset in assets.iterdir():
-        literals = re.findall(r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|oklch)\(", asset.read_text(encoding="utf-8"), re.I)
+        literals = re.findall(
+            r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|oklch)\(", asset.read_text(encoding="utf-8"), re.I
+        )
         assert asset.name == "page.css" or not literals, (asset.name, literals)
 
 

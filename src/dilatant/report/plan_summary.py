@@ -106,7 +106,7 @@ def _data(report: PlanReport) -> list[str]:
         return []
     shares = listed(
         [
-            f"{unit} {percent_text(share)} (±{100 * max(ratio.high[unit] - share, share - ratio.low[unit]):.2g})"
+            f"{unit} {percent_text(share)} (± {100 * max(ratio.high[unit] - share, share - ratio.low[unit]):.2g} points)"
             for unit, share in ratio.shares.items()
         ]
     )
