@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -153,3 +154,19 @@ def test_every_committed_outcome_has_a_verdict_and_names_its_basis():
             for one in table["outcomes"]:
                 assert one["verdict"] in results_page.VERDICTS, one
                 assert (one["basis"] == "carried over") == (one["verdict"] == results_page.VERDICTS[-1]), one
+
+
+def test_predictions_in_calibrated_tables_are_none_and_the_errors_in_the_text_are_measured():
+    tables = json.loads((results_page.RESULTS / "papers.json").read_text(encoding="utf-8"))["tables"]
+    for table in tables:
+        if table["basis"].startswith("calibrated"):
+            assert not [one for one in table["outcomes"] if one["basis"] == "predicted"], table["name"]
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    errors = json.loads((results_page.RESULTS / "simulator_vs_runtime.json").read_text(encoding="utf-8"))
+    shown = re.findall(r"\| (\d+\.\d) % \|", text)
+    assert shown[:3] == [
+        f"{100 * errors['mean_error'][name]:.1f}" for name in ("same step", "other steps", "fitted")
+    ]
+    planning = json.loads((results_page.RESULTS / "planning.json").read_text(encoding="utf-8"))["rows"]
+    missed = [row["name"] for row in planning if row["bar"] is not None and row["value"] > row["bar"]]
+    assert ("all held" in (ROOT / "docs/planners.md").read_text(encoding="utf-8")) == (not missed), missed

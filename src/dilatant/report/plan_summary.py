@@ -104,15 +104,12 @@ def _data(report: PlanReport) -> list[str]:
     ratio = report.ratio
     if ratio is None or not ratio.shares:
         return []
-    shares = listed(
-        [
-            f"{unit} {percent_text(share)} (± {100 * max(ratio.high[unit] - share, share - ratio.low[unit]):.2g} points)"
-            for unit, share in ratio.shares.items()
-        ]
-    )
-    return [
-        f"Of a step's work, {shares}: from {ratio.samples:,} samples, with {percent_text(ratio.confidence)} confidence."
-    ]
+    shares = []
+    for unit, share in ratio.shares.items():
+        off = 100 * max(ratio.high[unit] - share, share - ratio.low[unit])
+        shares.append(f"{unit} {percent_text(share)} (± {off:.2g} points)")
+    sure = percent_text(ratio.confidence)
+    return [f"Of a step's work, {listed(shares)}: from {ratio.samples:,} samples, with {sure} confidence."]
 
 
 def _optimality(report: PlanReport) -> list[str]:
