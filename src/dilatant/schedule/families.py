@@ -205,11 +205,12 @@ def _between_used(
     used = np.flatnonzero(np.isfinite(forward))
     if not len(used):
         return 2 * half * piece, 2 * half * piece + half
-    beyond = np.minimum(piece - used[0], 0) + np.maximum(piece - used[-1], 0)
-    return (
-        np.interp(piece, used, forward[used]) + 2 * half * beyond,
-        np.interp(piece, used, backward[used]) + 2 * half * beyond,
-    )
+    beyond = 2 * half * (np.minimum(piece - used[0], 0) + np.maximum(piece - used[-1], 0))
+
+    def everywhere(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.interp(piece, used, times[used]) + beyond, dtype=np.float64)
+
+    return everywhere(forward), everywhere(backward)
 
 
 def _period(arrays: PlanArrays, first: int, end: int) -> int:
