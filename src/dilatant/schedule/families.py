@@ -201,10 +201,11 @@ def _between_used(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The times of all pieces where those that nothing consumes (texts without an image before a generator) have none:
     theirs are between their neighbours', and a slot each before the first and after the last."""
-    piece = np.arange(len(forward))
+    piece = np.arange(len(forward), dtype=np.float64)
     used = np.flatnonzero(np.isfinite(forward))
     if not len(used):
-        return 2 * half * piece, 2 * half * piece + half
+        slots: NDArray[np.float64] = 2.0 * half * piece
+        return slots, slots + half
     beyond = 2 * half * (np.minimum(piece - used[0], 0) + np.maximum(piece - used[-1], 0))
 
     def everywhere(times: NDArray[np.float64]) -> NDArray[np.float64]:
