@@ -177,7 +177,7 @@ class _Consumers:
         self, chain: int, times: Times, half: NDArray[np.float64], leads: NDArray[np.float64]
     ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
         """(half a slot, forward times, backward times `[pieces]`) of a chain's last stage, from the times of its
-        consumers' first stages; `leads[chain]` is how much earlier than a consumer it it runs."""
+        consumers' first stages; `leads[chain]` is how much earlier than a consumer it runs."""
         start, stop = int(self.first[chain]), int(self.first[chain + 1])
         mine = (self.made >= start) & (self.made < stop)
         made, used, consumer = self.made[mine] - start, self.used[mine], self.consumer[mine]
