@@ -89,6 +89,14 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
         service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
         if service.ended in (FINISHED, ASKED) or service.leaves:
             return 0
+        if service.ended == NO_COORDINATOR:
+            print(
+                f"error: nobody leads the run any more ({options.host}:{options.port} is gone"
+                f"{', and most machines with it' if job.standby else ''}); `dilatant resume` goes on from its newest "
+                "checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         if not service.is_out:
             is_temporary = service.ended == NO_COORDINATOR or TOO_FEW in service.ended
             return TOO_FEW_EXIT_CODE if is_temporary else 1
