@@ -1,10 +1,9 @@
 """A spot trace for real, with time compressed: machines of the quickstart's run come and go as its nodes did.
 
-Each machine is an agent with one process on this computer; a lost one is killed, agent and all, without notice. An event
-that takes a share of the trace's nodes takes that share of ours, one at least; so for what joins. The ceiling is what
-would have been trained had each change of membership taken no time: the median step with so many members, over the
-time that they were members. Steps of fewer machines on the same cores are the faster ones, so it is a ceiling for this
-computer alone. Afterwards one process trains as many steps, and every step has to have had the same tokens.
+Each machine is an agent with one process on this computer; a lost one is killed, agent and all, without notice. An
+event that takes a share of the trace's nodes takes that share of ours, one at least; so for what joins. The ceiling is
+what would have been trained had each change taken no time: the median step with so many members, over the time they
+were members. Afterwards one process trains as many steps, and every step has to have had the same tokens.
 
     python benchmarks/trace_replay.py ../shared/traces/oobleck/scale_p3-trace.csv --json results.json
 """
@@ -26,8 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dilatant.plan.node_trace import NodeTrace, load_node_trace
 from machine import machine
+
+from dilatant.plan.node_trace import NodeTrace, load_node_trace
 
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "quickstart.yaml"
 BEGIN_SECONDS, END_SECONDS = 120.0, 60.0
@@ -162,8 +162,9 @@ def check_ledger(folder: Path, data: Path, steps: list[dict[str, Any]]) -> float
         *_set(overrides(folder / "alone", data)),
     ]
     command += _set([f"train.steps={len(steps)}", "parallel=single"])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("ab") as output:
-        subprocess.run(command, check=True, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        subprocess.run(command, check=True, stdout=output, stderr=output, env=environment)
     alone = read_lines(folder / "alone" / "metrics.jsonl")
 
     def ledger(of: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -200,11 +201,13 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--machines", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--speed", type=float, default=30.0, help="the trace's seconds in one of ours")
+    parser.add_argument("--speed", type=float, default=60.0, help="the trace's seconds in one of ours")
+    parser.add_argument("--start", type=float, default=1500.0, help="seconds of the trace that are left out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     trace = load_node_trace(options.trace)
+    trace = trace.within(options.start, trace.seconds)
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), Path(name) / "digits"
         digits = [sys.executable, str(CONFIG.parent / "digits.py"), str(data)]
