@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from dilatant.resilience.protocol.values import Settings
 
-LEADER_SECONDS = 10.0
-
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -45,8 +43,8 @@ class Job:
 
     @property
     def leader_patience_seconds(self) -> float:
-        """How long a leader may be silent that has a standby: longer than its coordinator's new start takes."""
-        return max(LEADER_SECONDS, 3 * self.settings.lease_seconds)
+        """How long a leader may be silent that has a standby."""
+        return max(self.settings.leader_seconds, 3 * self.settings.lease_seconds)
 
 
 @dataclass(frozen=True, slots=True)
