@@ -174,7 +174,8 @@ class Service:
         link, job = self._coordinator, self._start.job
         if link is None or job is None or len(self._leaders) == 1 or not self._agent.generation:
             return
-        if time.monotonic() - self._leader_heard > job.leader_patience_seconds:
+        # One that has returned says nothing before all are back, or their time is over.
+        if time.monotonic() - self._leader_heard > job.leader_patience_seconds + job.settings.return_seconds:
             link.close()
 
     def _follow(self, host: str, port: int) -> None:

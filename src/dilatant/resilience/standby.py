@@ -41,7 +41,7 @@ class Standby:
 
     def _watch(self) -> None:
         spoke = time.monotonic()
-        while not self._closed.wait(WATCH_SECONDS):
+        while not self._closed.wait(self._job.leader_patience_seconds / 10):
             if self._answers():
                 spoke = time.monotonic()
             elif time.monotonic() - spoke > self._job.leader_patience_seconds:
