@@ -34,6 +34,7 @@ class Machines:
     project: Path
     host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
+    standby: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def write_project(self, replicas: int, **resilience: Any) -> None:
@@ -70,7 +71,7 @@ class Machines:
         deadline = time.monotonic() + seconds
         while len(losses(self.run)) < step:
             assert time.monotonic() < deadline, self.output
-            assert self.running[0].poll() is None, self.output
+            assert any(each.poll() is None for each in self.running), self.output
             time.sleep(0.01)
 
     @property

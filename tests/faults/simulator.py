@@ -28,6 +28,7 @@ from dilatant.resilience.protocol.agent import (
     SaveAndEnd,
     Stopped,
 )
+from dilatant.resilience.protocol.candidate import Candidate
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import (
     FINISHED,
@@ -195,6 +196,9 @@ class Worker:
         self.world.check_held(self.held, "applied")
 
 
+NO_LEADER = "most members are gone with who led them"
+
+
 class World:
     """Nodes, a coordinator, a network, and what must hold."""
 
@@ -237,6 +241,8 @@ class World:
             )
         self.record: Record | None = None
         self.coordinator: Coordinator | None = None
+        self.candidate: Candidate | None = None
+        self.gone_for_good = False
         self.agents: dict[str, Agent] = {}
         self.workers: dict[str, Worker] = {}
         self.born = 0
@@ -317,6 +323,8 @@ class World:
         self.crashed += 1
         self.workers.pop(node)
         self.agents.pop(node)
+        if self.candidate is not None:
+            self.candidate.lost(node)
         if heard:  # its connection closes
             self.after(self.random.uniform(0, 0.3), lambda: self.lose(node))
         if self.random.random() < 0.5:
@@ -335,7 +343,37 @@ class World:
         if self.double and draw() < self.double:
             self.after(2 * self.slow * draw(), deliver)
 
+    def leader_is_gone(self) -> None:
+        """For good, perhaps with the machine of a member; another one leads, if most members are left to it."""
+        self.gone_for_good = True
+        member = next((node for node in self.agents if self.random.random() < 0.5), None)
+        if member is not None and self.memberships:
+            self.crash(member, heard=False)
+        self.after(self.random.uniform(4, 12), self.stand_for_leader)
+
+    def stand_for_leader(self) -> None:
+        if self.record is not None:
+            self.candidate = Candidate(self.record)
+            self.after(20.0, self.give_up_leading)
+
+    def give_up_leading(self) -> None:
+        if self.candidate is not None:
+            left = sum(node in self.agents for node in self.candidate.record.members)
+            if not self.ended and 2 * left > len(self.candidate.record.members):
+                raise Violated(f"{left} members are there, and nobody leads them")
+            self.log("nobody leads")
+            self.candidate, self.ended = None, self.ended or NO_LEADER
+            self.agents.clear()
+
     def hear(self, status: Status) -> None:
+        if self.candidate is not None and status.node in self.agents:
+            self.candidate.hear(status)
+            if self.candidate.is_elected:
+                here = [node for node in self.candidate.record.members if node in self.agents]
+                if 2 * len(here) <= len(self.candidate.record.members):
+                    raise Violated(f"{here} are led without a majority")
+                self.candidate = None
+                self.start_coordinator()
         if self.coordinator is not None:
             self.log("hears", status)
             self.carry_out(self.coordinator.hear(status, self.now))
@@ -347,7 +385,10 @@ class World:
                 self.coordinator_crashes.pop(0)
                 self.log("coordinator crashes")
                 self.coordinator = None
-                self.after(self.random.uniform(0.1, 6), self.start_coordinator)
+                if self.record is not None and self.record.generation and self.random.random() < 0.3:
+                    self.leader_is_gone()
+                else:
+                    self.after(self.random.uniform(0.1, 6), self.start_coordinator)
                 return
             if isinstance(effect, Persist):
                 self.record = effect.record
@@ -452,6 +493,8 @@ class World:
         if TOO_FEW in self.ended and (self.settings.fewest > 1 or self.ended.startswith("0 nodes")):
             return
         if self.flaky and "came to nothing" in self.ended:
+            return
+        if self.ended == NO_LEADER and self.gone_for_good:
             return
         if self.ended and self.ended != FINISHED:
             raise Violated(f"the run stopped: {self.ended}")

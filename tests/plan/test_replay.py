@@ -113,6 +113,21 @@ def test_time_is_training_or_lost(templates):
         assert sum(part.seconds for part in found.segments) == pytest.approx(found.seconds)
 
 
+def test_what_pipelines_without_a_loss_had_done_is_kept():
+    """By hand: steps of 100 s on three pipelines; at 250 s one of them is lost, so a third of 50 s is, and at 275 s
+    another, with which goes half of what was there, 33.3 s and 25 s (no time passes for recovery)."""
+    three = RunningPipelines(((0,), (1,), (2,)), 100.0)
+    shrinking = {3: three, 2: RunningPipelines(((1,), (2,)), 100.0), 1: RunningPipelines(((2,),), 100.0)}
+    events = (NodeEvent(0.0, (0, 1, 2), ()), NodeEvent(250.0, (), (0,)), NodeEvent(275.0, (), (1,)))
+    costs = RecoveryCosts(0.0, math.inf, checkpoint_steps=1000, keeps_pipelines=True)
+    found = replay(
+        "x", NodeTrace("t", events, 1000.0), lambda before, alive: shrinking[len(alive)], 1.0, costs
+    )
+    lost = 50.0 / 3 + (100.0 / 3 + 25.0) / 2
+    assert found.lost[UNFINISHED] == pytest.approx(lost, rel=1e-6)  # a step's end has a tolerance of 1e-9
+    assert found.samples == int((1000.0 - lost) / 100.0)
+
+
 def test_up_to_f_losses_at_a_time_never_roll_back(templates):
     """Oobleck's guarantee (thesis 2.3): f + 1 replicas, so f losses leave every layer on some node."""
     import random

@@ -9,23 +9,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dilatant.comm.store_protocol import Refused
 from dilatant.config.errors import UserError
 from dilatant.resilience.agent_run import AgentOptions, run_agent
-from dilatant.resilience.coordinator_process import read_record
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.coordinator_process import STATE, read_record
+from dilatant.resilience.job import Job
+from dilatant.resilience.process import NO_MAJORITY_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.agent import Done, Prepared
-from dilatant.resilience.protocol.values import Settings
+from dilatant.resilience.protocol.values import Record, Settings, Status
+from dilatant.resilience.standby import Standby
 from dilatant.resilience.wire import (
     MAX_FRAME_BYTES,
     VERSION,
     Hello,
     Link,
     LinkClosed,
+    StoreAt,
     accept,
     connect,
     listen,
@@ -52,7 +57,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[Child, list[Child], Path]]:
 
 
 def link_to(agent: Child) -> WorkerLink:
-    return WorkerLink(agent.port, TOKEN, 0, lambda generation: None)
+    return WorkerLink(agent.port, TOKEN, 0, lambda generation: None, beat_seconds=0.1)
 
 
 def stopped(folder: Path) -> str:
@@ -94,6 +99,64 @@ def test_steps_are_committed_through_real_processes(cluster: tuple[Child, list[C
         thread.join(30)
     assert done == [5, 5]
     assert stopped(folder) == "finished"
+
+
+@pytest.mark.slow
+def test_agents_follow_the_standby_and_their_workers_its_store(tmp_path: Path) -> None:
+    settings = Settings(lease_seconds=0.7, initial=3, leader_seconds=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        standby = f"127.0.0.1:{probe.getsockname()[1]}"
+    job = Job("", "", "", False, 1, True, 1, 0, str(tmp_path), "nothing", settings, standby)
+    leader = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path), job=job))
+    begin = Start("127.0.0.1", leader.port, TOKEN.hex(), settings, str(tmp_path), job=job)
+    agents = [Child(AGENT, replace(begin, node=f"node{number}")) for number in range(3)]
+    next_leader = Standby(job, "127.0.0.1", leader.port, TOKEN)
+    stores: list[StoreAt | None] = []
+
+    def work(agent: Child) -> None:
+        link = link_to(agent)
+        link.warm()
+        link.await_rebuild(-1, 0, None)
+        link.await_activation(0)
+        for step in range(3):
+            if step == 2:
+                leader.process.kill()
+            link.vote(step, {"layer": step})
+        stores.append(link.store_at)
+        link.await_end()
+        link.close()
+
+    threads = [threading.Thread(target=work, args=(agent,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert stopped(tmp_path) == "finished"
+    record = read_record(tmp_path)
+    assert record is not None
+    assert (record.term, record.generation) == (2, 1)  # nobody had to begin again
+    assert len({*stores}) == 1
+    assert stores[0] is not None
+    assert stores[0].port not in (1, leader.port)
+    next_leader.close()
+    for child in (*agents, leader):
+        child.close(5.0)
+
+
+def test_without_most_members_a_standby_leaves_the_record_alone(tmp_path: Path) -> None:
+    before = Record(5, 3, ("node0", "node1", "node2", "node3"))
+    (tmp_path / STATE).write_bytes(msgspec.json.encode(before))
+    settings = Settings()
+    begin = Start("127.0.0.1", 0, TOKEN.hex(), settings, str(tmp_path), majority_seconds=0.5)
+    standby = Child(COORDINATOR, begin)
+    links = [connect("127.0.0.1", standby.port, TOKEN) for _ in range(2)]  # two of four
+    for number, link in enumerate(links):
+        link.send(Status(f"node{number}", 1, 3))
+    assert standby.process.wait(20) == NO_MAJORITY_EXIT_CODE
+    assert read_record(tmp_path) == before
+    with pytest.raises(LinkClosed):
+        links[0].receive()
+    standby.close()
 
 
 def test_a_worker_that_is_lost_before_the_beginning_ends_the_run(

@@ -217,6 +217,11 @@ def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> N
     lines = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()
     (again,) = (record for line in lines if "recovery" in (record := json.loads(line)))
     assert 0 < again["recovery"]["salvaged_share"] <= 0.75
+    assert again["recovery"]["salvaged_pairs"] > again["recovery"]["missing_pairs"] // 3
+    assert (
+        "pairs of a layer and a sample were kept"
+        in (tmp_path / "killed" / "run" / "generations.html").read_text()
+    )
 
 
 def changes(*texts: str) -> tuple[str, ...]:

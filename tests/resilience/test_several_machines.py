@@ -50,6 +50,26 @@ def test_machines_are_lost_join_and_leave_and_the_losses_stay_the_same(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_another_machine_leads_when_the_leader_is_gone_for_good(machines: Machines, tmp_path: Path) -> None:
+    """With the leader goes the machine of the first rank: coordinator, store and a replica at once."""
+    machines.write_project(replicas=3, lease_seconds=3.0, standby=machines.standby)
+    leading = machines.start("train", "config.yaml")
+    agents = {name: machines.agent(name, *(["--standby"] if name == "b" else [])) for name in "abc"}
+    machines.await_step(4)
+    for process in (leading, agents["a"]):
+        process.kill()
+    late = machines.start("agent", "--coordinator", machines.standby, "--name", "d")
+    assert [agents[name].wait(400) for name in "bc"] == [0, 0], machines.output
+    assert late.wait(60) == 0, machines.output
+    assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
+    assert machines.status.stopped == "finished"
+    assert machines.members() == {*"bcd"}
+    assert "this machine leads the run now" in machines.output
+    assert any((machines.run / "export").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_run_of_machines_that_is_asked_to_stop_is_saved_and_resumed(machines: Machines) -> None:
     leading = machines.start("train", "config.yaml")
     agents = [machines.agent(name) for name in "abc"]

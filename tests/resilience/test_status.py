@@ -14,7 +14,7 @@ from dilatant.config import UserError
 from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.replay_page import TONES
 from dilatant.resilience.coordinator_process import EVENTS, STATE
-from dilatant.resilience.history import PAGE, generations, write_history
+from dilatant.resilience.history import PAGE, TRACE, generations, write_history
 from dilatant.resilience.protocol.values import Record
 from dilatant.resilience.status import REBUILDS, read_rebuilds, read_status
 
@@ -79,7 +79,8 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
         event("commit", 3, 13.25, 8, "c d"),
         event("stop", 3, 14.0, 9, "c d"),
     ]
-    rebuilds = [{"generation": 3, "step": 7, "seconds": {"plan": 0.1, "copy": 0.75}}]
+    rebuilds = [{"generation": 3, "step": 7, "seconds": {"plan": 0.25, "copy": 0.75}, "salvaged_pairs": 30,
+                 "missing_pairs": 10}]  # fmt: skip
     write(tmp_path, "\n".join(map(json.dumps, events)), json.dumps(AGENT))
     (tmp_path / "resilience" / REBUILDS).write_text(
         "\n".join(map(json.dumps, [*rebuilds, {"generation": 2}]))
@@ -93,6 +94,21 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
     text = (tmp_path / PAGE).read_text()
     assert "it was &lt;killed&gt;" in text
     assert all(f'class="{TONES[cause]}"' in text for cause in third.lost)
+    assert dict(third.phases) == {
+        "fence": 0.5,
+        "plan": 0.25,
+        "copy": 0.75,
+        "await others": 0.5,
+        "first step": 0.25,
+    }
+    assert "75% of the step in hand kept: 30 pairs of a layer and a sample; 10 ran again" in text
+    assert sum(third.phases.values()) == third.seconds
+    slices = json.loads((tmp_path / TRACE).read_text())["traceEvents"]
+    assert [each["name"] for each in slices if each["ph"] == "i"] == ["lost b", "lost a"]
+    of_recovery = [(each["name"], each["ts"]) for each in slices if each.get("cat") == "recovery"]
+    assert of_recovery[:2] == [("fence", 10e6), ("plan", 10.5e6)]
+    (last,) = (each for each in slices if each["name"] == "generation 3: 2 nodes")
+    assert last["args"]["pairs kept"] == 30
 
 
 def test_a_folder_without_such_a_run(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def agent(
         str | None,
         typer.Option(help="Leave the run when this address answers with 200.", show_default=False),
     ] = None,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="This machine is `resilience.standby`: it leads when the leader is gone."
+        ),
+    ] = False,
 ) -> None:
     """Have this machine's ranks take part in a run with `resilience.enabled`, from its beginning or later.
 
@@ -42,5 +48,5 @@ def agent(
         raise UserError(f"--notice-url {notice_url!r} is no http address")
     from dilatant.resilience.agent_run import AgentOptions, run_agent
 
-    options = AgentOptions(host.strip("[]"), int(port), name, wait_seconds, notice_file, notice_url)
+    options = AgentOptions(host.strip("[]"), int(port), name, wait_seconds, notice_file, notice_url, standby)
     raise typer.Exit(run_agent(options))

@@ -23,6 +23,9 @@ class ResilienceConfig(Section):
     listen: str | None = None
     """HOST:PORT at which this process waits for machines instead of training itself: there `dilatant agent
     --coordinator HOST:PORT` joins. HOST is an address of this machine, or 0.0.0.0 for all of them."""
+    standby: str | None = None
+    """HOST:PORT of another machine that leads when this one is gone for good: the agent there is started with
+    `--standby`. It does so when most of those who are members come to it."""
     restarts: int = Field(0, ge=0)
     """How often a lost node is started again, on one machine all in all, on several each of them; it joins at the end
     of a step, and takes over layers."""
@@ -57,4 +60,11 @@ class ResilienceConfig(Section):
         host, _, port = (self.listen or "any:1").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"listen: {self.listen!r} is no HOST:PORT, such as 0.0.0.0:29400")
+        host, _, port = (self.standby or "any:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"standby: {self.standby!r} is no HOST:PORT, such as node1:29400")
+        if self.standby is not None and self.standby == self.listen:
+            raise ValueError(
+                f"standby: {self.standby!r} is where the leader listens; name another machine's address"
+            )
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 
 from dilatant.plan.errors import PlanError
@@ -27,8 +27,9 @@ class RecoveryCosts:
     `reconfigure_seconds`: to agree on the new membership and rebuild the pipelines, without copying. One node sends,
     or receives, `copy_bytes_per_second`. `restart_seconds`: to start all processes anew and load a checkpoint. A
     checkpoint is saved every `checkpoint_steps` steps and stops training for `checkpoint_seconds`. `salvaged` is the
-    part of an interrupted step's work that is kept. Losses are announced `notice_seconds` ahead (spot instances): a
-    checkpoint that takes no longer is then saved in time.
+    part of an interrupted step's work that is kept; with `keeps_pipelines` that is what those pipelines had done that
+    lost no node, since a sample that lacks a layer runs through all of them again. Losses are announced
+    `notice_seconds` ahead (spot instances): a checkpoint that takes no longer is then saved in time.
     """
 
     reconfigure_seconds: float = 5.0
@@ -38,6 +39,7 @@ class RecoveryCosts:
     checkpoint_seconds: float = 10.0
     salvaged: float = 0.0
     notice_seconds: float = 0.0
+    keeps_pipelines: bool = False
 
     def __post_init__(self) -> None:
         problems = [f"{one.name} must not be negative" for one in fields(self) if getattr(self, one.name) < 0]
@@ -124,10 +126,12 @@ def replay(
     alive: frozenset[int] = frozenset()
     for event, following in zip(trace.events, [*trace.events[1:], None]):
         end = following.seconds if following else trace.seconds
-        run.train(event.seconds if event.lost else min(run.step_end(event.seconds), end))
+        run.train(
+            event.seconds if event.lost else min(run.step_end(event.seconds), end), run.kept_share(event.lost)
+        )
         alive = (alive - set(event.lost)) | set(event.joined)
         run.change(reaction(run.current, alive), event, len(alive))
-    run.train(trace.seconds)
+    run.train(trace.seconds, run.kept_share(()))
     return Replay(
         name=name,
         trace=trace.name,
@@ -172,8 +176,15 @@ class _Run:
         rest = self._progress(available).rest
         return moment + (self.current.step_seconds - rest if rest > 0.0 else 0.0)
 
-    def train(self, end: float) -> None:
-        """Recover, then train until `end`. A step that does not end by then is lost."""
+    def kept_share(self, lost: Collection[int]) -> float:
+        """Of the work of a step in hand, when these nodes are lost."""
+        if not self._costs.keeps_pipelines or self.current is None or not self.current.pipelines:
+            return self._costs.salvaged
+        whole = sum(not set(pipeline) & set(lost) for pipeline in self.current.pipelines)
+        return whole / len(self.current.pipelines)
+
+    def train(self, end: float, salvaged: float) -> None:
+        """Recover, then train until `end`. Of a step that does not end by then a share is kept."""
         begin, samples = self._now, 0.0
         for cause, seconds in self._recovery:
             spent = min(seconds, end - self._now)
@@ -184,7 +195,11 @@ class _Run:
             if math.isinf(self.current.step_seconds):
                 self.lost[TOO_FEW] += end - self._now
             else:
-                samples = self._steps(end - self._now, self.current.step_seconds)
+                samples = self._steps(end - self._now, self.current.step_seconds, salvaged)
+        elif self._costs.keeps_pipelines and self.current is not None and self._credit:
+            # A loss while recovering also takes what others had handed to those who are lost now.
+            self.lost[UNFINISHED] += self._credit * self.current.step_seconds * (1.0 - salvaged)
+            self._credit *= salvaged
         if end > begin:
             replicas = len(self.current.pipelines) if self.current else 0
             self.segments.append(Segment(begin, end - begin, self._nodes, replicas, samples))
@@ -215,13 +230,13 @@ class _Run:
         self.lost[ROLLED_BACK] += self._unsaved.seconds
         self._unsaved = _Unsaved(0, 0.0)
 
-    def _steps(self, available: float, step: float) -> float:
+    def _steps(self, available: float, step: float, salvaged: float) -> float:
         """Train for `available` seconds; returns the samples of the steps that were committed."""
         done = self._progress(available)
-        begun_before = self._credit * step if done.steps == 0 else 0.0
+        begun_before = self._credit * step if done.steps == 0 and not self._costs.keeps_pipelines else 0.0
         self.lost[SAVING] += done.saving
-        self.lost[UNFINISHED] += max(done.rest - begun_before, 0.0) * (1.0 - self._costs.salvaged)
-        self._credit = (begun_before + max(done.rest - begun_before, 0.0) * self._costs.salvaged) / step
+        self.lost[UNFINISHED] += max(done.rest - begun_before, 0.0) * (1.0 - salvaged)
+        self._credit = (begun_before + max(done.rest - begun_before, 0.0) * salvaged) / step
         if done.saved:
             self._unsaved = _Unsaved(done.unsaved, done.unsaved * step)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from dilatant.report.wording import counted, listed, seconds_text
 class Generation:
     """One membership. time: when its change was noticed, in seconds since 1970. step: that it began after. left,
     joined: nodes, beside the membership before. lost: cause (those of `plan.replay`) → seconds until the next step was
-    committed, so far as they are known; empty of the first."""
+    committed, so far as they are known; empty of the first. phases: the same time otherwise, phase → seconds, in order.
+    kept, missing: pairs of a layer and a sample of the step in hand whose gradients were kept, and which ran again;
+    None where that is not known."""
 
     number: int
     time: float
@@ -27,6 +29,9 @@ class Generation:
     joined: tuple[str, ...]
     reason: str
     lost: Mapping[str, float]
+    phases: Mapping[str, float] = field(default_factory=dict)
+    kept: int | None = None
+    missing: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -69,6 +74,14 @@ def summarize(generations: Sequence[Generation], stopped: str = "") -> tuple[str
             f"From noticing a change to the next committed step it took {seconds_text(known[len(known) // 2])} "
             f"(median; the longest {seconds_text(known[-1])}), {seconds_text(sum(known))} in all."
         )
+    kept, missing = (
+        sum(getattr(one, name) or 0 for one in changes if one.left) for name in ("kept", "missing")
+    )
+    if kept:
+        sentences.append(
+            f"Of the steps in hand at losses {counted(kept, 'pair')} of a layer and a sample were kept, "
+            f"and {missing} computed again."
+        )
     if stopped:
         sentences.append(f"The run ended: {stopped}.")
     return tuple(sentences)
@@ -87,6 +100,8 @@ def _row(one: Generation, longest: float) -> dict[str, Any]:
         "members": one.members,
         "happened": "; ".join(happened),
         "reason": one.reason,
+        "phases": ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in one.phases.items()),
+        "salvaged": _salvaged(one),
         "seconds": seconds_text(one.seconds) if one.lost else "",
         "parts": [
             {
@@ -98,3 +113,12 @@ def _row(one: Generation, longest: float) -> dict[str, Any]:
             for cause, seconds in one.lost.items()
         ],
     }
+
+
+def _salvaged(one: Generation) -> str:
+    if not one.left or one.kept is None or one.missing is None:
+        return ""
+    if not one.kept:
+        return "nothing of the step in hand was kept"
+    share = one.kept / (one.kept + one.missing)
+    return f"{share:.0%} of the step in hand kept: {one.kept} pairs of a layer and a sample; {one.missing} ran again"

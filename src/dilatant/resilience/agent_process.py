@@ -9,16 +9,28 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from dilatant.report.durable import write_durably
+from dilatant.resilience.job import Ask, Job
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
 from dilatant.resilience.protocol.values import Order
-from dilatant.resilience.wire import Connections, Hello, Link, LinkClosed, Received, Warm, connect, listen
+from dilatant.resilience.wire import (
+    Connections,
+    Hello,
+    Link,
+    LinkClosed,
+    Received,
+    StoreAt,
+    Warm,
+    connect,
+    listen,
+)
 
+DIAL_SECONDS = 10.0
 NO_COORDINATOR = "no coordinator answers any more"
 LEAVE_SECONDS = 2.0
 """What workers have to end by themselves when the run is over for them."""
@@ -50,6 +62,13 @@ class Service:
         self._warm: set[int] = set()
         self._last_heard: dict[int, float] = {}
         self._coordinator: Link | None = None
+        self._leaders = [(start.host, start.port)]
+        job = start.job
+        if job is not None and job.next_address is not None and job.next_address not in self._leaders:
+            self._leaders.append(job.next_address)
+        self._store_at = None if job is None else (start.host, job.store_port)
+        self._leader_host = start.host
+        self._leader_heard = time.monotonic()
         self._reported = 0.0
         self._alone_since: float | None = None
         self._is_asked_to_leave = threading.Event()
@@ -75,6 +94,7 @@ class Service:
             self._agent.tick(time.monotonic())
             self._miss_silent()
             self._miss_ended()
+            self._miss_leader()
             if self._agent.changed or time.monotonic() - self._reported > beat:
                 self._report()
         self.ended, self.is_out = self._agent.ended or NO_COORDINATOR, self._agent.is_out
@@ -107,7 +127,10 @@ class Service:
     def _hear(self, received: Received) -> None:
         link, message = received.link, received.message
         if link is self._coordinator:
-            if isinstance(message, Order):
+            self._leader_heard = time.monotonic()
+            if isinstance(message, Job):
+                self._follow(self._leader_host, message.store_port)
+            elif isinstance(message, Order):
                 self._give(self._agent.obey(message, time.monotonic()))
             elif message is None:
                 self._coordinator = None
@@ -146,7 +169,23 @@ class Service:
         if worker is not None:
             self._give(self._agent.on_event(worker, Died(f"its worker {worker} has ended")))
 
-    def _give(self, commands: list[Command]) -> None:
+    def _miss_leader(self) -> None:
+        """A machine that is gone closes no connection; while the run goes on a coordinator repeats itself."""
+        link, job = self._coordinator, self._start.job
+        if link is None or job is None or len(self._leaders) == 1 or not self._agent.generation:
+            return
+        # One that has returned says nothing before all are back, or their time is over.
+        if time.monotonic() - self._leader_heard > job.leader_patience_seconds + job.settings.return_seconds:
+            self._connections.drop(link)
+            self._hear(Received(link, None))
+
+    def _follow(self, host: str, port: int) -> None:
+        """Who leads now has a store of its own."""
+        if self._store_at != (host, port):
+            self._store_at = host, port
+            self._give([StoreAt(host, port)])
+
+    def _give(self, commands: Sequence[Command | StoreAt]) -> None:
         for command in commands:
             for link in self._workers.values():
                 with suppress(LinkClosed):
@@ -171,15 +210,21 @@ class Service:
                 os.kill(pid, signal.SIGKILL)
 
     def _stay_connected(self) -> None:
-        """To the coordinator, also to one that has returned."""
+        """To the coordinator, also to one that has returned, or to the standby's."""
+        place = 0
         while True:
             self._is_alone.wait()
+            host, port = self._leaders[place]
             try:
-                link = connect(self._start.host, self._start.port, self._token)
+                link = connect(host, port, self._token, DIAL_SECONDS)
+                if len(self._leaders) > 1:
+                    link.send(Ask())  # the answer says where its store is
             except (OSError, ValueError):
+                place = (place + 1) % len(self._leaders)
                 time.sleep(0.05)
                 continue
             self._is_alone.clear()
+            self._leader_host, self._leader_heard = host, time.monotonic()
             self._coordinator = link
             self._agent.changed = True
             self._connections.add(link)

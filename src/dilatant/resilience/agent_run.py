@@ -15,8 +15,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dilatant.comm.store_protocol import Refused
@@ -27,6 +27,7 @@ from dilatant.resilience.job import Ask, Job, WorkerStart
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Start
 from dilatant.resilience.protocol.agent import End
 from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW
+from dilatant.resilience.standby import Standby
 from dilatant.resilience.wire import connect
 
 WORKER = "dilatant.resilience.worker_process"
@@ -41,7 +42,7 @@ LAST_SECONDS = 10.0
 class AgentOptions:
     """host, port: of the coordinator. name: of this machine, for people; its host name by default. wait_seconds: for a
     coordinator that is not there yet. notice_file: this node leaves when the file is there; notice_url: when an answer
-    there is other than 404."""
+    there is other than 404. stands_by: this is the machine of `resilience.standby`."""
 
     host: str
     port: int
@@ -49,6 +50,7 @@ class AgentOptions:
     wait_seconds: float = 600.0
     notice_file: Path | None = None
     notice_url: str | None = None
+    stands_by: bool = False
 
 
 def run_agent(options: AgentOptions) -> int:
@@ -58,20 +60,43 @@ def run_agent(options: AgentOptions) -> int:
     coordinator answers, or one with another token.
     """
     token = shared_token()
+    with ExitStack() as stack:
+        return _take_part_again(options, token, stack)
+
+
+def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> int:
     name = re.sub(r"[^A-Za-z0-9_-]", "-", options.name or socket.gethostname())
+    following: tuple[str, int] | None = None
     for attempt in itertools.count():
         try:
             job = _ask(options, token, options.wait_seconds if attempt == 0 else 0.0)
         except UserError:
             if attempt == 0:
                 raise
-            job = None  # it has ended meanwhile
+            job = None  # it has ended meanwhile, or another machine leads
+            if following is not None:
+                options, following = replace(options, host=following[0], port=following[1]), None
+                with suppress(UserError):
+                    job = _ask(options, token, 0.0)
         if job is None:
             return TOO_FEW_EXIT_CODE
+        if attempt == 0 and options.stands_by:
+            if job.next_address is None:
+                raise UserError("--standby: the run has no resilience.standby, this machine's HOST:PORT")
+            stack.callback(Standby(job, options.host, options.port, token).close)
+        following = job.next_address
         # A name that nobody had before: who was lost once is another node when it comes again.
         service = _take_part(options, job, f"node-{name}-{secrets.token_hex(3)}", token)
         if service.ended in (FINISHED, ASKED) or service.leaves:
             return 0
+        if service.ended == NO_COORDINATOR:
+            print(
+                f"error: nobody leads the run any more ({options.host}:{options.port} is gone"
+                f"{', and most machines with it' if job.standby else ''}); `dilatant resume` goes on from its newest "
+                "checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         if not service.is_out:
             is_temporary = service.ended == NO_COORDINATOR or TOO_FEW in service.ended
             return TOO_FEW_EXIT_CODE if is_temporary else 1
@@ -124,7 +149,11 @@ def _take_part(options: AgentOptions, job: Job, node: str, token: bytes) -> Serv
         job.folder,
         node,
         job.workers,
-        PATIENCE_LEASES * job.settings.lease_seconds,
+        max(
+            PATIENCE_LEASES * job.settings.lease_seconds,
+            4 * job.leader_patience_seconds if job.standby else 0.0,
+        ),
+        job,
     )
     service = Service(start, ended_worker)
     closed = threading.Event()

@@ -14,8 +14,16 @@ import msgspec
 
 from dilatant.report.durable import write_durably
 from dilatant.resilience.job import Ask
-from dilatant.resilience.process import Start, end_with_parent, read_start, say
+from dilatant.resilience.process import (
+    NO_MAJORITY_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    Start,
+    end_with_parent,
+    read_start,
+    say,
+)
 from dilatant.resilience.protocol.agent import End
+from dilatant.resilience.protocol.candidate import Candidate
 from dilatant.resilience.protocol.coordinator import Coordinator
 from dilatant.resilience.protocol.values import ASKED, Effect, Order, Persist, Record, Status, Task
 from dilatant.resilience.wire import Connections, Link, LinkClosed, Received, close_all, listen
@@ -52,13 +60,21 @@ class Service:
         self._job = start.job
         self._is_asked_to_end = threading.Event()
         self._links: dict[str, Link] = {}
+        self._settings = start.settings
+        self._majority_seconds = start.majority_seconds
         self._coordinator = Coordinator(start.settings, read_record(self._folder), time.monotonic())
         self._shown = (0, Task.WAIT)
         self._began_at: int | None = None
 
     def serve(self) -> None:
-        coordinator = self._coordinator
+        """Raises SystemExit where another coordinator leads, or most members do not come to this one."""
+        early = self._await_majority() if self._majority_seconds else []
+        coordinator = self._coordinator = Coordinator(
+            self._settings, read_record(self._folder), time.monotonic()
+        )
         self._carry_out(coordinator.start())
+        for heard in early:
+            self._hear(heard)
         ended: float | None = None
         ticks = 0.0
         while ended is None or (self._links and time.monotonic() - ended < LAST_SECONDS):
@@ -73,6 +89,33 @@ class Service:
             if coordinator.stopped and ended is None:
                 ended = time.monotonic()
         close_all(self._links.values())
+
+    def _await_majority(self) -> list[Received]:
+        """Lead nobody before most members have come here; what they said meanwhile. Raises SystemExit."""
+        deadline = time.monotonic() + self._majority_seconds
+        candidate, early = Candidate(Record()), list[Received]()
+        node_of: dict[Link, str] = {}
+        while time.monotonic() < deadline:
+            record = read_record(self._folder) or Record()
+            if record.generation != candidate.record.generation or record.term != candidate.record.term:
+                candidate = Candidate(record)
+                for heard in early:
+                    if isinstance(heard.message, Status) and heard.link in node_of:
+                        candidate.hear(heard.message)
+            if candidate.is_elected:
+                return early
+            for heard in self._connections.wait(TICK_SECONDS):
+                if isinstance(heard.message, Ask):
+                    self._hear(heard)
+                    continue
+                early.append(heard)
+                if isinstance(heard.message, Status):
+                    node_of[heard.link] = heard.message.node
+                    candidate.hear(heard.message)
+                elif heard.link in node_of:
+                    candidate.lost(node_of.pop(heard.link))
+        close_all(node_of)
+        raise SystemExit(NO_MAJORITY_EXIT_CODE)
 
     def end(self) -> None:
         """Let all save and end; from any thread or a signal."""
@@ -108,10 +151,10 @@ class Service:
             self._show()
 
     def _persist(self, record: Record) -> None:
-        """Raises SystemExit where another coordinator has taken over: it must not be contradicted."""
+        """Raises SystemExit where another coordinator leads: it must not be contradicted."""
         written = read_record(self._folder)
         if written is not None and written.term > record.term:
-            raise SystemExit("another coordinator has taken over")
+            raise SystemExit(SUPERSEDED_EXIT_CODE)
         write_durably(self._folder / STATE, msgspec.json.encode(record).decode() + "\n")
 
     def _show(self) -> None:

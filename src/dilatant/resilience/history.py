@@ -10,12 +10,14 @@ from typing import Any
 from dilatant.config.errors import UserError
 from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.generations_page import Generation, write_generations_page
+from dilatant.report.generations_trace import write_generations_trace
 from dilatant.report.page_links import link_pages
 from dilatant.resilience.coordinator_process import COMMIT
 from dilatant.resilience.protocol.values import Task
 from dilatant.resilience.status import read_rebuilds, read_status
 
 PAGE = "generations.html"
+TRACE = "generations.json"
 """In the run folder."""
 
 
@@ -27,7 +29,7 @@ def generations(
     Its seconds are those from the moment when the coordinator noticed the change to the first step that it committed
     afterwards; what the first rank did not spend on copying went into everything else.
     """
-    copied = {record["generation"]: float(record["seconds"].get("copy", 0.0)) for record in rebuilds}
+    rebuilt = {record["generation"]: record for record in rebuilds}
     when: dict[int, dict[str, Mapping[str, Any]]] = {}
     for event in events:
         when.setdefault(event["generation"], {}).setdefault(event["task"], event)
@@ -38,12 +40,20 @@ def generations(
         members = tuple(map(str, begun["members"]))
         runs, commits = by_task.get(Task.RUN.value), by_task.get(COMMIT)
         lost: dict[str, float] = {}
+        phases: dict[str, float] = {}
+        of_first_rank = rebuilt.get(number, {})
         if runs is not None and found and begun is not runs:
             whole = max(0.0, runs["time"] - begun["time"])
-            copying = min(whole, copied.get(number, 0.0))
+            parts = {name: float(seconds) for name, seconds in of_first_rank.get("seconds", {}).items()}
+            copying = min(whole, parts.get("copy", 0.0))
             lost = {RECONFIGURING: whole - copying, COPYING: copying}
+            if (stood := by_task.get(Task.REBUILD.value)) is not None:
+                fencing = min(whole, max(0.0, stood["time"] - begun["time"]))
+                waiting = whole - fencing - sum(parts.values())
+                phases = {"fence": fencing, **parts, "await others": max(0.0, waiting)}
             if commits is not None:
                 lost[UNFINISHED] = max(0.0, commits["time"] - runs["time"])
+                phases["first step"] = lost[UNFINISHED]
         found.append(
             Generation(
                 number=number,
@@ -54,10 +64,18 @@ def generations(
                 joined=tuple(node for node in members if node not in before) if before else (),
                 reason=str(begun["reason"]),
                 lost=lost,
+                phases=phases,
+                kept=_pairs(of_first_rank, "salvaged_pairs"),
+                missing=_pairs(of_first_rank, "missing_pairs"),
             )
         )
         before = members
     return tuple(found)
+
+
+def _pairs(record: Mapping[str, Any], name: str) -> int | None:
+    value = record.get(name)
+    return value if isinstance(value, int) else None
 
 
 def write_history(run: Path, title: str) -> None:
@@ -67,4 +85,5 @@ def write_history(run: Path, title: str) -> None:
         found = generations(status.events, read_rebuilds(run))
         if len(found) > 1:
             write_generations_page(run / PAGE, found, title, status.stopped)
+            write_generations_trace(run / TRACE, found)
             link_pages(run)

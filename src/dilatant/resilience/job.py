@@ -20,6 +20,7 @@ class Job:
     empty for none; discards: see `training.starting_point.Start`. store_port: of the store of all ranks, on the host of
     the coordinator. on_one_machine: nothing has to listen to others. workers: ranks of every machine. restarts: how
     often each machine joins again. folder: of the coordinator's record. show: where the first rank shows its progress.
+    standby: HOST:PORT where another leads when this one is gone; empty for none.
     """
 
     config: str
@@ -33,6 +34,17 @@ class Job:
     folder: str
     show: str
     settings: Settings
+    standby: str = ""
+
+    @property
+    def next_address(self) -> tuple[str, int] | None:
+        """`standby` as host and port."""
+        return address_of(self.standby) if self.standby else None
+
+    @property
+    def leader_patience_seconds(self) -> float:
+        """How long a leader may be silent that has a standby."""
+        return max(self.settings.leader_seconds, 3 * self.settings.lease_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,12 @@ class WorkerStart:
     agent_port: int
     host: str
     token: str
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """HOST:PORT as its parts, without the brackets of IPv6."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted
 from dilatant.resilience.coordinator_process import read_record
-from dilatant.resilience.history import PAGE, write_history
+from dilatant.resilience.history import PAGE, TRACE, write_history
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
 from dilatant.resilience.rank import FOLDER, Seat, train_rank_resiliently
@@ -99,7 +99,8 @@ def fresh_folder(config: Config) -> Path:
     """For the coordinator's record, without that of a run before. Raises UserError."""
     folder = RunFolder(config.output_dir).path / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
-    (folder.parent / PAGE).unlink(missing_ok=True)
+    for shown in (PAGE, TRACE):
+        (folder.parent / shown).unlink(missing_ok=True)
     try:
         folder.mkdir(parents=True)
     except OSError as error:

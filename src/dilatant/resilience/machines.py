@@ -25,7 +25,7 @@ from dilatant.resilience.launch import (
     stopped_error,
     warn_of_few_copies,
 )
-from dilatant.resilience.process import Child, Start
+from dilatant.resilience.process import SUPERSEDED_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record
 from dilatant.resilience.run_result import read_result
 from dilatant.training.rank import RunResult, Show, console_for
@@ -82,6 +82,7 @@ def lead(
             str(folder.absolute()),
             show,
             settings,
+            config.resilience.standby or "",
         )
         begin = Start(leading.host, leading.port, token.hex(), settings, str(folder), job=job)
         led = _Led(_coordinator(begin), begin)
@@ -150,7 +151,7 @@ class _Led:
             record = known_record(self._folder)
             if record is not None and record.stopped:
                 return record
-            if not self._child.is_alive:
+            if not self._child.is_alive and self._child.process.returncode != SUPERSEDED_EXIT_CODE:
                 self._child.close()
                 self._child = Child(COORDINATOR, replace(self._start))
             begun = record is not None and record.generation > 0

@@ -18,6 +18,8 @@ from dilatant.resilience.protocol.values import Settings
 
 TOO_FEW_EXIT_CODE = 75
 """EX_TEMPFAIL: try again later, with more nodes."""
+SUPERSEDED_EXIT_CODE, NO_MAJORITY_EXIT_CODE = 3, 4
+"""Of coordinators: another one leads; too few members came to lead them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class Start:
     folder: of the coordinator's record, and where agents write who they are. port: to listen on (0: any); of an agent,
     that of the coordinator at `host`. token: hexadecimal. node: an agent's name. workers: how many it has.
     patience_seconds: how long an agent does without a coordinator; 0: for ever, since it ends with whoever started it.
-    job: for agents that ask the coordinator.
+    job: for agents that ask the coordinator; of an agent, what it was told. majority_seconds: of a standby's
+    coordinator, what more than half of the last members have to come to it before it leads.
     """
 
     host: str
@@ -39,6 +42,7 @@ class Start:
     workers: int = 1
     patience_seconds: float = 0.0
     job: Job | None = None
+    majority_seconds: float = 0.0
 
 
 class Child:

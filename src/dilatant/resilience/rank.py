@@ -17,6 +17,7 @@ from dilatant.comm.errors import CommTimeout
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
+from dilatant.comm.store import connect
 from dilatant.config import Config, UserError
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
@@ -30,6 +31,7 @@ from dilatant.resilience.replan import replan
 from dilatant.resilience.salvage import salvage_step
 from dilatant.resilience.status import REBUILDS
 from dilatant.resilience.transfer import Lost, transfer
+from dilatant.resilience.wire import StoreAt
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
 from dilatant.training.checkpoint import list_checkpoints, newest_valid
 from dilatant.training.checkpoint_boxes import pieces_of
@@ -44,6 +46,8 @@ from dilatant.training.trainer import Trainer
 
 LOOK = timedelta(seconds=0.2)
 """How long a rank waits for the plan before it looks whether it still should."""
+STORE_SECONDS = 30.0
+"""For a store that was there a moment ago."""
 LATER_SECONDS = 1.0
 """After a generation began: then nobody waits for what need not be done at once."""
 FOLDER = "resilience"
@@ -113,6 +117,7 @@ class _Rank:
         self._show = show
         self._seat = seat
         self._store = worker.store
+        self._store_at: StoreAt | None = None
         self._rank = worker.rank
         self._stop = StopSignal()
         self._link = WorkerLink(
@@ -225,9 +230,29 @@ class _Rank:
             self._activate(self._pending)  # it was elsewhere
         self._pending = None
         held = self._held
+        self._follow_store(held)
         if held is not None and held.generation == order.base and held.trainer.step == order.committed - 1:
             held.trainer.apply_voted()
         return order
+
+    def _follow_store(self, held: Held | None) -> None:
+        """Go on in the store of who leads now, and put there what the next generation is planned from. Raises
+        UserError."""
+        at = self._link.store_at
+        if at is None or at == self._store_at:
+            return
+        store = connect(at.host, at.port, self._seat.token, self._store.on_one_machine, STORE_SECONDS)
+        self._store, self._store_at = store, at
+        self._worker = replace(self._worker, store=store)
+        if held is not None:
+            self._tell_plan(held.generation, held.planned, held.members, held.workers)
+            store.set(_BEGUN, b"")
+
+    def _tell_plan(
+        self, generation: int, planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]
+    ) -> None:
+        document = {"plan": planned.to_json(), "members": members, "workers": workers}
+        self._store.set(_plan_key(generation), json.dumps(document))
 
     def _made(self, order: Rebuild) -> Held:
         """This rank's trainer in the generation, with the state of those who hold it."""
@@ -241,7 +266,7 @@ class _Rank:
             order, planned, order.base != NO_STATE, None if held is None else held.trainer
         )
         watch.lap("build")
-        copied, kept = 0, 0.0
+        copied, pairs = 0, (0, 0)
         if order.base == NO_STATE:
             self._begin(trainer, planned)
         else:
@@ -249,7 +274,7 @@ class _Rank:
                 old = None if held is None else held.trainer
                 copied = self._take_over(trainer, old)
                 watch.lap("copy")
-                kept = self._salvage(order, trainer, old)
+                pairs = self._salvage(order, trainer, old)
                 watch.lap("salvage")
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
@@ -257,12 +282,18 @@ class _Rank:
                 trainer = self._trainer(order, planned, weights_follow=False, before=None)
                 self._begin(trainer, planned)
                 watch.lap("copy")
+        kept, again = pairs
+        salvaged = {
+            "salvaged_share": kept / max(1, kept + again),
+            "salvaged_pairs": kept,
+            "missing_pairs": again,
+        }
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
             trainer.recovery = {
                 "ranks": trainer.comm.size,
                 "bytes_to_first_rank": copied,
-                "salvaged_share": kept,
+                **salvaged,
                 **costs,
             }
         if trainer.rank == 0:
@@ -272,7 +303,7 @@ class _Rank:
                 "seconds": watch.laps,
                 "cpu_seconds": time.process_time() - began,
                 "bytes_to_first_rank": copied,
-                "salvaged_share": kept,
+                **salvaged,
                 "stays": trainer.stays,
             }
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
@@ -285,8 +316,7 @@ class _Rank:
         key = _plan_key(order.generation)
         if self._rank == 0:
             planned = self._replan(order)
-            document = {"plan": planned.to_json(), "members": order.members, "workers": order.workers}
-            self._store.set(key, json.dumps(document))
+            self._tell_plan(order.generation, planned, order.members, order.workers)
             return planned
         while True:
             if self._link.is_fenced:
@@ -402,14 +432,15 @@ class _Rank:
         trainer.decide_ahead()
         return copied
 
-    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> float:
-        """Bring what is finished of the step in hand to where it counts; how much of the step that is, 0 to 1."""
+    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> tuple[int, int]:
+        """Bring what is finished of the step in hand to where it counts; its pairs of a layer and a sample that are
+        kept, and those that are not. (0, 0): nothing is."""
         if order.doubted or not self._config.resilience.salvage:
-            return 0.0
+            return 0, 0
         found = salvage_step(
             trainer.comm, trainer.step, None if old is None else old.runtime, trainer.runtime
         )
-        return 0.0 if found is None else found.share(trainer.runtime.trained_by_layer)
+        return (0, 0) if found is None else found.pairs(trainer.runtime.trained_by_layer)
 
     def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
         """Of the last step, if its first rank was lost, or left, before it could write it down."""

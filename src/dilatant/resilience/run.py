@@ -26,6 +26,11 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
         return train_once(config, overwrite=overwrite, show=show)
     place, address = place_from(), config.resilience.address
     if place is None and address is None:
+        if config.resilience.standby is not None:
+            raise UserError(
+                "resilience.standby: the run is on one machine, so there is nobody to lead it when that is gone; leave "
+                "it out, or set resilience.listen"
+            )
         from dilatant.resilience.launch import launch_resiliently
 
         return train_once(config, overwrite=overwrite, show=show, resilient=Resilient(launch_resiliently))
@@ -57,5 +62,6 @@ def _port(place: Place) -> int:
 def _as_agent(config: Config, place: Place) -> RunResult:
     from dilatant.resilience.agent_run import AgentOptions, run_agent
 
-    code = run_agent(AgentOptions(place.host, _port(place)))
+    stands_by = place.rank == 1 and config.resilience.standby is not None
+    code = run_agent(AgentOptions(place.host, _port(place), stands_by=stands_by))
     return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)

@@ -53,6 +53,14 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAt:
+    """Where ranks meet from now on: who led before is gone."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Warm:
     """A worker has what it needs to become part of a generation, but for the state of the run."""
 
@@ -84,6 +92,7 @@ _KINDS: Mapping[str, type] = {
         Ask,
         Job,
         Hello,
+        StoreAt,
         Beat,
         Warm,
     )

@@ -25,7 +25,7 @@ from dilatant.resilience.protocol.agent import (
     Slow,
     Stopped,
 )
-from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, Warm, connect
+from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, StoreAt, Warm, connect
 
 
 class Fenced(Exception):
@@ -60,6 +60,8 @@ class WorkerLink:
         self._newest = 0
         self._generation = 0
         self.ended: End | None = None
+        self.store_at: StoreAt | None = None
+        """Where ranks meet, once that is elsewhere than where the run began."""
         self._closed = False
         self._link.send(Hello(index, os.getpid()))
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
@@ -172,6 +174,9 @@ class WorkerLink:
         try:
             while True:
                 command = self._link.receive()
+                if isinstance(command, StoreAt):
+                    self.store_at = command
+                    continue
                 if isinstance(command, SaveAndEnd):
                     self._on_ending()
                     continue

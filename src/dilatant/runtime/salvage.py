@@ -137,10 +137,11 @@ class Salvage:
             found[share.layer] = found.get(share.layer, frozenset()) | frozenset(share.samples)
         return found
 
-    def share(self, weights: LayerWeights) -> float:
-        """Of all pairs of a layer that trains and a sample, how many have their gradients."""
+    def pairs(self, weights: LayerWeights) -> tuple[int, int]:
+        """Pairs of a layer that trains and a sample: those that have their gradients, and those that lack them."""
         layers = sum(bool(names) for of_layers in weights.values() for names in of_layers)
-        return sum(map(len, self.covered().values())) / max(1, layers * len(self.draws))
+        kept = sum(map(len, self.covered().values()))
+        return kept, layers * len(self.draws) - kept
 
     def missing(
         self,

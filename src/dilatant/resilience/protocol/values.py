@@ -129,6 +129,7 @@ class Settings:
     generations in a row that end without a step before somebody is blamed, and twice that before the run stops.
     drain_seconds: what a node that leaves waits for the end of the step; then the others go on without it.
     accuse_seconds: after somebody waited in vain for another, what the others have to say for whom they do.
+    leader_seconds: how long a leader that has a standby may be silent at least; its coordinator starts again meanwhile.
     """
 
     lease_seconds: float = 3.0
@@ -138,6 +139,7 @@ class Settings:
     resend_seconds: float = 1.0
     drain_seconds: float = 600.0
     accuse_seconds: float = 0.5
+    leader_seconds: float = 10.0
     initial: int = 1
     fewest: int = 1
     attempts: int = 3
