@@ -218,7 +218,7 @@ RUNS = {
     "linear attention": Run(torch.float32, "none", "1f1b", 512, linear=True),
     "tp 2, linear attention": Run(torch.bfloat16, "none", "1f1b", 512, tp=2, linear=True),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
-    "gradients kept": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, keeps=True),
+    "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, replicas=2, width=128, keeps=True),
     "gradients kept, one holder": Run(torch.float32, "none", "1f1b", 64, width=128, keeps=True),
 }
 RARELY = (
