@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
-from dilatant.cost.memory import BF16, FP32
+from dilatant.cost.memory import BF16, FP32, ParameterBytes
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
 from dilatant.models.materialize import materialize
@@ -44,7 +44,8 @@ FAMILIES = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 class Run:
     """A step of `count` samples of `tokens` tokens a replica, one a microbatch, of a language model cut in two.
 
-    Replicas share the optimizer's state. linear: every second layer is one of linear attention.
+    Replicas share the optimizer's state. linear: every second layer is one of linear attention. keeps: a rank's own
+    gradients, for salvage.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,11 @@ class Run:
     replicas: int = 1
     tp: int = 1
     linear: bool = False
+    keeps: bool = False
+
+    @property
+    def rules(self) -> ParameterBytes:
+        return replace(RULES[self.dtype], zero="node", keeps_gradients=self.keeps)
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -115,12 +121,14 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     comm = Comm(worker.store, worker.rank, worker.size)
     with LiveStorages() as live:
         runtime = Runtime(
-            run.model(), run.plan(), comm, seed=0, precision=run.dtype, zero="node", bucket_bytes=1 << 16
-        )
+            run.model(), run.plan(), comm, seed=0, precision=run.dtype, zero="node", bucket_bytes=1 << 16,
+            keeps_gradients=run.keeps,
+        )  # fmt: skip
         optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
         samples, schedule = run.samples(), FAMILIES[run.family](run.plan(), run.assignment())
         step = runtime.prepare(samples, run.assignment(), schedule)
         runtime.execute(samples, step)
+        runtime.forget()
         optimizer.step()
         runtime.owned.gather()
         held = live.now
@@ -148,7 +156,7 @@ def test_a_trained_parameter_takes_the_bytes_of_the_table(
 
 def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:9]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][:11]
     said = {row[0].strip("`"): [float(cell.partition(" ")[0]) for cell in row[1:]] for row in rows[1:]}
     for name, rules in (("fp32", FP32), ("bf16", BF16)):
         for line, trains in ((f"precision: {name}", True), (f"frozen, {name}", False)):
@@ -156,6 +164,10 @@ def test_the_table_in_the_docs_is_that_of_the_planner() -> None:
             gradient = rules.gradient if trains else 0.0
             whole = rules.of(1, trains)
             assert said[line] == [rules.weight, gradient, state, whole, whole - state * 7 / 8]
+        kept = replace(rules, keeps_gradients=True).own_gradient
+        state, whole = rules.shared(1, True), rules.of(1, True) + kept
+        wanted = [rules.weight, rules.gradient + kept, state, whole, whole - state * 7 / 8]
+        assert said[f"precision: {name}`, `resilience.enabled"] == wanted
         for line, optimizer in (
             ("adamw_8bit", {"name": "adamw_8bit"}),
             ("optimizer.offload", {"offload": True}),
@@ -183,7 +195,7 @@ def _predicted(run: Run) -> np.ndarray:
     measured = profile_layers(probes, "here", dtype, counts, repeats=1)
     costs = costs_in_use(measured, found, 1.0, run.tokens, run.loss_chunk)
     schedule = FAMILIES[run.family](run.plan(), run.assignment())
-    stages = stage_costs(run.plan(), found.spec, costs, replace(RULES[run.dtype], zero="node"))
+    stages = stage_costs(run.plan(), found.spec, costs, run.rules)
     tokens = {"language": [run.tokens] * run.all_samples}
     timeline = predict(run.plan(), run.assignment(), schedule, stages, tokens)
     return np.asarray(timeline.peak_bytes)
@@ -206,6 +218,8 @@ RUNS = {
     "linear attention": Run(torch.float32, "none", "1f1b", 512, linear=True),
     "tp 2, linear attention": Run(torch.bfloat16, "none", "1f1b", 512, tp=2, linear=True),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
+    "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, replicas=2, width=128, keeps=True),
+    "gradients kept, one holder": Run(torch.float32, "none", "1f1b", 64, width=128, keeps=True),
 }
 RARELY = (
     "bf16",
@@ -219,6 +233,8 @@ RARELY = (
     "tp 2, attention kept",
     "linear attention",
     "tp 2, linear attention",
+    "state shared",
+    "gradients kept, one holder",
 )
 
 

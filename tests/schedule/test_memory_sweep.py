@@ -86,7 +86,7 @@ def unit_costs(stages: int) -> StageCosts:
     seconds[:, :, 1] = [1.0, 2.0, 1.0, 1.0]
     none = np.zeros((stages, 3))
     return StageCosts(
-        seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0), *np.zeros((2, stages))
+        seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0), *np.zeros((3, stages))
     )
 
 

@@ -43,7 +43,7 @@ def config(**sections: Any) -> Config:
 @given(cases())
 def test_stages_of_any_model_cost_seconds_where_they_compute_and_only_there(case: Case) -> None:
     model = build_model(case, "meta")
-    found = costs_of_run(config(), model, case.plan)
+    found = costs_of_run(config(resilience={"enabled": True}), model, case.plan)
     trains = trainability_of(case.plan, trainable_layers(model.units))
     seconds = found.stages.seconds
     assert np.isfinite(seconds).all()
@@ -52,6 +52,15 @@ def test_stages_of_any_model_cost_seconds_where_they_compute_and_only_there(case
     assert [bool(row.any()) for row in seconds[:, 1]] == list(trains.backward)
     assert found.origin.startswith("modelled for")
     assert found.sync.beside.keys() == set(case.plan.ranks)
+    layers = trainable_layers(model.units)
+    for entry, own in zip(case.plan.stages(), found.stages.own_gradient_bytes, strict=True):
+        stage, replicas = entry.stage, case.plan.unit(entry.unit).replicas
+        if not any(layers[entry.unit][stage.first : stage.end]):
+            assert own == 0
+        elif len(replicas) * stage.cp > 1:
+            assert own > 0  # what salvage keeps beside sums
+        elif stage.tp == 1 and not case.tied:
+            assert own == 0
 
 
 def test_a_layer_that_says_nothing_of_itself_costs_what_its_weights_do() -> None:

@@ -48,6 +48,11 @@ class ResilienceConfig(Section):
     """With fewer the run is saved and ends with exit code 75: start it again when there are more."""
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether processes keep their own gradients beside the sums."""
+        return self.enabled and self.salvage
+
+    @property
     def address(self) -> tuple[str, int] | None:
         """`listen` as host and port."""
         if self.listen is None:

@@ -17,6 +17,7 @@ class ParameterBytes:
 
     The defaults are AdamW in bf16 with fp32 gradients, master weights and moments, shared with nobody. zero: who does
     share them; ranks_per_node: None where all are on one. Of state that is kept by the host the device has nothing.
+    keeps_gradients: a rank's own gradients stay beside their sums with other holders until the update (salvage).
     """
 
     weight: float = 2.0
@@ -24,6 +25,12 @@ class ParameterBytes:
     optimizer: float = 12.0
     zero: Zero = "none"
     ranks_per_node: int | None = None
+    keeps_gradients: bool = False
+
+    @property
+    def own_gradient(self) -> float:
+        """Bytes beside `of` from the last backward to the update, of a weight that other ranks hold, too."""
+        return self.gradient if self.keeps_gradients else 0.0
 
     def of(self, parameters: float, trainable: bool) -> float:
         """Bytes that `parameters` parameters take through the whole step where nobody shares their state; frozen ones

@@ -30,7 +30,8 @@ class StageCosts:
     backward keeps for W, what is held only while the stage runs, and what goes to the next stage. `static_bytes` is
     `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared; of these
     `gradient_bytes` `[stages]` are there only from the stage's first weight gradients on. `sum_bytes` `[stages]` are
-    taken for a while after the stage's last backward, to sum its largest gradient.
+    taken for a while after the stage's last backward, to sum its largest gradient. `own_gradient_bytes` `[stages]` are
+    taken from then to the update, for what a rank keeps of its own gradients beside the sums.
     """
 
     seconds: NDArray[np.float64]
@@ -41,6 +42,7 @@ class StageCosts:
     static_bytes: NDArray[np.float64]
     gradient_bytes: NDArray[np.float64]
     sum_bytes: NDArray[np.float64]
+    own_gradient_bytes: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +139,7 @@ def stage_costs(
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
-    static, gradient, summed = (np.empty(len(placed)) for _ in range(3))
+    static, gradient, summed, own_gradient = (np.empty(len(placed)) for _ in range(4))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
         group = "" if cluster is None else cluster.at(entry.stage.ranks[0]).name
@@ -169,7 +171,8 @@ def stage_costs(
             if layer.trainable
         )
         summed[entry.index] = _sum_bytes(entry, plan, model, rules)
-    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed)
+        own_gradient[entry.index] = _own_gradient_bytes(entry, plan, model, rules)
+    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed, own_gradient)
 
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -182,12 +185,47 @@ def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[n
 def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
     """What a rank takes to sum the stage's largest gradient with other holders: a flat copy of it, and where they share
     state another, in the order of their shares, before the gradient itself goes."""
-    stage = entry.stage
-    if len(plan.unit(entry.unit).replicas) * stage.cp == 1:
+    return _largest_sum(entry, plan, model, rules) * (1.0 if rules.zero == "none" else 2.0)
+
+
+def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
+    """What a rank has at the end of a step beside its gradients, where those stay until the update: a flat copy of each
+    that is summed with other holders, and of the one that is copied last the second as in `_sum_bytes`."""
+    if not rules.keeps_gradients:
         return 0.0
-    layers = model.unit(entry.unit).layers[stage.first : stage.end]
-    largest = max(layer.largest / (stage.tp if layer.divided else 1) for layer in layers)
-    return largest * rules.gradient * (1.0 if rules.zero == "none" else 2.0)
+    copies = sum(held for held, _ in _summed(entry, plan, model))
+    second = 0.0 if rules.zero == "none" else _largest_sum(entry, plan, model, rules)
+    return copies * rules.own_gradient + second
+
+
+def _largest_sum(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
+    """Bytes of the largest gradient that other ranks have, too."""
+    return rules.gradient * max((largest for _, largest in _summed(entry, plan, model)), default=0.0)
+
+
+def _summed(entry: PlacedStage, plan: Plan, model: ModelSpec) -> list[tuple[float, float]]:
+    """Of the layers of a stage that train: the numbers that a rank holds of weights that other ranks hold, too, and
+    those of the largest such weight. Others are those of other replicas, of context parallelism, of tensor parallelism
+    that does not divide the layer, and of the other end of a tied weight."""
+    stage, layers = entry.stage, model.unit(entry.unit).layers
+    replicas = len(plan.unit(entry.unit).replicas)
+    found = []
+    for number in range(stage.first, stage.end):
+        layer = layers[number]
+        part = stage.tp if layer.divided else 1
+        if not layer.trainable:
+            continue
+        if replicas * stage.cp > 1 or part < stage.tp:
+            held = layer.held_beside_experts(stage.tp)
+            if replicas > 1 or stage.ep == 1:
+                held = layer.held(stage.tp, stage.ep)
+            held -= layer.held_before(stage.tp) if entry.is_first else 0.0
+            found.append((held * layer.trained_share, layer.largest / part))
+        elif number == 0 or not entry.is_first:
+            ends = layers[stage.end :] if number == 0 else (layer,)
+            tied = max((end.tied for end in ends), default=0) / part
+            found.append((tied, tied))
+    return found
 
 
 def polynomial(coefficients: NDArray[np.float64], tokens: Sequence[int]) -> NDArray[np.float64]:

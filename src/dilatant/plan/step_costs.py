@@ -17,6 +17,9 @@ from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
 from dilatant.plan.sync_time import SyncSeconds
 from dilatant.plan.workload import Workload
 
+BY_STAGE = ("gradient_bytes", "sum_bytes", "own_gradient_bytes")
+"""One number each, which older files do not have."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
@@ -66,7 +69,7 @@ class StepCosts:
         try:
             count = len(plan.stages())
             nothing = [0.0] * count  # in older files
-            by_name = {"gradient_bytes": nothing, "sum_bytes": nothing, **document["stages"]}
+            by_name = {**dict.fromkeys(BY_STAGE, nothing), **document["stages"]}
             arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
             sync = (
@@ -93,7 +96,7 @@ class StepCosts:
         for name, values in arrays.items():
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
-                **dict.fromkeys(("static_bytes", "gradient_bytes", "sum_bytes"), (count,)),
+                **dict.fromkeys(("static_bytes", *BY_STAGE), (count,)),
             }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
@@ -126,7 +129,7 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 1, 1] = np.where(backward, 2.0, 0.0)
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
-    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, *np.zeros((3, count)))
+    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, *np.zeros((4, count)))
     return StepCosts(stages, origin=TOKENS)
 
 

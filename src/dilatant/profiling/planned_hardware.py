@@ -78,14 +78,16 @@ def plan_target(
     precision: str = "auto",
     zero: Zero | None = None,
     optimizer: OptimizerConfig | None = None,
+    keeps_gradients: bool = False,
 ) -> Target:
-    """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them.
+    """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them. keeps_gradients: see
+    `ParameterBytes`.
 
     Raises UserError for hardware that the file does not have, for bf16 on a GPU here without it, and for a reserve that
     leaves nothing.
     """
     if config.groups:
-        return _target_of_groups(config, precision, zero, optimizer)
+        return _target_of_groups(config, precision, zero, optimizer)  # without recovery
     gpus = torch.cuda.device_count()
     per_node = devices_per_node(config)
     threads = max(1, _cores() // per_node)
@@ -116,6 +118,7 @@ def plan_target(
             rules_of(FP32 if dtype == "float32" else BF16, optimizer or OptimizerConfig()),
             zero=zero or DEFAULT_ZERO,
             ranks_per_node=per_node,
+            keeps_gradients=keeps_gradients,
         ),
     )
 

@@ -111,7 +111,13 @@ def planning_problem(
 ) -> PlanningProblem:
     """All that is to be known before a search. `say` gets the name of what is being measured. Without `measure_again`
     the costs count that were kept of the same layers on this hardware. Raises UserError."""
-    target = plan_target(config.cluster, config.train.precision, config.train.zero, config.train.optimizer)
+    target = plan_target(
+        config.cluster,
+        config.train.precision,
+        config.train.zero,
+        config.train.optimizer,
+        config.resilience.keeps_gradients,
+    )
     _searched_sizes(config, target)  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))
     model = describe_model(whole, recompute_by_unit(config, whole.units))

@@ -122,6 +122,7 @@ def step_bytes(
         0.0,
     )
     release[first] -= costs.gradient_bytes[graph.stage[first]]  # which stay
+    release[last] -= costs.own_gradient_bytes[graph.stage[last]]
     source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     message = np.einsum("ij,ij->i", costs.output_bytes[maker], sums_of_messages)

@@ -75,13 +75,18 @@ def _target(config: Config, plan: Plan) -> Target:
             config.train.precision,
             config.train.zero,
             config.train.optimizer,
+            config.resilience.keeps_gradients,
         )
         if target.is_local:
             return target
     except UserError:  # of a hardware file that is only at hand where plans are made
         pass
     return plan_target(
-        ClusterConfig(**shape), config.train.precision, config.train.zero, config.train.optimizer
+        ClusterConfig(**shape),
+        config.train.precision,
+        config.train.zero,
+        config.train.optimizer,
+        config.resilience.keeps_gradients,
     )
 
 

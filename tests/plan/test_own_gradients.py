@@ -1,0 +1,51 @@
+"""What salvage keeps of gradients beside their sums, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dilatant.cost.layer import LayerCost
+from dilatant.cost.memory import FP32
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
+from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.plan.stage_costs import stage_costs
+from dilatant.plan.step_costs import StepCosts
+
+WHOLE, PARTS = (Stage(0, 4, (0,)),), (Stage(0, 2, (0,)), Stage(2, 4, (1,)))
+LAYERS = (
+    LayerSpec("embedding", "any", 100, largest=100),
+    LayerSpec("block", "any", 50, largest=20, divided=False),
+    LayerSpec("frozen", "any", 40, largest=40, trainable=False),
+    LayerSpec("head", "any", 110, largest=100, tied=100),
+)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "zero", "kept"),
+    [
+        ([WHOLE], "none", [0]),  # nobody else has any
+        ([PARTS], "none", [100, 100]),  # the tied weight
+        ([WHOLE, (Stage(0, 4, (1,)),)], "none", [160, 160]),
+        ([WHOLE, (Stage(0, 4, (1,)),)], "all", [260, 260]),  # with the largest once more
+        ([PARTS, (Stage(0, 4, (2,)),)], "none", [150, 110, 160]),
+        ([(Stage(0, 4, (0, 1), 2),)], "none", [50]),  # the block, which tp does not divide
+        ([(Stage(0, 4, (0, 1), 1, 2),)], "none", [160]),
+    ],
+)
+def test_gradients_that_are_summed_with_others_are_kept_once_more(replicas, zero, kept) -> None:
+    cost = LayerCost(*[Quadratic()] * 4)
+    costs = CostModel("any", "synthetic", "float32", {"any": dict.fromkeys([(1, 1), (2, 1), (1, 2)], cost)})
+    plan = Plan((UnitPlan("language", tuple(map(Replica, replicas)), ()),))
+    model = ModelSpec((UnitSpec("language", LAYERS, ()),))
+    rules = replace(FP32, zero=zero)
+    assert not stage_costs(plan, model, costs, rules).own_gradient_bytes.any()
+    found = stage_costs(plan, model, costs, replace(rules, keeps_gradients=True))
+    assert found.own_gradient_bytes.tolist() == [4 * count for count in kept]
+    document = StepCosts(found).to_document()
+    assert StepCosts.from_document(document, plan).stages.own_gradient_bytes.tolist() == [
+        4 * count for count in kept
+    ]
