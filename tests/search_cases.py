@@ -7,10 +7,15 @@ import numpy as np
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan import Mode, PlanScore, Workload, search
 from dilatant.plan.depth import path_depths
-from dilatant.plan.stage_costs import polynomial, stage_costs
+from dilatant.plan.stage_costs import stage_costs
 from model_cases import cluster, model, unit
 
 RULES = ParameterBytes(1.0, 1.0, 2.0)
+
+
+def polynomial(coefficients, tokens):
+    """The value of a coefficient triple for one packed row of samples."""
+    return coefficients @ [sum(x * x for x in tokens), sum(tokens), 1.0 if sum(tokens) else 0.0]
 
 
 def closed_form(spec, costs, tokens, batch, rules=RULES):

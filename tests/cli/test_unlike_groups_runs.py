@@ -73,6 +73,9 @@ def test_mistakes_in_groups_are_one_line_each(project: Path, dilatant: Dilatant)
     odd = "cluster.groups=[{name: a, hardware: odd, gpus_per_node: 1}]"
     refuses("odd.memory is missing", f"cluster.hardware_file={file}", odd)
     refuses("cluster.groups", GROUPS[1], "resilience.enabled=true", "resilience.ranks_per_node=1")
+    measured = "profile", project / "config.yaml", *GROUPS, "--group"
+    refused(dilatant(*measured, "slow"), "these are A40, of which this machine has none")
+    refused(dilatant(*measured, "none"), "--group 'none': cluster.groups has fast, slow")
 
 
 @pytest.mark.slow

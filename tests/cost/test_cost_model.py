@@ -32,6 +32,7 @@ from dilatant.cost import (
     trainable_before,
 )
 from dilatant.cost.layer import ZERO
+from dilatant.cost.model import save_group_costs
 
 COUNTS = (64, 256, 1024, 4096)
 
@@ -166,6 +167,21 @@ def test_a_cost_file_reads_back_equal_and_is_readable(tmp_path):
     assert "origin: analytic" in text
     assert "not measured" in text
     assert "tp2 cp1:" in text
+
+
+def test_groups_measured_one_after_another_share_a_cost_file(tmp_path):
+    fast, slow, path = hardware_costs(), replace(hardware_costs(), hardware="L4"), tmp_path / "costs.yaml"
+    save_group_costs(slow, "fast", path)
+    save_group_costs(slow, "slow", path)
+    save_group_costs(fast, "fast", path)  # again, on the device that it should have been
+    found = load_costs(path)
+    assert found.groups == {"fast": fast, "slow": slow}
+    with pytest.raises(UserError, match=r"holds costs in bfloat16, those of 'slow' are in float32"):
+        save_group_costs(replace(slow, dtype="float32"), "slow", path)
+    assert load_costs(path) == found
+    save_costs(fast, path)
+    with pytest.raises(UserError, match=r"holds costs of 'A40' alone; name another file"):
+        save_group_costs(slow, "slow", path)
 
 
 def test_a_cost_file_of_other_hardware_is_named(tmp_path):

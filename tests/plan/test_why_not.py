@@ -7,7 +7,7 @@ import pytest
 
 from dilatant.config.errors import UserError
 from dilatant.plan import Mode, Workload, search
-from dilatant.plan.search import open_space
+from dilatant.plan.space import open_space
 from dilatant.plan.why_not import read_asked, why_not
 from dilatant.report.why_not_text import why_not_text
 from dilatant.schedule.plan_scorer import plan_scorer

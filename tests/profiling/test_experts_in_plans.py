@@ -10,7 +10,7 @@ import pytest
 from dilatant.cost.analytic import analytic_costs
 from dilatant.cost.hardware import load_hardware
 from dilatant.plan import Cluster, Workload, search
-from dilatant.plan.search import Mode
+from dilatant.plan.modes import Mode
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.runtime.layouts import layout_problems

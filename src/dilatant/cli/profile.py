@@ -63,6 +63,13 @@ def profile(
             show_default=False,
         ),
     ] = None,
+    group: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Measure for this one of cluster.groups (here are devices of its kind); --out keeps others.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Measure every layer type of a model: forward, gradients, recomputation, memory, at several token counts.
@@ -74,20 +81,22 @@ def profile(
 
     from dilatant.config.environment import place_from
     from dilatant.cost.hardware import save_hardware
-    from dilatant.cost.model import save_costs
+    from dilatant.cost.model import save_costs, save_group_costs
     from dilatant.profiling.assemble import load_model_tokenizer
     from dilatant.profiling.cost_cache import keep_costs
     from dilatant.profiling.describe_model import describe_model, skeleton
     from dilatant.profiling.layer_costs import layer_costs, measure_layers, measured_tokens
     from dilatant.profiling.planned_degrees import planned_degrees
-    from dilatant.profiling.planned_hardware import entry_name, plan_target, with_links
+    from dilatant.profiling.planned_hardware import entry_name, plan_target, target_of_group, with_links
     from dilatant.report.terminal import print_line
 
     console = Console(stderr=as_json)
     resolved = read_config(config, overrides)
-    target = plan_target(
-        resolved.cluster, resolved.train.precision, resolved.train.zero, resolved.train.optimizer
-    )
+    train = resolved.train
+    if group:
+        target = target_of_group(resolved.cluster, group, train.precision, train.optimizer)
+    else:
+        target = plan_target(resolved.cluster, train.precision, train.zero, train.optimizer)
     counts = _counts(tokens, "--tokens", "512,1024,2048") or measured_tokens(resolved)
     plan = resolved.plan.model_copy(
         update={
@@ -111,7 +120,9 @@ def profile(
             costs = layer_costs(resolved.model_copy(update={"plan": plan}), model, target)
     kept = keep_costs(costs, model)
     try:
-        save_costs(costs, out)
+        together = save_group_costs(costs, group, out) if group else None
+        if together is None:
+            save_costs(costs, out)
     except OSError as error:
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
     name = entry_name(target.hardware)
@@ -136,6 +147,15 @@ def profile(
             f"{links}: plan with it by `cluster.hardware: {name}` and `cluster.hardware_file: {links}`",
             wrap=False,
         )
+    if together is not None:
+        lacking = [one.name for one in resolved.cluster.groups or () if one.name not in together.groups]
+        rest = f" (not there yet, so modelled: {', '.join(lacking)})" if lacking else ""
+        print_line(
+            console,
+            f"{out} has {', '.join(together.groups)}: plan with it by `plan.costs: {out}`{rest}",
+            wrap=False,
+        )
+        return
     print_line(
         console,
         f"{out}: plan with it by `plan.costs: {out}`, or share it with others on {costs.hardware}",

@@ -138,6 +138,22 @@ def save_costs(costs: CostModel, path: Path) -> None:
     path.write_text(costs.to_yaml(), encoding="utf-8")
 
 
+def save_group_costs(costs: CostModel, group: str, path: Path) -> CostModel:
+    """Write the cost model of one group of a cluster of unlike devices, beside those of others that the file has;
+    returns all. Raises UserError for a file of equal devices, or in another precision."""
+    others = load_costs(path) if path.exists() else costs
+    if path.exists() and not others.groups:
+        raise UserError(
+            f"{path} holds costs of {others.hardware!r} alone; name another file for those of groups"
+        )
+    if others.dtype != costs.dtype:
+        raise UserError(f"{path} holds costs in {others.dtype}, those of {group!r} are in {costs.dtype}")
+    groups = {**others.groups, group: costs}
+    together = replace(next(iter(groups.values())), groups=groups)
+    save_costs(together, path)
+    return together
+
+
 def load_costs(path: Path, hardware: str | None = None) -> CostModel:
     """Read a cost model. Raises UserError when it is not one, or was made for other hardware than `hardware`."""
     try:

@@ -16,7 +16,8 @@ from dilatant.plan.plan import ParallelSpec, PlacedStage, Plan, Replica, Stage, 
 from dilatant.plan.reinstantiate import LayerCopy, NodePipeline, Origin, Reinstantiation, reinstantiate
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore, PlanScorer
-from dilatant.plan.search import SearchResult, search
+from dilatant.plan.search import search
+from dilatant.plan.search_result import SearchResult
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import LayerTable, StageCosts, layer_table, stage_costs
 from dilatant.plan.sync_time import sync_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.option import Option
@@ -48,3 +48,12 @@ class Candidate:
             )
             for count, option in zip(self.counts, self.options)
         )
+
+    def in_group(self, group: int) -> Candidate:
+        """This candidate of a group alone as one of the whole cluster."""
+        return replace(self, groups=(group,) * len(self.options))
+
+    def gpus_in(self, group: int) -> int:
+        """The devices of a group that it takes."""
+        chains = zip(self.options, self.counts, self.groups)
+        return sum(count * option.gpus for option, count, there in chains if there == group)

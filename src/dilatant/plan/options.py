@@ -24,6 +24,7 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._options: dict[tuple[object, ...], Option | None] = {}
         self._free_cuts: dict[tuple[_Asked, bool], tuple[tuple[int, ...], MeanCosts]] = {}
+        self._joined: dict[_Asked, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
     def shared_by(self, replicas: int, devices: int) -> OptionTable:
@@ -96,9 +97,10 @@ class OptionTable:
     def _free_cut(
         self, asked: _Asked, balance: NDArray[np.float64] | None
     ) -> tuple[tuple[int, ...], MeanCosts]:
-        """Cuts for the fastest slowest stage, and what the stages take: without extra units in the first, for any
-        number of microbatches."""
-        key = asked if asked.extra else replace(asked, microbatches=0), balance is None
+        """Cuts for the fastest slowest stage, and what the stages take. Of the number of microbatches it only counts,
+        and only with extra units in the first stage, whether there are more of them than stages."""
+        more = bool(asked.extra) and asked.microbatches > asked.stages
+        key = replace(asked, microbatches=int(more)), balance is None
         if key not in self._free_cuts:
             layers = self._merged(asked)
             cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
@@ -196,8 +198,12 @@ class OptionTable:
         own = self.units.layers(asked.unit, *degree, asked.ep).on(asked.stages)
         if not asked.extra:
             return own
-        others = [self.units.layers(other, *degree).on(1) for other in asked.extra]
-        return own.ahead_of(others, asked.microbatches, asked.stages)
+        alone, more = asked.stages == 1, asked.microbatches > asked.stages
+        key = replace(asked, stages=int(alone), microbatches=int(more), chunks=1)
+        if key not in self._joined:
+            others = [self.units.layers(other, *degree).on(1) for other in asked.extra]
+            self._joined[key] = own.ahead_of(others, more)
+        return self._joined[key]
 
     def _option(self, asked: _Asked, cuts: tuple[int, ...], stages: MeanCosts) -> Option:
         again = {unit: self.units.recomputed(unit, asked.level) for unit in (asked.unit, *asked.extra)}

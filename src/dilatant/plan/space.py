@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.option import Option
 from dilatant.plan.options import OptionTable
-from dilatant.plan.roles import Roles
+from dilatant.plan.roles import Roles, roles_of
 from dilatant.plan.sides import Side, side_by_side
+from dilatant.plan.unit_layers import UnitLayers
+from dilatant.plan.workload import Workload
+
+FEW = 16
+"""On no more devices of all groups, whatever could help is looked at, so that more of them never hurt."""
 
 
 @dataclass(eq=False)
@@ -53,3 +61,34 @@ class Space:
         if key not in self._sides:
             self._sides[key] = side_by_side(each, budget)
         return self._sides[key]
+
+
+def open_space(
+    model: ModelSpec,
+    costs: CostModel,
+    cluster: Cluster,
+    workload: Workload,
+    global_batch: int,
+    rules: ParameterBytes = BF16,
+    chunks: Sequence[int] = (1,),
+    halves: bool = False,
+) -> Space:
+    """What `search` searches, with arguments as there, on the devices of one kind."""
+    limits = cluster.gpus_per_node, rules, global_batch, halves
+    table = OptionTable(UnitLayers(model, costs, workload, *limits), cluster.bytes_per_device)
+    unaware = OptionTable(UnitLayers(_all_trainable(model), costs, workload, *limits), math.inf)
+    return Space(model, roles_of(model), table, unaware, cluster, global_batch, tuple(chunks))
+
+
+def _all_trainable(model: ModelSpec) -> ModelSpec:
+    return ModelSpec(
+        tuple(
+            replace(unit, layers=tuple(replace(layer, trainable=True) for layer in unit.layers))
+            for unit in model.units
+        )
+    )
+
+
+def are_few(spaces: Sequence[Space]) -> bool:
+    """Whether groups of devices, one space each, are so few that nothing need be left out."""
+    return sum(space.cluster.num_devices for space in spaces) <= FEW

@@ -228,11 +228,5 @@ def _summed(entry: PlacedStage, plan: Plan, model: ModelSpec) -> list[tuple[floa
     return found
 
 
-def polynomial(coefficients: NDArray[np.float64], tokens: Sequence[int]) -> NDArray[np.float64]:
-    """The value of coefficient triples `[..., 3]` for one packed row of samples: `[...]`."""
-    sums = np.asarray([sum(x * x for x in tokens), sum(tokens), 1.0 if sum(tokens) else 0.0])
-    return coefficients @ sums
-
-
 def _triple(value: Quadratic) -> tuple[float, float, float]:
     return value.a, value.b, value.c

@@ -64,10 +64,10 @@ class MeanCosts:
             joined[one.name] = join([getattr(each, one.name) for each in (self, *others)], axis=0)
         return MeanCosts(**joined)
 
-    def ahead_of(self, others: Sequence[MeanCosts], microbatches: int, stages: int) -> MeanCosts:
-        """The same with all layers of other units in the first. What these keep is counted as often as the first of so
-        many stages has microbatches in flight, and once more where it may run one ahead; the heaviest sample may be
-        another there."""
+    def ahead_of(self, others: Sequence[MeanCosts], one_ahead: bool) -> MeanCosts:
+        """The same with all layers of other units in the first. What these keep is counted as often as the first stage
+        has microbatches in flight, and once more where it may run `one_ahead`; the heaviest sample may be another
+        there."""
         first = {}
         for one in fields(self):
             column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
@@ -75,7 +75,7 @@ class MeanCosts:
                 column[0] = max(column[0], *(float(other.max()) for other in more))
             elif one.name not in ("heavy", "twice"):
                 column[0] += sum(float(other.sum()) for other in more)
-            if one.name == "static" and microbatches > stages:
+            if one.name == "static" and one_ahead:
                 column[0] += sum(float(other.kept.sum()) for other in others)
             first[one.name] = column
         return MeanCosts(**first)

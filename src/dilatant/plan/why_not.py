@@ -14,11 +14,12 @@ from dilatant.config.yaml_text import read_yaml
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.enumeration import all_candidates
 from dilatant.plan.finals import Finals, RankedPlan
 from dilatant.plan.modes import Mode
 from dilatant.plan.option import Option
 from dilatant.plan.score import PlanScorer
-from dilatant.plan.search import SearchResult, all_candidates
+from dilatant.plan.search_result import SearchResult
 from dilatant.plan.space import Space
 
 KEYS = ("replicas", "tp", "cp", "pp", "chunks")

@@ -54,14 +54,17 @@ def _costs_of_groups(config: Config, model: ModelDescription, target: Target, sa
     file = None if config.plan.costs is None else _load(Path(config.plan.costs))
     known: set[str] = set()
     if file is not None:
+        there = dict.fromkeys([file.hardware, *(own.hardware for own in file.groups.values())])
         known = {
             own.cluster.name
             for own in target.groups
-            if own.cluster.name in file.groups or is_same_hardware(file.hardware, own.requested)
+            if own.cluster.name in file.groups or any(is_same_hardware(one, own.requested) for one in there)
         }
         if not known:
             kinds = ", ".join(repr(own.requested) for own in target.groups)
-            raise UserError(f"plan.costs holds costs of {file.hardware!r}, but groups have {kinds}")
+            raise UserError(
+                f"plan.costs holds costs of {', '.join(map(repr, there))}, but groups have {kinds}"
+            )
     unnamed = config.model_copy(update={"plan": config.plan.model_copy(update={"costs": None})})
     groups = {
         own.cluster.name: layer_costs(config if own.cluster.name in known else unnamed, model, own, say)

@@ -153,6 +153,26 @@ def _target_of_groups(
     return replace(groups[0], cluster=together, groups=groups)
 
 
+def target_of_group(
+    config: ClusterConfig, name: str, precision: str = "auto", optimizer: OptimizerConfig | None = None
+) -> Target:
+    """The devices of one group, which are to be this machine's, in the precision that all groups compute in.
+
+    Raises UserError where the config has no such group, or this machine is of another kind."""
+    whole = plan_target(config, precision, optimizer=optimizer)
+    named = {group.name: one for group, one in zip(config.groups or (), config.of_groups, strict=True)}
+    if name not in named:
+        there = f"has {', '.join(named)}" if named else "is null"
+        raise UserError(f"--group {name!r}: cluster.groups {there}")
+    target = plan_target(named[name], precision, optimizer=optimizer)
+    if not target.is_local:
+        raise UserError(
+            f"--group {name!r}: these are {target.requested}, of which this machine has none; run "
+            "`dilatant profile` on one of them"
+        )
+    return replace(target, dtype=whole.dtype, rules=whole.rules)
+
+
 def _reserve(config: ClusterConfig, hardware: Hardware, per_node: int) -> MemoryReserve:
     """What the config says, and for the rest what such devices usually need."""
     usual = GPU_RESERVE

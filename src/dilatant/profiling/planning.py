@@ -20,7 +20,9 @@ from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.score import PlanScore
-from dilatant.plan.search import SearchResult, open_space, search
+from dilatant.plan.search import search
+from dilatant.plan.search_result import SearchResult
+from dilatant.plan.space import open_space
 from dilatant.plan.stable_batch import StableBatch, feasible_allocations, minimum_stable_batch
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.search import SearchResult
+from dilatant.plan.search_result import SearchResult
 from dilatant.report.wording import counted, listed, percent_text, seconds_text, three_digits
 from dilatant.schedule.timeline import Timeline
 

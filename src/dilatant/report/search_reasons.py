@@ -8,7 +8,7 @@ from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
-from dilatant.plan.search import SearchResult
+from dilatant.plan.search_result import SearchResult
 from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
 
 _WHERE = {

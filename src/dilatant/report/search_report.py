@@ -16,7 +16,7 @@ from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import PlacedStage
 from dilatant.plan.roles import roles_of
-from dilatant.plan.search import SearchResult
+from dilatant.plan.search_result import SearchResult
 from dilatant.plan.stable_batch import StableBatch
 from dilatant.plan.state_sharing import sharing
 from dilatant.plan.workload import Workload

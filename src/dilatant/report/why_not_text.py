@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.search import SearchResult
+from dilatant.plan.search_result import SearchResult
 from dilatant.plan.why_not import WhyNot
 from dilatant.report.plan_summary import explain
 from dilatant.report.search_report import compared_plan

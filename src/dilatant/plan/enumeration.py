@@ -1,0 +1,120 @@
+"""Every candidate of a search, the most promising first."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from dilatant.plan.candidates import Candidate
+from dilatant.plan.disaggregated import disaggregated
+from dilatant.plan.group_bound import least_seconds
+from dilatant.plan.mixed_pipelines import mixed_candidates
+from dilatant.plan.modes import EncoderPosition, Mode
+from dilatant.plan.placed_units import placed_candidates
+from dilatant.plan.shapes import shapes
+from dilatant.plan.space import Space
+
+FEWEST = 6
+"""So many of any kind are simulated, however many devices there are."""
+
+
+def enumerate_candidates(
+    space: Space,
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
+) -> list[Candidate]:
+    """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
+    that any uses."""
+    found = list(_candidates(space, mode, sizes, microbatches))
+    if all_devices and found:
+        most = max(candidate.gpus for candidate in found)
+        found = [candidate for candidate in found if candidate.gpus == most]
+    # Of equal ones those first that leave the fewest devices idle.
+    return sorted(found, key=lambda candidate: (candidate.estimate, -candidate.gpus))
+
+
+def _candidates(
+    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None
+) -> Iterator[Candidate]:
+    if mode in (Mode.BEST, Mode.DISTTRAIN):
+        for one in disaggregated(space, sizes):
+            if microbatches in (None, one.num_microbatches):
+                yield one if mode is Mode.BEST else replace(one, estimate=one.disaggregated)
+    if mode is Mode.DISTTRAIN:
+        return
+    for replicas in range(1, space.cluster.num_devices + 1):
+        for size in sizes:
+            count, rest = divmod(space.global_batch, replicas * size)
+            if rest == 0 and microbatches in (None, count):
+                yield from shapes(space, mode, replicas, size)
+
+
+def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those that promise most on at most as many devices as they take, the most promising first: what searches on fewer
+    devices would simulate, so that more of them never make a plan slower."""
+    taken: list[int] = []
+    chosen = []
+    for candidate in found:
+        if bisect.bisect_right(taken, candidate.gpus) < FEWEST:
+            chosen.append(candidate)
+        bisect.insort(taken, candidate.gpus)
+    return chosen
+
+
+def of_modes(
+    space: Space,
+    found: Sequence[Candidate],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+) -> Iterator[Sequence[Candidate]]:
+    """What each published system would choose, the most promising first, for a search among all: it is to be no slower
+    than any of them."""
+    if mode is not Mode.BEST:
+        return
+    yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
+    yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE]  # Cornstarch's
+    for other in (Mode.ENTRAIN, Mode.MEGATRON):
+        yield enumerate_candidates(space, other, sizes, microbatches, all_devices)
+
+
+def across(
+    spaces: Sequence[Space],
+    alone: Sequence[Sequence[Candidate]],
+    sizes: Sequence[int],
+    microbatches: int | None,
+    all_devices: bool,
+    most_seconds: float = math.inf,
+) -> list[Candidate]:
+    """The candidates that take devices of several groups, the most promising first; `alone` are those of each.
+    most_seconds: units are not placed where that promises to take longer."""
+    placed = list(placed_candidates(spaces, sizes, microbatches, most_seconds))
+    mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))
+    found = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))
+    most = max((one.gpus for one in found), default=0)
+    return [one for one in found if not all_devices or one.gpus == most]
+
+
+def all_candidates(
+    spaces: Sequence[Space],
+    mode: Mode,
+    sizes: Sequence[int],
+    microbatches: int | None = None,
+    all_devices: bool = False,
+) -> list[Candidate]:
+    """As `enumerate_candidates`, over groups of unlike devices with a space for each."""
+    asked = sizes, microbatches, all_devices
+    if len(spaces) == 1:
+        return enumerate_candidates(spaces[0], mode, *asked)
+    alone = [
+        [one.in_group(group) for one in enumerate_candidates(space, mode, *asked)]
+        for group, space in enumerate(spaces)
+    ]
+    both = across(spaces, alone, *asked) if mode is Mode.BEST else []
+    return sorted([*itertools.chain(*alone), *both], key=lambda one: (one.estimate, -one.gpus))
