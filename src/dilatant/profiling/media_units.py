@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,9 +12,7 @@ from dilatant.config.errors import UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
-from dilatant.data.framed_clip_unit import FramedClipUnit, MiddleFrames
-from dilatant.data.image_unit import RESAMPLE_NAMES, ImageUnit, PixelProcessor
-from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
+from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
@@ -30,8 +27,11 @@ from dilatant.data.sample import MediaUnit, Written
 from dilatant.data.soft_tokens import soft_token_processor
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
+from dilatant.data.usm_sound_unit import UsmSoundUnit, usm_processor
+from dilatant.models.conformer_encoder import mel_bins_of
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.whole import Whole
+from dilatant.profiling.clip_units import CLIP_KEYS, clip_unit
 
 
 def media_unit(
@@ -86,93 +86,12 @@ def units_of_whole(
     of_clips = {} if source is None else clip_settings(source)
     units: list[MediaUnit] = []
     for name, tower in whole.family.towers.items():
-        of_frames = (*CLIP_SETTINGS, *(COUNTS if whole.family.frames_counted else ()))
-        own = {k: v for k, v in settings.items() if k not in of_frames} if settings else settings
-        units.append(_unit_of_tower(whole, name, own, tokenizer))
-        if tower.native and tower.kind == "image" and not tower.pooled:
-            units.append(_clip_unit(whole, name, {**of_clips, **(settings or {})}, of_clips, tokenizer))
-        if whole.family.frames_counted:
-            asked = {key: settings[key] for key in COUNTS if key in settings} if settings else {}
-            units.append(_framed_unit(whole, name, {**(settings or {}), **of_clips, **asked}, tokenizer))
+        own = {k: v for k, v in settings.items() if k not in CLIP_KEYS} if settings else settings
+        unit = _unit_of_tower(whole, name, own, tokenizer)
+        units.append(unit)
+        if whole.family.clips is not None and tower.kind == "image":
+            units.append(clip_unit(whole, unit, settings or {}, of_clips, tokenizer))
     return tuple(units)
-
-
-def _clip_unit(
-    whole: Whole, name: str, settings: Mapping[str, Any], saved: Mapping[str, Any], tokenizer: Any
-) -> NativeClipUnit:
-    """How a tower of native resolution sees clips. saved: what the model's files say of clips; settings: all else."""
-    vision = whole.config.vision_config
-    sampling = frame_sampling(settings)
-    group = (vision.patch_size * vision.spatial_merge_size) ** 2
-    size = saved.get("size") or {}
-    apart = whole.family.frames_apart
-    limits = {
-        "min_pixels": settings.get("video_min_pixels") or size.get("shortest_edge") or 128 * group,
-        "max_pixels": settings.get("video_max_pixels")
-        or size.get("longest_edge")
-        or (24_576 if apart else 768) * group,
-    }
-    plain = {k: v for k, v in settings.items() if k not in (*CLIP_SETTINGS, "size")}
-    processor = patch_processor(
-        {"image_processor_type": "", **plain, **limits},
-        patch=vision.patch_size,
-        merge=vision.spatial_merge_size,
-        frames=vision.temporal_patch_size,
-    )
-    return NativeClipUnit(
-        name,
-        whole.placeholder_ids[name],
-        processor,
-        sampling,
-        # 90 % of the context that the families reckon with.
-        None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group),
-        whole.seconds_scale,
-        apart,
-        written=_written_clip(whole, tokenizer),
-    )
-
-
-COUNTS = ("num_frames", "fps", "video_fps")
-"""What people call how many frames of a clip are seen as images."""
-
-
-def _framed_unit(whole: Whole, name: str, settings: Mapping[str, Any], tokenizer: Any) -> FramedClipUnit:
-    """How a tower of fixed size sees clips. Raises UserError."""
-    geometry = whole.encoder(name).geometry
-    image = _written(whole, name, tokenizer)
-    count, fps = settings.get("num_frames"), settings.get("fps") or settings.get("video_fps") or 1.0
-    for key, value in (("num_frames", 1 if count is None else count), ("fps", fps)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"processor: {key} is {value!r}; it must be a number above 0")
-    plain: dict[str, Any] = {
-        "mean": tuple(settings.get("image_mean") or (0.485, 0.456, 0.406)),
-        "std": tuple(settings.get("image_std") or (0.229, 0.224, 0.225)),
-        "resample": RESAMPLE_NAMES[int(settings.get("resample", 3))],
-    }
-    return FramedClipUnit(
-        name,
-        whole.placeholder_ids[name],
-        geometry.encoder_tokens,
-        geometry.tokens_per_row,
-        PixelProcessor(geometry.height, geometry.row_width, geometry.channels, **plain),
-        MiddleFrames(None if count is None else max(1, int(count)), float(fps)),
-        written=Written(getattr(tokenizer, "video_token", None) or "<video>"),
-        around_frame=(image.opens, image.closes),
-    )
-
-
-def _written_clip(whole: Whole, tokenizer: Any) -> Written:
-    """The template writes one token between others, which stand around every patch of time where these are apart."""
-    opens, token, closes = (
-        "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""
-        for id_ in (
-            getattr(whole.config, key, None)
-            for key in ("vision_start_token_id", "video_token_id", "vision_end_token_id")
-        )
-    )
-    if whole.family.frames_apart:
-        return Written(f"{opens}{token}{closes}" or "<video>", opens, closes)
-    return Written(token or "<video>")
 
 
 def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
@@ -182,6 +101,9 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
     placeholder = whole.placeholder_ids[name]
     if tower.kind == "audio":
         config = whole.config.audio_config
+        if tower.conformer:
+            usm = usm_processor(settings, mel_bins_of(config))
+            return UsmSoundUnit(name, placeholder, usm, marker, written)
         # A tower with chunks has positions inside them alone.
         longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
         mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
-from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
@@ -30,6 +30,7 @@ from dilatant.data.processor_settings import clip_limits, processor_settings, si
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
+from dilatant.data.usm_sound_unit import UsmSoundUnit
 from dilatant.models.build import source_dtypes
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.dtype import hold_in
@@ -117,12 +118,12 @@ def export_model(
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
                 file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
-                if isinstance(unit, FramedClipUnit):
-                    continue  # the source's files say how clips are seen
-                if isinstance(unit, NativeClipUnit):
-                    file = writing / "video_preprocessor_config.json"
-                    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-                    _write_json(file, {**before, **clip_limits(unit)})
+                if isinstance(unit, NativeClipUnit | FramedClipUnit | AnyresClipUnit):
+                    # What the source's files say of clips, and what was changed of it.
+                    before = clip_settings(str(writing))
+                    after = {**before, **clip_limits(unit, before)}
+                    if after != before:
+                        _write_json(writing / "video_preprocessor_config.json", after)
                     continue
                 assert isinstance(
                     unit,
@@ -131,6 +132,7 @@ def export_model(
                     | TiledImageUnit
                     | NativeImageUnit
                     | SoundUnit
+                    | UsmSoundUnit
                     | AnyresImageUnit
                     | AspectImageUnit,
                 )
@@ -139,7 +141,7 @@ def export_model(
                     # The source's, and what was changed of it.
                     _write_json(file, {**before, **size_limits(unit.processor)})
                 elif not before or (
-                    isinstance(unit, SoundUnit) and "feature_extractor_type" not in before
+                    isinstance(unit, SoundUnit | UsmSoundUnit) and "feature_extractor_type" not in before
                 ):  # one file for all that a whole model has
                     _write_json(file, {**before, **processor_settings(unit.processor)})
             _write_json(
@@ -148,9 +150,7 @@ def export_model(
                     "encoders": {
                         unit.name: {"kind": unit.kind, "marker": unit.marker}
                         for unit in encoding.units
-                        if not isinstance(
-                            unit, NativeClipUnit | FramedClipUnit
-                        )  # another way to see of the same unit
+                        if unit.kind != "video"  # another way to see of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}
