@@ -351,7 +351,9 @@ def reference(family: str, seed: int = 0) -> Any:
         for name, weight in model.named_parameters():
             weight.data *= 0.05 if "q_norm" in name else 1.0
         tower = model.model.audio_tower
-        tower.config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"  # 5.17's eager mask is wrong
+        tower.config._attn_implementation = (
+            "sdpa" if tower._supports_sdpa else "eager"
+        )  # 5.17's eager mask is wrong
     return model.train()
 
 

@@ -220,7 +220,7 @@ def _tiles(given: dict[str, torch.Tensor], image: int) -> dict[str, torch.Tensor
 def _of_gemma4(given: dict[str, torch.Tensor], image: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Frames of clips apart from images, and the kind of each token."""
     grids, pixels, ids = given.pop(GRID), given.pop("pixel_values"), given["input_ids"].clone()
-    of_clip = given.pop("of_clip").long()
+    of_clip = given.pop("of_clip", torch.zeros(len(grids))).long()  # frames as images are the same
     del given[STEP]
     kinds = (ids == image).long()
     parts = pixels.split(grids.prod(1).tolist())
@@ -239,7 +239,9 @@ def _of_gemma4(given: dict[str, torch.Tensor], image: int) -> tuple[dict[str, to
         counts = torch.tensor([int((of_clip == clip).sum()) for clip in of_clip[of_clip > 0].unique()])
         values, at = padded["pixel_values"], padded["image_position_ids"]
         given |= {"pixel_values_videos": values, "video_position_ids": at, "num_frames_per_video": counts}
-        if Version(transformers.__version__) < Version("5.20"):  # all frames of one clip, which makes no difference
+        if Version(transformers.__version__) < Version(
+            "5.20"
+        ):  # all frames of one clip, which makes no difference
             given |= {"pixel_values_videos": values[None], "video_position_ids": at[None]}
             del given["num_frames_per_video"]
     return {**given, "input_ids": ids}, kinds

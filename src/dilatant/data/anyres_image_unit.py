@@ -127,7 +127,7 @@ class AnyresImageUnit:
 
 @dataclass(frozen=True, slots=True)
 class AnyresClipUnit:
-    """A `MediaUnit` of clips: a frame is an encoder row of `tokens_per_tile`; one marked end comes behind all frames."""
+    """A `MediaUnit` of clips: a frame is an encoder row of `tokens_per_tile`; one end is marked, behind all frames."""
 
     name: str
     placeholder_id: int

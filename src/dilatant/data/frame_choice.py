@@ -48,8 +48,8 @@ class MiddleFrames:
 
 @dataclass(frozen=True, slots=True)
 class FirstFrames:
-    """The first of as many equal parts of the clip (transformers' common rule: Gemma 4, LLaVA-OneVision). fps: of them a
-    second; None: `count` of them. Of shorter clips, all."""
+    """The first of as many equal parts of the clip (transformers' common rule: Gemma 4, LLaVA-OneVision). fps: of them
+    a second; None: `count` of them. Of shorter clips, all."""
 
     count: int = 32
     fps: float | None = None

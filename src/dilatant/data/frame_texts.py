@@ -34,9 +34,7 @@ def introduced(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, st
     """SmolVLM: how many and of how long a clip, then each after its minutes and seconds."""
     at = moments(size, frames).tolist()
     length = timedelta(seconds=int(size.seconds or at[-1]))
-    head = (
-        f"You are provided the following series of {in_words(len(at))} frames from a {length} [H:MM:SS] video.\n"
-    )
+    head = f"You are provided the following series of {in_words(len(at))} frames from a {length} [H:MM:SS] video.\n"
     texts = [(f"\nFrame from {_clock(moment)}:", "") for moment in at]
     (first, _), (last, _) = texts[0], texts[-1]
     texts[0] = (head + first, "")
@@ -47,11 +45,29 @@ def introduced(size: MediaSize, frames: NDArray[np.int64]) -> list[tuple[str, st
 FRAME_TEXTS: Mapping[str, FrameTexts] = {"counted": counted, "timed": timed, "introduced": introduced}
 """By the names that families have for them."""
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def in_words(number: int) -> str:

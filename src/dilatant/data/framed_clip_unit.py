@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from dilatant.data.clip import decode_clip
 from dilatant.data.frame_choice import FrameChoice
 from dilatant.data.frame_texts import FRAME_TEXTS

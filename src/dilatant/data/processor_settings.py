@@ -19,7 +19,9 @@ from dilatant.data.soft_tokens import SoftTokenProcessor
 from dilatant.data.usm_sound_unit import UsmMelProcessor
 
 
-def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcessor | UsmMelProcessor) -> dict[str, Any]:
+def processor_settings(
+    processor: ImageProcessor | AudioProcessor | PatchProcessor | UsmMelProcessor,
+) -> dict[str, Any]:
     """The content of `preprocessor_config.json` for a processor. Raises TypeError for one that is not ours."""
     if isinstance(processor, HuggingFaceImageProcessor):
         return json.loads(processor.settings_json)

@@ -97,7 +97,9 @@ class UsmMelProcessor:
 
 
 @lru_cache(maxsize=8)
-def _mel_filters(bins: int, fft_length: int, sampling_rate: int, low: float, high: float) -> NDArray[np.float64]:
+def _mel_filters(
+    bins: int, fft_length: int, sampling_rate: int, low: float, high: float
+) -> NDArray[np.float64]:
     from transformers.audio_utils import mel_filter_bank
 
     with warnings.catch_warnings():
@@ -138,7 +140,9 @@ class UsmSoundUnit:
 
     @property
     def fingerprint(self) -> str:
-        return digest_of((self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint))
+        return digest_of(
+            (self.name, self.placeholder_id, self.marker, self.written, self.processor.fingerprint)
+        )
 
     def frames(self, size: MediaSize) -> int:
         """Of a sound; at least one, which goes on in silence. Raises ValueError for one that is too long."""

@@ -84,7 +84,6 @@ class SoundStage(EncoderStage):
         assert hidden is not None
         return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
 
-
     def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
         hidden = in_dtype_of(model, fed)
         if not is_hidden:

@@ -25,8 +25,8 @@ from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.anyres_encoder import AnyresEncoderUnit, images_of_samples
 from dilatant.models.carried import Carried, DeepStack, PerLayer
-from dilatant.models.crossing import Crossing, crossing_of
 from dilatant.models.conformer_encoder import ConformerEncoderUnit
+from dilatant.models.crossing import Crossing, crossing_of
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
 from dilatant.models.families import Family, MediaAttention, Tower, family_of
@@ -318,7 +318,9 @@ class Projection(nn.Module):
             tiles = torch.cat([of_items[number] for number in numbers])
             own = shapes[numbers]
             found = self._around(tiles).get_image_features(
-                self._pixels(len(tiles)), image_sizes=own[:, :2], batch_num_images=images_of_samples(own[:, 2])
+                self._pixels(len(tiles)),
+                image_sizes=own[:, :2],
+                batch_num_images=images_of_samples(own[:, 2]),
             )
             rows |= dict(zip(numbers, found.pooler_output, strict=True))
         for number, frames in enumerate(of_items):

@@ -131,8 +131,8 @@ def _part_tiles(whole: Whole, given: dict[str, Tensor], shapes: list[list[int]])
         return given
     if len({len(clip) for clip in clips}) > 1:
         raise UserError(
-            "clips of unlike numbers of frames in one prompt, which transformers' own model of this family takes in one "
-            "tensor; set num_frames under model.processor, or ask about one clip at a time"
+            "clips of unlike numbers of frames in one prompt, which transformers' own model takes in one tensor; set "
+            "num_frames under model.processor, or ask about one clip at a time"
         )
     (unit,) = whole.family.towers
     ids = given["input_ids"].clone()

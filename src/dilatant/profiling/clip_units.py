@@ -28,9 +28,7 @@ CLIP_KEYS = (*CLIP_SETTINGS, "num_frames", SOFT_TOKENS_OF_FRAMES)
 """Settings of a processor that are of clips alone."""
 
 
-def clip_unit(
-    whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, tokenizer: Any
-) -> MediaUnit:
+def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, tokenizer: Any) -> MediaUnit:
     """How a tower sees clips that sees images as `image` says. asked: settings of the processor, of images among them;
     saved: what the model's files say of clips. Raises UserError."""
     style = whole.family.clips
@@ -44,7 +42,13 @@ def clip_unit(
         assert isinstance(image, AnyresImageUnit)
         processor = _square(image.shape.tile, image.shape.tile, image.processor.channels, {**asked, **saved})
         return AnyresClipUnit(
-            image.name, image.placeholder_id, image.tokens_per_tile, image.shape, processor, choice, written=written
+            image.name,
+            image.placeholder_id,
+            image.tokens_per_tile,
+            image.shape,
+            processor,
+            choice,
+            written=written,
         )
     if style == "counted":
         frame: Any = _whole_frame(whole, image, {**asked, **saved})
@@ -54,9 +58,8 @@ def clip_unit(
         assert isinstance(image.processor, SoftTokenProcessor)
         tokens = counts.get(SOFT_TOKENS_OF_FRAMES) or saved.get("max_soft_tokens") or SOFT_TOKENS[0]
         if tokens not in SOFT_TOKENS:
-            raise UserError(
-                f"processor: {SOFT_TOKENS_OF_FRAMES} is {tokens!r}; it must be one of {', '.join(map(str, SOFT_TOKENS))}"
-            )
+            known = ", ".join(map(str, SOFT_TOKENS))
+            raise UserError(f"processor: {SOFT_TOKENS_OF_FRAMES} is {tokens!r}; it must be one of {known}")
         frame = replace(image, processor=replace(image.processor, soft_tokens=tokens))
     assert isinstance(frame, ImageUnit | TiledImageUnit | NativeImageUnit)
     return FramedClipUnit(frame, choice, style, written=written)

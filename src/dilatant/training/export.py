@@ -27,6 +27,7 @@ from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processor_settings import clip_limits, processor_settings, size_limits
+from dilatant.data.processors import clip_settings
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
