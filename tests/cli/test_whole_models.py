@@ -94,6 +94,7 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
     freeze = [f"{unit}.encoder" for unit in towers]
     tree = config_of(project, parallel={**STAGES, "units": units})
     tree["model"]["freeze"] = freeze
+    tree["data"]["max_length"] = 320  # a token for each letter of what is written around frames
     if sees_clips(family) and "qwen" not in family:
         tree["model"]["processor"] = {"num_frames": 3}
     elif sees_clips(family):
