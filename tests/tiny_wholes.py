@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dilatant.data.tokenizer import load_tokenizer
@@ -336,6 +339,8 @@ WHOLES["mllama"] = {
 
 
 def whole_config(family: str) -> Any:
+    if "omni" in family and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("its thinker has other paths there")
     settings = dict(WHOLES[family])
     return CONFIG_MAPPING[settings.pop("model_type")](**settings)
 

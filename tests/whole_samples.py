@@ -27,6 +27,7 @@ from dilatant.models.pooled_encoder import PooledEncoderUnit
 from dilatant.models.tiled_encoder import TiledEncoderUnit
 from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
+EARLY = Version(transformers.__version__) < Version("5.18")
 Part = tuple[Any, ...]
 LAYOUTS: tuple[tuple[Part, ...], ...] = (
     (("text", 3), ("image", 2, 3), ("text", 2), ("image", 5, 1), ("text", 6)),
@@ -92,7 +93,10 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             deep = 1 if isinstance(model["vision"], PooledEncoderUnit) else 2
             pixels = torch.randn(patches, 3, deep * 4, 4, generator=generator)
             grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
-            steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
+            # Seconds of a patch of time; 5.17 cuts them to whole ones.
+            scale = model.whole.seconds_scale
+            step = 1.0 if scale is None or kind != "clip" else scale if EARLY else 2.5
+            steps = [step] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)
             put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
         elif isinstance(model["vision"], TiledEncoderUnit):
@@ -239,9 +243,8 @@ def _of_gemma4(given: dict[str, torch.Tensor], image: int) -> tuple[dict[str, to
         counts = torch.tensor([int((of_clip == clip).sum()) for clip in of_clip[of_clip > 0].unique()])
         values, at = padded["pixel_values"], padded["image_position_ids"]
         given |= {"pixel_values_videos": values, "video_position_ids": at, "num_frames_per_video": counts}
-        if Version(transformers.__version__) < Version(
-            "5.20"
-        ):  # all frames of one clip, which makes no difference
+        if EARLY:
+            # All frames as of one clip, which makes no difference.
             given |= {"pixel_values_videos": values[None], "video_position_ids": at[None]}
             del given["num_frames_per_video"]
     return {**given, "input_ids": ids}, kinds
