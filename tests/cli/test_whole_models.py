@@ -197,6 +197,7 @@ def test_mistakes_about_a_whole_model_are_said_by_their_keys(project: Path, dila
             "'qwen2' is not a family that opens whole",
         ),
         ({"id": "nowhere"}, "nowhere"),
+        ({"id": "whole", "processor": {"fps": 2}}, "fps says nothing to llava, which sees no clips"),
         ({"id": "whole", "freeze": ["vison"]}, "did you mean 'vision'"),
     ):
         code, _, err = dilatant("train", write(project, {**config_of(project), "model": model}))

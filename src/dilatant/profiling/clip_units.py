@@ -28,6 +28,22 @@ CLIP_KEYS = (*CLIP_SETTINGS, "num_frames", SOFT_TOKENS_OF_FRAMES)
 """Settings of a processor that are of clips alone."""
 
 
+def check_clip_settings(whole: Whole, asked: Settings) -> None:
+    """Raises UserError for settings of clips that say nothing to this family."""
+    style = whole.family.clips
+    known: tuple[str, ...] = () if style is None else COUNTS
+    if style in ("patches", "patches apart"):
+        known = CLIP_SETTINGS
+    if style == "timed":
+        known = (*COUNTS, SOFT_TOKENS_OF_FRAMES)
+    wrong = [key for key in asked if key in CLIP_KEYS and key not in known]
+    if wrong:
+        sees = f"knows of clips: {', '.join(known)}" if known else "sees no clips"
+        raise UserError(
+            f"model.processor: {', '.join(wrong)} says nothing to {whole.config.model_type}, which {sees}"
+        )
+
+
 def clip_unit(whole: Whole, image: MediaUnit, asked: Settings, saved: Settings, tokenizer: Any) -> MediaUnit:
     """How a tower sees clips that sees images as `image` says. asked: settings of the processor, of images among them;
     saved: what the model's files say of clips. Raises UserError."""

@@ -31,7 +31,7 @@ from dilatant.data.usm_sound_unit import UsmSoundUnit, usm_processor
 from dilatant.models.conformer_encoder import mel_bins_of
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.whole import Whole
-from dilatant.profiling.clip_units import CLIP_KEYS, clip_unit
+from dilatant.profiling.clip_units import CLIP_KEYS, check_clip_settings, clip_unit
 
 
 def media_unit(
@@ -78,6 +78,8 @@ def units_of_whole(
 ) -> tuple[MediaUnit, ...]:
     """The `MediaUnit` of every tower of a whole model. processor: an id, a folder, or settings; settings that name no
     processor change those of `source`, an id or folder. Raises UserError."""
+    if isinstance(processor, Mapping):
+        check_clip_settings(whole, processor)
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
