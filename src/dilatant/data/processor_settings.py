@@ -82,8 +82,10 @@ def clip_limits(
     if isinstance(unit, NativeClipUnit):
         return {**size_limits(unit.processor), **asdict(unit.sampling)}
     choice = unit.choice
+    pooled = unit.frame.processor if isinstance(unit, FramedClipUnit) else None
+    size = size_limits(pooled) if isinstance(pooled, SoftTokenProcessor) else {}
     if not before and choice == type(choice)():
-        return {}
+        return size
     if isinstance(choice, SpreadFrames):
         found: dict[str, Any] = {"num_frames": choice.most, "fps": choice.fps}
         if "video_sampling" in before:
@@ -93,10 +95,7 @@ def clip_limits(
     # Either, never both: transformers refuses that.
     assert isinstance(choice, FirstFrames | MiddleFrames)
     by_time = choice.fps is not None and (isinstance(choice, FirstFrames) or choice.count is None)
-    found = {"num_frames": None if by_time else choice.count, "fps": choice.fps if by_time else None}
-    if isinstance(unit, FramedClipUnit) and isinstance(unit.frame.processor, SoftTokenProcessor):
-        found |= size_limits(unit.frame.processor)
-    return found
+    return {"num_frames": None if by_time else choice.count, "fps": choice.fps if by_time else None, **size}
 
 
 def _image_settings(processor: PixelProcessor) -> dict[str, Any]:
