@@ -15,7 +15,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
 from dilatant.models.encoder import Callbacks, EncoderStage
 from dilatant.models.geometry import EncoderGeometry
-from dilatant.models.sound_encoder import FEATURES, TYPICAL_FRAMES, Held, SoundEncoderUnit, SoundStage
+from dilatant.models.sound_encoder import FEATURES, TYPICAL_FRAMES, SoundEncoderUnit, SoundStage
 from dilatant.models.stage import Boundary, in_dtype_of
 from dilatant.models.structure import find_structure
 from dilatant.models.weights import name_weights
@@ -48,7 +48,9 @@ class ConformerEncoderUnit(SoundEncoderUnit):
 
     stage_type = ConformerStage
 
-    def __init__(self, name: str, tower: PreTrainedModel, projector: Held, placeholder_id: int) -> None:
+    def __init__(
+        self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
+    ) -> None:
         config: Any = tower.config
         # 5.17's mask is right with one of these alone, later versions have the other alone.
         config._attn_implementation = "sdpa" if tower._supports_sdpa else "eager"
@@ -78,7 +80,7 @@ class ConformerEncoderUnit(SoundEncoderUnit):
         self.structure = structure
         self.width = geometry.width
         self.width_projected = config.output_proj_dims
-        self.width_out = [m for m in projector.modules() if isinstance(m, nn.Linear)][-1].out_features
+        self.width_out = width_out
         self.placeholder_id = placeholder_id
         self.unused = frozenset()
         self._freeze_at_start()

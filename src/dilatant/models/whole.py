@@ -122,7 +122,8 @@ class Whole:
                 native._modules[last] = StandIn(projector)
             held = Held(last, projector, native)
             of_sounds = ConformerEncoderUnit if tower.conformer else SoundEncoderUnit
-            return of_sounds(name, native, held, self.placeholder_ids[name])
+            width = self.config.get_text_config().hidden_size
+            return of_sounds(name, native, held, width, self.placeholder_ids[name])
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.anyres_shape if tower.anyres else None)

@@ -12,8 +12,8 @@ from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.frame_choice import FirstFrames, FrameChoice, MiddleFrames, SpreadFrames
 from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_unit import RESAMPLE_NAMES, ImageUnit, PixelProcessor
-from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
-from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
+from dilatant.data.native_clip_unit import CLIP_SETTINGS, FrameSampling, NativeClipUnit, frame_sampling
+from dilatant.data.native_image_unit import NativeImageUnit, PatchProcessor, patch_processor
 from dilatant.data.sample import MediaUnit, Written
 from dilatant.data.soft_tokens import SOFT_TOKENS, SoftTokenProcessor
 from dilatant.data.tiled_image_unit import TiledImageUnit
@@ -110,12 +110,26 @@ def frame_choice(style: str, saved: Settings, asked: Settings) -> FrameChoice:
 def _of_patches(
     whole: Whole, name: str, settings: Settings, saved: Settings, tokenizer: Any
 ) -> NativeClipUnit:
-    """How a tower of native resolution sees clips. saved: what the model's files say of clips; settings: all else."""
-    vision = whole.config.vision_config
+    """How a tower of native resolution sees clips. saved, settings: as of `native_limits`."""
+    apart = whole.family.frames_apart
+    return NativeClipUnit(
+        name,
+        whole.placeholder_ids[name],
+        *native_limits(whole.config.vision_config, settings, saved, apart),
+        whole.seconds_scale,
+        apart,
+        written=_written_clip(whole, tokenizer),
+    )
+
+
+def native_limits(
+    vision: Any, settings: Settings, saved: Settings, apart: bool
+) -> tuple[PatchProcessor, FrameSampling, int | None]:
+    """How frames are cut into patches, which of them are taken, and the pixels of all together. saved: what the model's
+    files say of clips; settings: all else. apart: whether limits are of all frames."""
     sampling = frame_sampling(settings)
     group = (vision.patch_size * vision.spatial_merge_size) ** 2
     size = saved.get("size") or {}
-    apart = whole.family.frames_apart
     limits = {
         "min_pixels": settings.get("video_min_pixels") or size.get("shortest_edge") or 128 * group,
         "max_pixels": settings.get("video_max_pixels")
@@ -123,22 +137,19 @@ def _of_patches(
         or (24_576 if apart else 768) * group,
     }
     plain = {k: v for k, v in settings.items() if k not in (*CLIP_KEYS, "size")}
-    processor = patch_processor(
-        {"image_processor_type": "", **plain, **limits},
+    processor = patches_of(vision, {"image_processor_type": "", **plain, **limits})
+    # 90 % of the context that the families reckon with.
+    total = None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group)
+    return processor, sampling, total
+
+
+def patches_of(vision: Any, settings: Settings) -> PatchProcessor:
+    """How a tower with this config is shown images. Raises UserError."""
+    return patch_processor(
+        settings,
         patch=vision.patch_size,
         merge=vision.spatial_merge_size,
         frames=vision.temporal_patch_size,
-    )
-    return NativeClipUnit(
-        name,
-        whole.placeholder_ids[name],
-        processor,
-        sampling,
-        # 90 % of the context that the families reckon with.
-        None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group),
-        whole.seconds_scale,
-        apart,
-        written=_written_clip(whole, tokenizer),
     )
 
 

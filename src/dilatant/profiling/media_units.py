@@ -13,7 +13,8 @@ from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.image_unit import ImageUnit
-from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
+from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit
+from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
@@ -29,9 +30,9 @@ from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
 from dilatant.data.usm_sound_unit import UsmSoundUnit, usm_processor
 from dilatant.models.conformer_encoder import mel_bins_of
-from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.geometry import MERGING_TOWERS, EncoderGeometry
 from dilatant.models.whole import Whole
-from dilatant.profiling.clip_units import CLIP_KEYS, check_clip_settings, clip_unit
+from dilatant.profiling.clip_units import CLIP_KEYS, check_clip_settings, clip_unit, native_limits, patches_of
 
 
 def media_unit(
@@ -70,6 +71,32 @@ def media_unit(
     )
 
 
+def units_of_merging(
+    name: str,
+    config: Any,
+    *,
+    processor: str | Mapping[str, Any] | None,
+    placeholder_id: int,
+    marker: str,
+) -> tuple[MediaUnit, ...]:
+    """The `MediaUnit`s of a tower of items of unlike sizes (see `merging_parts`) before any language model; images and
+    clips have one. processor: as of `media_unit`. Raises UserError."""
+    settings = whole_settings(processor) if isinstance(processor, str) else dict(processor or {})
+    if MERGING_TOWERS[config.model_type] == "audio":
+        return (_sound_unit(name, placeholder_id, config, settings, marker, None),)
+    plain = {key: value for key, value in (settings or {}).items() if key not in CLIP_SETTINGS}
+    of_clips = clip_settings(processor) if isinstance(processor, str) else {}
+    return (
+        NativeImageUnit(name, placeholder_id, patches_of(config, plain), marker),
+        NativeClipUnit(
+            name,
+            placeholder_id,
+            *native_limits(config, {**of_clips, **(settings or {})}, of_clips, False),
+            None,
+        ),
+    )
+
+
 def units_of_whole(
     whole: Whole,
     processor: str | Mapping[str, Any] | None,
@@ -96,6 +123,20 @@ def units_of_whole(
     return tuple(units)
 
 
+def _sound_unit(
+    name: str,
+    placeholder_id: int,
+    config: Any,
+    settings: Mapping[str, Any] | None,
+    marker: str,
+    written: Written | None,
+) -> SoundUnit:
+    # A tower with chunks has positions inside them alone.
+    longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
+    mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
+    return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)
+
+
 def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
     tower = whole.family.towers[name]
     marker = f"<{tower.kind}>"
@@ -106,10 +147,7 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
         if tower.conformer:
             usm = usm_processor(settings, mel_bins_of(config))
             return UsmSoundUnit(name, placeholder, usm, marker, written)
-        # A tower with chunks has positions inside them alone.
-        longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
-        mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
-        return SoundUnit(name, placeholder, mel, longest, 0 if longest is None else 2, marker, written)
+        return _sound_unit(name, placeholder, config, settings, marker, written)
     if tower.native:
         vision = whole.config.vision_config
         if tower.pooled:
@@ -117,13 +155,7 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
                 settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
             )
             return NativeImageUnit(name, placeholder, pooled, marker, written)
-        patches = patch_processor(
-            settings or {},
-            patch=vision.patch_size,
-            merge=vision.spatial_merge_size,
-            frames=vision.temporal_patch_size,
-        )
-        return NativeImageUnit(name, placeholder, patches, marker, written)
+        return NativeImageUnit(name, placeholder, patches_of(vision, settings or {}), marker, written)
     geometry = whole.encoder(name).geometry
     if tower.crossing:
         if settings is None or "image_processor_type" not in settings:

@@ -28,6 +28,7 @@ from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processor_settings import clip_limits, processor_settings, size_limits
 from dilatant.data.processors import clip_settings
+from dilatant.data.sample import MediaUnit
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
@@ -35,6 +36,7 @@ from dilatant.data.usm_sound_unit import UsmSoundUnit
 from dilatant.models.build import source_dtypes
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.dtype import hold_in
+from dilatant.models.geometry import MERGING_TOWERS
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
@@ -43,7 +45,7 @@ from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
 from dilatant.models.whole_answers import WholeAnswers
 from dilatant.plan.boxes import Box
-from dilatant.profiling.media_units import media_unit, units_of_whole
+from dilatant.profiling.media_units import media_unit, units_of_merging, units_of_whole
 from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
@@ -118,13 +120,14 @@ def export_model(
                     place = writing / ADAPTERS / adapted.folder if config.lora.merge else writing
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
-                file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                place = writing if model.whole else writing / unit.name
+                file = place / "preprocessor_config.json"
                 if isinstance(unit, NativeClipUnit | FramedClipUnit | AnyresClipUnit):
                     # What the source's files say of clips, and what was changed of it.
-                    before = clip_settings(str(writing))
+                    before = clip_settings(str(place))
                     after = {**before, **clip_limits(unit, before)}
                     if after != before:
-                        _write_json(writing / "video_preprocessor_config.json", after)
+                        _write_json(place / "video_preprocessor_config.json", after)
                     continue
                 assert isinstance(
                     unit,
@@ -180,19 +183,18 @@ def load_exported(folder: Path) -> Exported:
         raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other units")
     if model.media_attention != "causal":
         use_row_attention(model)
-    units = []
+    units: list[MediaUnit] = []
     for name, marker in markers.items():
-        spec = model.encoders[name]
-        units.append(
-            media_unit(
-                name,
-                model[name].geometry,
-                processor=str(folder / name),
-                placeholder_id=model.placeholder_ids[name],
-                marker=marker,
-                merge=spec.merge,
-            )
-        )
+        common: dict[str, Any] = {
+            "processor": str(folder / name),
+            "placeholder_id": model.placeholder_ids[name],
+            "marker": marker,
+        }
+        tower = model[name].model.config
+        if tower.model_type in MERGING_TOWERS:
+            units += units_of_merging(name, tower, **common)
+        else:
+            units.append(media_unit(name, model[name].geometry, merge=model.encoders[name].merge, **common))
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
     encoding = Encoding(chat=chat, units=tuple(units), targets=_targets(model, drawn))
     return Exported(model, model.tokenizer, encoding)
