@@ -12,6 +12,9 @@ Both decode their images in as many worker processes, and take their steps in tu
 machine falls on both. Losses of the first steps must agree.
 
     python benchmarks/one_device_trainer.py --data chartqa_mini --json benchmarks/results/one_device_trainer.json
+
+The file grows by each comparison as it ends; those that it has, of the same machine and settings, are not made again,
+so the six can be measured in several goes (`--case`, `--way`), and what was stopped goes on (`--again`: all anew).
 """
 
 from __future__ import annotations
@@ -291,35 +294,50 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder of chartqa_mini")
     parser.add_argument("--case", choices=BARS, action="append", help="default: both")
     parser.add_argument("--way", choices=WAYS, action="append", help="default: all")
-    parser.add_argument("--steps", type=int, default=7, help="of each loop, that are timed after --warm-up")
-    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="of each loop, that are timed after --warm-up")
+    parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--padded-batch", type=int, default=8, help="samples that the Trainer runs at once")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", action="store_true", help="also what the file has already")
     settings = parser.parse_args()
     settings.data = settings.data.resolve()
     if not any(settings.data.glob("*.parquet")):
         print(f"skipped: {settings.data} holds no Parquet files of chartqa_mini")
         return
-    results: dict[str, Any] = {}
+    report = report_of(settings)
+    results = report["cases"]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         save_model(scratch / "model")
         for name, data in cases(settings.data, scratch / "charts"):
             for way in WAYS:
-                if name in (settings.case or BARS) and way in (settings.way or WAYS):
-                    found = compare(name, way, scratch / "model", data, scratch, settings)
-                    results.setdefault(name, {})[way] = found
-    if settings.json:
-        options = {key: value for key, value in vars(settings).items() if key not in ("data", "json")}
-        report = {
-            "machine": machine(),
-            "threads": torch.get_num_threads(),
-            "settings": options,
-            "cases": results,
-        }
-        settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                if name not in (settings.case or BARS) or way not in (settings.way or WAYS):
+                    continue
+                if way in results.get(name, {}) and not settings.again:
+                    print(f"{name:15} {way:10} is in {settings.json} already")
+                    continue
+                found = compare(name, way, scratch / "model", data, scratch, settings)
+                results.setdefault(name, {})[way] = found
+                if settings.json:
+                    settings.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def report_of(settings: argparse.Namespace) -> dict[str, Any]:
+    """What the file has, where it is of this machine and these settings; else a report without cases."""
+    apart = ("data", "json", "case", "way", "again")
+    report = {
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "settings": {key: value for key, value in vars(settings).items() if key not in apart},
+        "cases": {},
+    }
+    if settings.json and settings.json.is_file():
+        before = json.loads(settings.json.read_text(encoding="utf-8"))
+        if all(before.get(key) == report[key] for key in report if key != "cases"):
+            return before
+    return report
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from dilatant.models.whole import Whole
 from tiny_wholes import reference, whole_config
 from whole_samples import samples_of, transformers_loss
 
-TOLERANCE = 2e-5
-"""Relative to the largest number of a gradient, in fp32: other kernels and another order of sums. A wrong position,
-mask or row changes gradients by parts of their size."""
+TOLERANCE = 4e-5
+"""Relative to the largest number of a gradient, in fp32: other kernels and another order of sums; Gemma 4, whose norms
+stand inside norms, takes half of it. A wrong position, mask or row changes gradients by parts of their size."""
 LOSS_TOLERANCE = 1e-5
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
@@ -25,6 +27,7 @@ from dilatant.models.pooled_encoder import PooledEncoderUnit
 from dilatant.models.tiled_encoder import TiledEncoderUnit
 from tiny_wholes import IMAGE, SOUND, WHOLES, whole_config
 
+EARLY = Version(transformers.__version__) < Version("5.18")
 Part = tuple[Any, ...]
 LAYOUTS: tuple[tuple[Part, ...], ...] = (
     (("text", 3), ("image", 2, 3), ("text", 2), ("image", 5, 1), ("text", 6)),
@@ -40,6 +43,10 @@ CLIPS: tuple[Part, ...] = (
     *(("text", 2), ("clip", 3, 1, 2), ("text", 1), ("image", 2, 2), ("clip", 2, 2, 1), ("text", 4)),
 )
 """Clips among images, where a family sees them: of 3 patches of time of 1 by 2 groups, and of 2."""
+ALIKE: tuple[Part, ...] = (
+    *(("text", 2), ("clip", 3), ("image", 2, 2), ("text", 1), ("clip", 3), ("image", 1, 2), ("text", 4)),
+)
+"""Clips of as many frames, which transformers takes in one tensor."""
 MIXED: tuple[tuple[Part, ...], ...] = (
     (("text", 3), ("image", 2, 3), ("text", 2), ("sound", 13), ("text", 6), ("image", 5, 1), ("text", 1)),
     (("text", 9),),
@@ -68,24 +75,28 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             ids += torch.randint(3, 80, (about[0],), generator=generator).tolist()
         elif kind == "sound":
             (frames,) = about
+            quartered = model.whole.family.towers["audio"].conformer
             trailing = 0 if around else 2
             given = min(frames + trailing, 60)
-            rows = (frames + 1) // 2
-            ids += [95] * around + [SOUND] * (rows // 2) + [96] * around
+            rows = -(-frames // 4) if quartered else (frames + 1) // 2
+            ids += [95] * around + [SOUND] * (rows if quartered else rows // 2) + [96] * around
             features = torch.randn(given, 8, generator=generator)
             put("audio", rows, input_features=features, **{FRAMES: [[frames, given]]})
         elif isinstance(model["vision"], NativeEncoderUnit):
             time, rows, columns = about if kind == "clip" else (1, *about)
             clips += kind == "clip"
             patches = 4 * time * rows * columns
-            apart = kind == "clip" and model.whole.family.frames_apart
+            apart = kind == "clip" and model.whole.family.clips != "patches"
             for _ in range(time if apart else 1):
                 ids += [41, 92] if apart else [92] * around
                 ids += [IMAGE] * (rows * columns * (1 if apart else time)) + [93] * (around or apart)
             deep = 1 if isinstance(model["vision"], PooledEncoderUnit) else 2
             pixels = torch.randn(patches, 3, deep * 4, 4, generator=generator)
             grids = [[1 if apart else time, 2 * rows, 2 * columns]] * (time if apart else 1)
-            steps = [2.5 if model.whole.seconds_scale and kind == "clip" else 1.0] * len(grids)
+            # Seconds of a patch of time; 5.17 cuts them to whole ones.
+            scale = model.whole.seconds_scale
+            step = 1.0 if scale is None or kind != "clip" else scale if EARLY else 2.5
+            steps = [step] * len(grids)
             numbers = [clips if kind == "clip" else 0] * len(grids)
             put("vision", patches, pixel_values=pixels, **{GRID: grids, STEP: steps, "of_clip": numbers})
         elif isinstance(model["vision"], TiledEncoderUnit):
@@ -96,6 +107,15 @@ def sample_of(model: MultimodalModel, number: int, parts: Sequence[Part]) -> Enc
             pixels = torch.randn(1, 4, 3, 8, 8, generator=generator)
             rows = model["vision"].geometry.encoder_tokens
             put("vision", rows, pixel_values=pixels, **{RATIOS: [[ratio + 1]], TILES: used[None]})
+        elif isinstance(model["vision"], AnyresEncoderUnit) and kind == "clip":
+            unit, frames = model["vision"], about[0]
+            ids += [IMAGE] * (frames * 2 * 2 + 1)  # of 4 by 4 patches, and what ends them
+            pixels = torch.randn(frames, 3, 8, 8, generator=generator)
+            put(
+                *("vision", frames * unit.geometry.encoder_tokens),
+                pixel_values=pixels,
+                **{SHAPES: [[frames, 0, 2]]},
+            )
         elif isinstance(model["vision"], AnyresEncoderUnit):
             unit = model["vision"]
             height, width = (3 * each + 1 for each in about)
@@ -127,8 +147,10 @@ def samples_of(model: MultimodalModel) -> list[EncodedSample]:
         layouts = [[_heard(part) for part in layout] for layout in LAYOUTS]
     else:
         layouts = LAYOUTS
-    if model.whole.spatial_units:
+    if model.whole.family.clips in ("patches", "patches apart", "timed"):
         layouts = [*layouts, CLIPS]
+    if model.whole.family.clips == "pooled":
+        layouts = [*layouts, ALIKE, (("clip", 1), ("text", 2), ("image", 3, 2))]
     return [sample_of(model, number, layout) for number, layout in enumerate(layouts)]
 
 
@@ -146,8 +168,9 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
     if family in ("smolvlm", "idefics3") and sample.media:
         given["pixel_values"] = given["pixel_values"][None]
     if SHAPES in given:
-        counts = [1] if given[SHAPES][:, 2].all() else [len(given[SHAPES])]
-        given |= {SHAPES: given[SHAPES][:, :2], "batch_num_images": torch.tensor(counts)}
+        given |= _tiles(given, image)
+        if not len(given[SHAPES]):
+            del given["pixel_values"], given[SHAPES], given["batch_num_images"]
     kinds = (ids == image).long()
     if TILES in given:
         counts = given[TILES].sum(1).tolist()
@@ -160,13 +183,11 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
             "cross_attention_mask": torch.from_numpy(dense),
         }
     if GRID in given and family == "gemma4":
-        given |= _padded(given.pop("pixel_values"), given.pop(GRID))
-        given.pop("of_clip", None)
-        del given[STEP]
+        given, kinds = _of_gemma4(given, image)
     elif GRID in given:
         given, kinds = _with_clips(family, given, image)
     if "audio" in sample.media:
-        given |= _sounds(sample)
+        given |= _sounds(sample, whole=family != "gemma4")
     if family == "gemma3":
         given["token_type_ids"] = (ids == image).long()
     if family == "paligemma":
@@ -174,6 +195,59 @@ def transformers_inputs(family: str, sample: EncodedSample, image: int = IMAGE) 
     if family == "gemma4" or ("mrope_section" in str(WHOLES[family]) and "omni" not in family):
         given["mm_token_type_ids"] = kinds
     return given
+
+
+def _tiles(given: dict[str, torch.Tensor], image: int) -> dict[str, torch.Tensor]:
+    """Of one sample: clips, all of as many frames, apart from images."""
+    shapes, tiles, ids = given[SHAPES], given["pixel_values"], given["input_ids"].clone()
+    clips = shapes[:, 2] == 2
+    frames = int(shapes[clips, 0].sum())
+    alone = int((~clips).sum()) == 1
+    counts = [int(first) if kind == 2 else (len(tiles) - frames if alone else 1) for first, _, kind in shapes]
+    parts = list(zip(clips.tolist(), tiles.split(counts), strict=True))
+    found = {SHAPES: shapes[~clips, :2], "batch_num_images": torch.tensor([int((~clips).sum())])}
+    if not clips.all():
+        found["pixel_values"] = torch.cat([part for is_clip, part in parts if not is_clip])
+    if clips.any():
+        found["pixel_values_videos"] = torch.stack([part for is_clip, part in parts if is_clip])
+        places = (ids[0] == image).nonzero()[:, 0]
+        at = 0
+        # Images of such samples are one tile each, or the last item.
+        for first, _, kind in shapes.tolist():
+            rows = 4 * first + 1 if kind == 2 else (17 if not alone else len(places) - at)
+            if kind == 2:
+                ids[0, places[at : at + rows]] = 91
+            at += rows
+    return {**found, "input_ids": ids}
+
+
+def _of_gemma4(given: dict[str, torch.Tensor], image: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Frames of clips apart from images, and the kind of each token."""
+    grids, pixels, ids = given.pop(GRID), given.pop("pixel_values"), given["input_ids"].clone()
+    of_clip = given.pop("of_clip", torch.zeros(len(grids))).long()  # frames as images are the same
+    del given[STEP]
+    kinds = (ids == image).long()
+    parts = pixels.split(grids.prod(1).tolist())
+    places = (ids[0] == image).nonzero()[:, 0].split((grids.prod(1) // 4).tolist())
+    for number in (of_clip > 0).nonzero()[:, 0].tolist():
+        ids[0, places[number]] = 91
+        kinds[0, places[number]] = 2
+    for clips in (False, True):
+        numbers = ((of_clip > 0) == clips).nonzero()[:, 0].tolist()
+        if not numbers:
+            continue
+        padded = _padded(torch.cat([parts[number] for number in numbers]), grids[numbers])
+        if not clips:
+            given |= padded
+            continue
+        counts = torch.tensor([int((of_clip == clip).sum()) for clip in of_clip[of_clip > 0].unique()])
+        values, at = padded["pixel_values"], padded["image_position_ids"]
+        given |= {"pixel_values_videos": values, "video_position_ids": at, "num_frames_per_video": counts}
+        if EARLY:
+            # All frames as of one clip, which makes no difference.
+            given |= {"pixel_values_videos": values[None], "video_position_ids": at[None]}
+            del given["num_frames_per_video"]
+    return {**given, "input_ids": ids}, kinds
 
 
 def _padded(pixels: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -232,14 +306,16 @@ def _with_clips(
     return {**given, "input_ids": ids}, kinds
 
 
-def _sounds(sample: EncodedSample) -> dict[str, torch.Tensor]:
-    """Sounds padded to the window, with noise that nobody may hear."""
+def _sounds(sample: EncodedSample, whole: bool) -> dict[str, torch.Tensor]:
+    """Sounds padded to the window (or to any length), with noise that nobody may hear."""
     media = {name: torch.as_tensor(as_array(each)) for name, each in sample.media["audio"].items()}
     lengths, given = media[FRAMES].T.tolist()
     features = torch.randn(len(lengths), 60, 8, generator=torch.Generator().manual_seed(9))
     for sound, frames, own in zip(features, given, media["input_features"].split(given), strict=True):
         sound[:frames] = own
     mask = torch.arange(60) < torch.tensor(lengths)[:, None]
+    if not whole:
+        return {"input_features": features[:, :57], "input_features_mask": mask[:, :57]}
     return {"input_features": features.transpose(1, 2), "feature_attention_mask": mask.long()}
 
 

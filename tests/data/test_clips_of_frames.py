@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,16 @@ import torch
 from PIL import Image
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.video_utils import VideoMetadata
 
-from dilatant.data.framed_clip_unit import FramedClipUnit, MiddleFrames
-from dilatant.data.image_unit import PixelProcessor
+from dilatant.config.errors import UserError
+from dilatant.data.frame_choice import FirstFrames, MiddleFrames, SpreadFrames
+from dilatant.data.frame_texts import FRAME_TEXTS, in_words
+from dilatant.data.framed_clip_unit import FramedClipUnit
+from dilatant.data.image_unit import ImageUnit, PixelProcessor
 from dilatant.data.pixels import as_array
-from dilatant.data.sample import Media, MediaSize
+from dilatant.data.sample import Media, MediaSize, Written
+from dilatant.profiling.clip_units import frame_choice
 
 
 @pytest.mark.parametrize(("count", "fps"), [(8, None), (3, None), (20, None), (None, 1.0), (None, 2.5)])
@@ -24,29 +31,80 @@ def test_frames_are_those_that_the_familys_processor_samples(
     total: int, count: int | None, fps: float | None
 ) -> None:
     seconds = total / 10
+    size = MediaSize(8, 8, seconds, total)
     # What its processor computes, which is not to be had without torchvision.
     wanted = int(total / 10.0 * fps) if count is None else count
     theirs = torch.arange(total / wanted / 2, total, total / wanted).int()
-    ours = MiddleFrames(count, fps or 1.0).frames(MediaSize(8, 8, seconds, total))
-    assert ours.tolist() == theirs.tolist()
+    assert MiddleFrames(count, fps or 1.0).frames(size).tolist() == theirs.tolist()
+    # The library's own rule: n * total // count.
+    ours = FirstFrames(count or 32, fps).frames(size).tolist()
+    assert ours == [number * total // wanted for number in range(wanted)]
+    module = importlib.import_module("transformers.models.smolvlm.video_processing_smolvlm")
+    rule: Any = module.SmolVLMVideoProcessor.sample_frames
+    meta = VideoMetadata(total_num_frames=total, fps=10.0, duration=seconds)
+    most = count or 64
+    like = SimpleNamespace(num_frames=most, fps=fps or 1.0)
+    ours = SpreadFrames(fps or 1.0, most).frames(size).tolist()
+    assert ours == rule(like, meta).tolist()
 
 
-def test_frames_are_written_and_seen_as_the_family_does(tmp_path: Path) -> None:
+def test_pictures_that_are_sampled_already_and_clips_of_few_frames_are_seen_whole() -> None:
+    for choice in (MiddleFrames(4), FirstFrames(4), SpreadFrames(1.0, 4)):
+        assert choice.frames(MediaSize(8, 8, 0.0, 9)).tolist() == list(range(9))
+        assert choice.frames(MediaSize(8, 8, 0.04, 1)).tolist() == [0]
+    assert FirstFrames(32).frames(MediaSize(8, 8, 3.0, 5)).tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("seconds", [3.0, 130.0, 3671.0])
+def test_frames_are_written_as_their_familys_processor_does(seconds: float) -> None:
+    name = "transformers.models.{0}.processing_{0}"  # earlier versions want torchvision for their text
+    gemma4 = pytest.importorskip(name.format("gemma4"), exc_type=ImportError)
+    smolvlm = pytest.importorskip(name.format("smolvlm"), exc_type=ImportError)
+    size = MediaSize(20, 14, seconds, round(seconds * 10))
+    frames = FirstFrames(7).frames(size)
+
+    def ours(texts: str, opens: str, closes: str) -> str:
+        return "".join(
+            f"{before}{opens}xx{closes}{after}" for before, after in FRAME_TEXTS[texts](size, frames)
+        )
+
+    meta = VideoMetadata(
+        total_num_frames=size.frames, fps=10.0, duration=seconds, frames_indices=frames.tolist()
+    )
+    like: Any = SimpleNamespace(boi_token="<b>", eoi_token="<e>", video_token="x")
+    given = {"num_soft_tokens_per_video": [2], "video_metadata": [meta]}
+    replaced = gemma4.Gemma4Processor.replace_video_token(like, given, 0)
+    assert ours("timed", "<b>", "<e>") == replaced
+
+    like = SimpleNamespace(image_seq_len=2, image_token="x", fake_image_token="<f>", global_image_token="<g>")
+    words, smolvlm.num2words = smolvlm.num2words, lambda number: "seven"
+    try:
+        given = {"pixel_values": np.zeros((1, 7, 3, 8, 8)), "video_metadata": [meta]}
+        replaced = smolvlm.SmolVLMProcessor.replace_video_token(like, given, 0)
+    finally:
+        smolvlm.num2words = words
+    assert ours("introduced", "<f><g>", "<f>") == replaced
+
+
+def test_numbers_are_written_as_num2words_does() -> None:
+    written = {
+        0: "zero", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred", 101: "one hundred and one",
+        768: "seven hundred and sixty-eight", 1005: "one thousand and five", 2100: "two thousand, one hundred",
+    }  # fmt: skip
+    assert {number: in_words(number) for number in written} == written
+
+
+def test_frames_are_seen_as_images_and_written_as_internvl_does(tmp_path: Path) -> None:
     frames = np.random.default_rng(0).integers(0, 256, (9, 14, 20, 3), np.uint8)
     first, *others = (Image.fromarray(frame) for frame in frames)
     first.save(tmp_path / "clip.png", save_all=True, append_images=others, duration=100)
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    unit = FramedClipUnit(
-        "vision",
-        9,
-        17,
-        4,
-        PixelProcessor(8, 8, mean=mean, std=std),
-        MiddleFrames(4),
-        around_frame=("<i>", "</i>"),
+    image = ImageUnit(
+        "vision", 9, 17, PixelProcessor(8, 8, mean=mean, std=std), 4, written=Written("", "<i>", "</i>")
     )
+    unit = FramedClipUnit(image, MiddleFrames(4), "counted")
     size = MediaSize(20, 14, 0.9, 9)
-    seen = unit.sampling.frames(size)
+    seen = unit.choice.frames(size)
     text = "".join(f"{before}{'x' * tokens}{after}" for before, tokens, after in unit.pieces(size))
     like = SimpleNamespace(
         start_image_token="<i>", end_image_token="</i>", image_token="x", image_seq_length=4
@@ -60,3 +118,17 @@ def test_frames_are_written_and_seen_as_the_family_does(tmp_path: Path) -> None:
     theirs = processor(images=[frames[at] for at in seen], return_tensors="np")["pixel_values"]
     # The same bytes of Pillow, normalised in another order of float32 operations.
     np.testing.assert_allclose(as_array(made["pixel_values"]), theirs, atol=1e-6, rtol=0)
+
+
+def test_what_is_asked_of_frames_goes_before_what_the_files_say() -> None:
+    saved = {"num_frames": 16, "fps": None}
+    assert frame_choice("timed", saved, {}) == FirstFrames(16)
+    assert frame_choice("timed", saved, {"max_frames": 4}) == FirstFrames(4)
+    assert frame_choice("pooled", saved, {"video_fps": 2}) == FirstFrames(32, 2.0)
+    assert frame_choice("pooled", {}, {}) == FirstFrames(32)
+    hub = {"video_sampling": {"fps": 2, "max_frames": 48}, "num_frames": None}
+    assert frame_choice("introduced", hub, {}) == SpreadFrames(2.0, 48)
+    assert frame_choice("introduced", hub, {"num_frames": 5}) == SpreadFrames(2.0, 5)
+    for wrong in (True, 0, -1, "many", float("nan")):
+        with pytest.raises(UserError, match="num_frames"):
+            frame_choice("counted", {}, {"num_frames": wrong})

@@ -61,7 +61,7 @@ def besides(family: str) -> str:
     said = {
         "sounds": "audio" in known.towers,
         "native resolution": native,
-        "clips": (native and known.spatial) or known.frames_counted,
+        "clips": known.clips is not None,
         "M-RoPE": known.spatial,
         "DeepStack": bool(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)),
         "image masks": known.media_attention in ("bidirectional", "in_windows"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from dilatant.config.errors import UserError
 from dilatant.config.train import EvaluationConfig
-from dilatant.training.answer_metrics import anls, edits, exact_match, wer
+from dilatant.training.answer_metrics import anls, edits, exact_match, find_metric, wer
 from dilatant.training.best import Best
+from dilatant.training.judged import load_judge
 
 
 def slow_edits(one: str, other: str) -> int:
@@ -55,3 +59,18 @@ def test_the_best_is_better_by_more_than_the_least_and_never_what_is_no_number()
     assert Best.from_json(best.to_json()) == best
     up = EvaluationConfig(steps=1, keep_best="exact_match", metrics=("exact_match",))
     assert Best().after(1, 0.2, up).after(2, 0.3, up).after(3, 0.1, up) == Best(2, 0.3, 1)
+
+
+@pytest.mark.parametrize("takes", ["one", "one, two, three, four", "*, expected", ""])
+def test_a_metric_or_judge_that_takes_something_else_is_said_in_one_line(
+    takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"takes_{abs(hash(takes))}"
+    (tmp_path / f"{module}.py").write_text(f"def judge({takes}): ...")
+    monkeypatch.chdir(tmp_path)
+    said = rf"called as \({{}}\), but takes \({re.escape(takes)}\)"
+    with pytest.raises(UserError, match=said.format("expected, written")) as wrong:
+        find_metric(f"{module}:judge")
+    assert "\n" not in str(wrong.value)
+    with pytest.raises(UserError, match=said.format("question, expected, answered")):
+        load_judge(f"{module}.py:judge")

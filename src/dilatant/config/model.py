@@ -189,7 +189,8 @@ class ModelConfig(Section):
     processor: str | dict[str, Any] | None = None
     """Of a whole model: its image processor, as id, folder or settings; with `id` also just what differs, such as
     `{min_pixels: 3136, max_pixels: 602112}`, and of clips `fps`, `min_frames`, `max_frames`, `video_min_pixels`,
-    `video_max_pixels`, `video_total_pixels`. Default: that of `id`, or one fitted to `config`."""
+    `video_max_pixels`, `video_total_pixels`, or `num_frames` and `video_max_soft_tokens` where frames are images
+    each. Default: that of `id`, or one fitted to `config`."""
     attn_implementation: str | None = None
     """Of a whole model: what computes attention in its text model, as `language_model.attn_implementation`."""
     language_model: LanguageModelConfig | None = None

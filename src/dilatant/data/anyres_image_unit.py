@@ -1,22 +1,31 @@
 """How LLaVA-OneVision sees images: a small copy and as many tiles as the image's shape asks for, without the padding of
-the last ones, and with the end of each line marked. Several images of a sample are seen as one tile each."""
+the last ones, and with the end of each line marked. Several images of a sample are seen as one tile each, frames of
+clips too, of which four neighbouring patches are one row of the text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.data.clip import decode_clip
+from dilatant.data.frame_choice import FrameChoice
 from dilatant.data.image_file import decode_image
-from dilatant.data.pixels import EncoderInput
+from dilatant.data.image_unit import PixelProcessor
+from dilatant.data.media import media_size
+from dilatant.data.pixels import EncoderInput, joined
 from dilatant.data.processors import HuggingFaceImageProcessor
 from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
 
 SHAPES = "image_sizes"
-"""The keyword for the height and width of every image, and whether its sample has no other: int64 [images, 3]."""
+"""The keyword for the shapes of items, int64 [items, 3]: height and width of an image and `ALONE` or `AMONG`, frames of
+a clip, 0 and `CLIP`."""
+AMONG, ALONE, CLIP = 0, 1, 2
+"""What an item is: one of several images of a sample, its only image, or a clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,23 @@ class AnyresShape:
             tall, wide = int(tall // ratio), int(wide // ratio)
         return self.side**2 + tall * (wide + 1)
 
+    def clip_rows(self, frames: int) -> int:
+        """Of a clip, in the text."""
+        return frames * math.ceil(self.side / 2) ** 2 + 1
+
+    def tiles_of(self, shape: Sequence[int]) -> int:
+        """Rows of the encoder that an item has, by its line of `SHAPES`."""
+        first, width, kind = shape
+        if kind == CLIP:
+            return first
+        return 1 + math.prod(self.tiles(first, width)) if kind == ALONE else 1
+
     def rows_of(self, shapes: NDArray[np.int64]) -> int:
-        """Of all images of a sample."""
-        return sum(self.rows(height, width, bool(alone)) for height, width, alone in shapes.tolist())
+        """In the text, of all items of a sample."""
+        return sum(
+            self.clip_rows(first) if kind == CLIP else self.rows(first, width, kind == ALONE)
+            for first, width, kind in shapes.tolist()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +109,8 @@ class AnyresImageUnit:
         """What the projector knows of an image."""
         return {SHAPES: np.array([[size.height, size.width, size.alone]], np.int64)}
 
-    def _tiles(self, size: MediaSize) -> int:
-        return 1 + math.prod(self.shape.tiles(size.height, size.width)) if size.alone else 1
-
     def encoder_tokens(self, size: MediaSize) -> int:
-        return self._tiles(size) * self.tokens_per_tile
+        return self.shape.tiles_of((size.height, size.width, size.alone)) * self.tokens_per_tile
 
     def merged_tokens(self, size: MediaSize) -> int:
         return self.shape.rows(size.height, size.width, size.alone)
@@ -101,5 +121,44 @@ class AnyresImageUnit:
         # Of two images of a sample it makes one tile each.
         asked: Any = [[pixels]] if alone else [[pixels, pixels]]
         made = self.processor.made(images=asked, return_tensors="np", input_data_format="channels_last")
-        tiles = np.asarray(made["pixel_values"])[0][: self._tiles(size)]
+        tiles = np.asarray(made["pixel_values"])[0][: self.shape.tiles_of((size.height, size.width, alone))]
         return {"pixel_values": tiles, **self.grid(size)}
+
+
+@dataclass(frozen=True, slots=True)
+class AnyresClipUnit:
+    """A `MediaUnit` of clips: a frame is an encoder row of `tokens_per_tile`; one end is marked, behind all frames."""
+
+    name: str
+    placeholder_id: int
+    tokens_per_tile: int
+    shape: AnyresShape
+    processor: PixelProcessor
+    choice: FrameChoice
+    marker: str = "<video>"
+    written: Written | None = None
+    merge: Literal["placeholder", "prepend"] = "placeholder"
+    kind: MediaKind = "video"
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of((self.name, self.placeholder_id, self.tokens_per_tile, self.shape, self.marker, self.written,
+                          self.processor.fingerprint, repr(self.choice)))  # fmt: skip
+
+    def _count(self, size: MediaSize) -> int:
+        return len(self.choice.frames(size))
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What the projector knows of a clip."""
+        return {SHAPES: np.array([[self._count(size), 0, CLIP]], np.int64)}
+
+    def encoder_tokens(self, size: MediaSize) -> int:
+        return self._count(size) * self.tokens_per_tile
+
+    def merged_tokens(self, size: MediaSize) -> int:
+        return self.shape.clip_rows(self._count(size))
+
+    def process(self, media: Media) -> dict[str, EncoderInput]:
+        size = media_size(media)
+        frames = decode_clip(media, self.choice.frames(size).tolist(), self.processor)
+        return {"pixel_values": joined([each["pixel_values"] for each in frames]), **self.grid(size)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ LACKING = 0.05
 """The share of promised frames that a file may lack: headers round, and the last frame stands for those."""
 
 Frame = NDArray[np.uint8]
+T = TypeVar("T")
 
 
 def clip_size(media: Media) -> MediaSize:
@@ -51,13 +52,13 @@ def clip_size(media: Media) -> MediaSize:
             return _checked(media, MediaSize(video.width, video.height, float(frames / rate), frames))
 
 
-def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], Frame]) -> list[Frame]:
+def decode_clip(media: Media, frames: Sequence[int], fit: Callable[[Frame], T]) -> list[T]:
     """`fit` of some frames, uint8 [height, width, 3], in their order; each is fitted before the next is decoded, so
     that no more is held. Raises MediaError naming the file."""
     if pictures := _pictures(media):
         return [fit(decode_image(pictures[frame], 3)) for frame in frames]
     wanted = sorted(set(frames))
-    made: dict[int, Frame] = {}
+    made: dict[int, T] = {}
     with open_media(media) as stream, as_media_error(media, "is damaged"):
         with _animation(stream) as image:
             if image is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.data.anyres_image_unit import SHAPES, AnyresImageUnit
+from dilatant.data.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
 from dilatant.data.errors import MediaError, SampleError
 from dilatant.data.pixels import EncoderInput, joined
@@ -207,7 +207,7 @@ def _lay_out_to_judge(sample: Sample, encoding: Encoding) -> Layout:
 def _processed(sample: Sample, item: Item) -> dict[str, EncoderInput]:
     try:
         if isinstance(item.unit, AnyresImageUnit):
-            return item.unit.process(item.media, bool(np.asarray(item.grid[SHAPES])[0, 2]))
+            return item.unit.process(item.media, int(np.asarray(item.grid[SHAPES])[0, 2]) == ALONE)
         return item.unit.process(item.media)
     except MediaError as error:
         raise error.of(sample.id) from None

@@ -1,91 +1,76 @@
-"""How towers of fixed size see clips: some frames, each as an image by itself, which the text counts."""
+"""How towers see clips that know images alone: some frames, each as an image by itself, with text between them."""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dilatant.data.clip import Frame, decode_clip
-from dilatant.data.image_unit import PixelProcessor
+from dilatant.data.clip import decode_clip
+from dilatant.data.frame_choice import FrameChoice
+from dilatant.data.frame_texts import FRAME_TEXTS
+from dilatant.data.image_unit import ImageUnit
 from dilatant.data.media import media_size
+from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.pixels import EncoderInput, joined
-from dilatant.data.sample import Media, MediaKind, MediaSize, Written
-
-
-@dataclass(frozen=True, slots=True)
-class MiddleFrames:
-    """Which frames are seen: from the middle of as many equal parts of the clip. count: of them; None: `fps` of them a
-    second. Of pictures that are sampled already, and of shorter clips, all."""
-
-    count: int | None = None
-    fps: float = 1.0
-
-    def frames(self, size: MediaSize) -> NDArray[np.int64]:
-        """Their numbers."""
-        wanted = self.count
-        if wanted is None and size.seconds:
-            wanted = max(1, int(size.seconds * self.fps))
-        if wanted is None or not size.seconds or wanted >= size.frames:
-            return np.arange(size.frames)
-        step = size.frames / wanted
-        # In float32, as the family has it.
-        return np.arange(step / 2, size.frames, step).astype(np.float32).astype(np.int64)
+from dilatant.data.sample import Media, MediaKind, MediaSize, Written, digest_of
+from dilatant.data.tiled_image_unit import TiledImageUnit
 
 
 @dataclass(frozen=True, slots=True)
 class FramedClipUnit:
-    """A `MediaUnit`: every frame is one encoder row of `tokens_per_frame`, of which `merged_per_frame` reach the
-    language model, after "Frame1: " and so on, a line each (InternVL)."""
+    """A `MediaUnit`. frame: how the tower sees a frame, and what is written around an image. choice: which frames.
+    texts: the name in `FRAME_TEXTS` of what is written besides."""
 
-    name: str
-    placeholder_id: int
-    tokens_per_frame: int
-    merged_per_frame: int
-    processor: PixelProcessor
-    sampling: MiddleFrames = MiddleFrames()
+    frame: ImageUnit | TiledImageUnit | NativeImageUnit
+    choice: FrameChoice
+    texts: str
     marker: str = "<video>"
     written: Written | None = None
-    around_frame: tuple[str, str] = ("", "")
     merge: Literal["placeholder", "prepend"] = "placeholder"
     kind: MediaKind = "video"
 
     @property
+    def name(self) -> str:
+        return self.frame.name
+
+    @property
+    def placeholder_id(self) -> int:
+        return self.frame.placeholder_id
+
+    @property
     def fingerprint(self) -> str:
-        parts = (self.name, self.placeholder_id, self.tokens_per_frame, self.merged_per_frame, self.marker,
-                 self.written, self.around_frame, self.sampling, self.processor.fingerprint)  # fmt: skip
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of((self.frame.fingerprint, repr(self.choice), self.texts, self.marker, self.written))
+
+    def grid(self, size: MediaSize) -> dict[str, EncoderInput]:
+        """What later stages of the encoder know of the frames."""
+        if not isinstance(self.frame, NativeImageUnit):
+            return {}
+        count = len(self.choice.frames(size))
+        one = self.frame.grid(_of_frame(size))
+        return {name: joined([array] * count) for name, array in one.items()}
 
     def encoder_tokens(self, size: MediaSize) -> int:
-        return len(self.sampling.frames(size)) * self.tokens_per_frame
+        return len(self.choice.frames(size)) * self.frame.encoder_tokens(_of_frame(size))
 
     def merged_tokens(self, size: MediaSize) -> int:
-        return len(self.sampling.frames(size)) * self.merged_per_frame
+        return len(self.choice.frames(size)) * self.frame.merged_tokens(_of_frame(size))
 
     def pieces(self, size: MediaSize) -> list[tuple[str, int, str]]:
         """How a clip stands in the text, frame by frame: what is written before its tokens, how many, and what after
         them."""
-        opens, closes = self.around_frame
-        count = len(self.sampling.frames(size))
-        ends = ["\n"] * (count - 1) + [""]
+        image = self.frame.written or Written("")
+        tokens = self.frame.merged_tokens(_of_frame(size))
         return [
-            (f"Frame{number}: {opens}", self.merged_per_frame, f"{closes}{end}")
-            for number, end in enumerate(ends, 1)
+            (before + image.opens, tokens, image.closes + after)
+            for before, after in FRAME_TEXTS[self.texts](size, self.choice.frames(size))
         ]
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        """`pixel_values`: [frames, channels, height, width]."""
-        from PIL import Image
+        """The inputs of images, those of all frames together."""
+        frames = self.choice.frames(media_size(media))
+        made = decode_clip(media, frames.tolist(), self.frame.see)
+        return {name: joined([each[name] for each in made]) for name in made[0]}
 
-        numbers = self.sampling.frames(media_size(media)).tolist()
-        size = (self.processor.width, self.processor.height)
-        resample = Image.Resampling[self.processor.resample.upper()]
 
-        def fit(frame: Frame) -> Frame:
-            return np.asarray(Image.fromarray(frame).resize(size, resample))
-
-        frames = decode_clip(media, numbers, fit)
-        return {"pixel_values": joined([self.processor(frame)["pixel_values"] for frame in frames])}
+def _of_frame(size: MediaSize) -> MediaSize:
+    return replace(size, frames=0, seconds=0.0)

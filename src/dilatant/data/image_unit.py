@@ -129,7 +129,11 @@ class ImageUnit:
         return self.tokens_per_image if self.merged_per_image is None else self.merged_per_image
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        return dict(self.processor(decode_image(media, self.processor.channels)))
+        return self.see(decode_image(media, self.processor.channels))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """The inputs of a decoded image, uint8 [height, width, channels]."""
+        return dict(self.processor(pixels))
 
 
 def _digest(value: Any) -> str:

@@ -159,4 +159,8 @@ class NativeImageUnit:
         return self.encoder_tokens(size) // self.processor.merge**2
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        return self.processor(decode_image(media, 3))
+        return self.see(decode_image(media, 3))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """The inputs of a decoded image, uint8 [height, width, 3]."""
+        return self.processor(pixels)

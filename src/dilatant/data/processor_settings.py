@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from dilatant.data.anyres_image_unit import AnyresClipUnit
 from dilatant.data.audio_unit import AudioProcessor, LogMelProcessor
+from dilatant.data.frame_choice import FirstFrames, MiddleFrames, SpreadFrames
+from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.image_unit import RESAMPLE_NAMES, ImageProcessor, PixelProcessor
 from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import PatchProcessor
 from dilatant.data.processors import HuggingFaceImageProcessor
 from dilatant.data.soft_tokens import SoftTokenProcessor
+from dilatant.data.usm_sound_unit import UsmMelProcessor
 
 
-def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcessor) -> dict[str, Any]:
+def processor_settings(
+    processor: ImageProcessor | AudioProcessor | PatchProcessor | UsmMelProcessor,
+) -> dict[str, Any]:
     """The content of `preprocessor_config.json` for a processor. Raises TypeError for one that is not ours."""
     if isinstance(processor, HuggingFaceImageProcessor):
         return json.loads(processor.settings_json)
@@ -54,6 +61,8 @@ def processor_settings(processor: ImageProcessor | AudioProcessor | PatchProcess
             "nb_max_frames": processor.window_frames,
             "padding_value": 0.0,
         }
+    if isinstance(processor, UsmMelProcessor):
+        return {"feature_extractor_type": "Gemma4AudioFeatureExtractor", **asdict(processor)}
     raise TypeError(f"{type(processor).__name__} has no settings that transformers reads")
 
 
@@ -65,9 +74,28 @@ def size_limits(processor: PatchProcessor) -> dict[str, Any]:
     return {"size": {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}, **limits}
 
 
-def clip_limits(unit: NativeClipUnit) -> dict[str, Any]:
-    """What `video_preprocessor_config.json` says of how many frames are seen, and how large."""
-    return {**size_limits(unit.processor), **asdict(unit.sampling)}
+def clip_limits(
+    unit: NativeClipUnit | FramedClipUnit | AnyresClipUnit, before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `video_preprocessor_config.json` is to say of how many frames are seen, and how large, which says `before`;
+    nothing where it says nothing and the family's own rule holds."""
+    if isinstance(unit, NativeClipUnit):
+        return {**size_limits(unit.processor), **asdict(unit.sampling)}
+    choice = unit.choice
+    pooled = unit.frame.processor if isinstance(unit, FramedClipUnit) else None
+    size = size_limits(pooled) if isinstance(pooled, SoftTokenProcessor) else {}
+    if not before and choice == type(choice)():
+        return size
+    if isinstance(choice, SpreadFrames):
+        found: dict[str, Any] = {"num_frames": choice.most, "fps": choice.fps}
+        if "video_sampling" in before:
+            own = {"max_frames": choice.most, "fps": choice.fps}
+            found["video_sampling"] = {**before["video_sampling"], **own}
+        return found
+    # Either, never both: transformers refuses that.
+    assert isinstance(choice, FirstFrames | MiddleFrames)
+    by_time = choice.fps is not None and (isinstance(choice, FirstFrames) or choice.count is None)
+    return {"num_frames": None if by_time else choice.count, "fps": choice.fps if by_time else None, **size}
 
 
 def _image_settings(processor: PixelProcessor) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class MediaSize:
     """What a header tells: pixels of an image, seconds of a sound; of a clip both, and its frames. alone: whether its
-    sample has no other item for the same encoder."""
+    sample has no other item of its kind for the same encoder."""
 
     width: int = 0
     height: int = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.data.image_file import decode_image
@@ -47,7 +48,10 @@ class TiledImageUnit:
         return self.tiles(size) * self.merged_per_tile
 
     def process(self, media: Media) -> dict[str, EncoderInput]:
-        pixels = decode_image(media, self.processor.channels)
+        return self.see(decode_image(media, self.processor.channels))
+
+    def see(self, pixels: NDArray[np.uint8]) -> dict[str, EncoderInput]:
+        """The inputs of a decoded image, uint8 [height, width, channels]."""
         rows = np.asarray(self.processor(pixels)["pixel_values"]).reshape(-1, *self.row_shape)
         expected = tiles_of(self.processor, *pixels.shape[:2])
         if len(rows) != expected:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE
-from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.encoding import NO_LOSS, Encoding, Unit
 from dilatant.data.errors import SampleError
+from dilatant.data.framed_clip_unit import FramedClipUnit
 from dilatant.data.media import media_size
 from dilatant.data.media_places import Piece, naming, place_media
 from dilatant.data.native_clip_unit import NativeClipUnit
@@ -25,8 +26,12 @@ from dilatant.data.sample import (
     Sample,
 )
 from dilatant.data.sound_unit import SoundUnit
+from dilatant.data.usm_sound_unit import UsmSoundUnit
 
-_WITH_GRIDS = NativeImageUnit | NativeClipUnit | SoundUnit | AnyresImageUnit | AspectImageUnit
+_WITH_GRIDS = (
+    *(NativeImageUnit, NativeClipUnit, FramedClipUnit, SoundUnit, UsmSoundUnit),
+    *(AnyresImageUnit, AnyresClipUnit, AspectImageUnit),
+)
 """Units whose items have unlike sizes, which others ask for without the items."""
 
 
@@ -79,8 +84,11 @@ def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) ->
                 f"the text holds the token by which the model asks {target.name!r} for an image",
                 "remove it; an image in an assistant's turn stands for itself",
             )
-    together = Counter(unit.name for _, unit, *_ in (*prepended, *placed))
-    items = tuple(_sized(sample, *each, alone=together[each[1].name] == 1) for each in (*prepended, *placed))
+    together = Counter((unit.name, unit.kind) for _, unit, *_ in (*prepended, *placed))
+    items = tuple(
+        _sized(sample, *each, alone=together[each[1].name, each[1].kind] == 1)
+        for each in (*prepended, *placed)
+    )
     front, inside = items[: len(prepended)], items[len(prepended) :]
     targets = tokens.answered if encoding.train_on == "assistant" else tokens.ids != -1
     for unit in encoding.units:

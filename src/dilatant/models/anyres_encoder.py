@@ -38,7 +38,7 @@ class AnyresStage(EncoderStage):
         return self({self.geometry.input_name: value, **given}) if self.is_first else self(given, value)
 
     def forward(self, inputs: Mapping[str, Tensor] | None = None, hidden: Tensor | None = None) -> Tensor:
-        """inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [images, 3]. Returns [tiles,
+        """inputs: `pixel_values` [tiles, ...], and for the projector `image_sizes` int64 [items, 3]. Returns [tiles,
         tokens, width]; after the projector rows of the text, [rows, width]."""
         given = dict(inputs or {})
         shapes = given.pop(SHAPES, None)
@@ -51,7 +51,7 @@ class AnyresStage(EncoderStage):
 
 
 class AnyresEncoderUnit(EncoderUnit):
-    """As `EncoderUnit`, with as many tiles of an image, and rows of it in the text, as its shape says."""
+    """As `EncoderUnit`, with as many tiles of an item, and rows of it in the text, as its shape says."""
 
     packs = True
     shape: AnyresShape
@@ -103,7 +103,7 @@ class AnyresEncoderUnit(EncoderUnit):
 
 
 def images_of_samples(alone: Tensor) -> list[int]:
-    """How many images the samples have, from whether each is alone; neighbours of several images may count as one."""
+    """How many images the samples have, from which is `ALONE`; neighbours of several images may count as one."""
     return [
         count
         for is_alone, run in groupby(alone.tolist())

@@ -13,6 +13,10 @@ from typing import Any, Literal
 from dilatant.config.errors import UserError, list_problems
 
 MediaAttention = Literal["causal", "bidirectional", "embedded", "prefix", "in_windows"]
+Clips = Literal["patches", "patches apart", "pooled", "counted", "timed", "introduced"]
+"""Patches of time as one item (Qwen), or apart with text between them; frames of which neighbouring patches are one row
+of the text (LLaVA-OneVision); or frames that are images each, with the texts of this name around them (see
+`data.frame_texts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Tower:
     settings: of the image processor, that are changed. native: whether images, or sounds, of unlike sizes are
     packed in one row (see `NativeEncoderUnit` and `SoundEncoderUnit`); images are projected by the tower itself, or,
     pooled, averaged and then projected (see `PooledEncoderUnit`).
+    conformer: whether a tower of sounds is one (see `ConformerEncoderUnit`).
     crossing: whether its rows go to blocks of the text model, and not into the text (see `Crossing`).
     anyres: whether tiles and rows of an image follow from its shape (see `AnyresEncoderUnit`).
     """
@@ -43,6 +48,7 @@ class Tower:
     settings: Mapping[str, Any] = field(default_factory=dict)
     native: bool = False
     pooled: bool = False
+    conformer: bool = False
     crossing: bool = False
     anyres: bool = False
 
@@ -54,12 +60,11 @@ class Family:
     towers: unit → its tower. decoder: path of the text model. spatial: whether positions are of time, height and width
     (see `positions`). media_attention: whom the tokens of an item see, as `model.language_model.media_attention` has
     it; "prefix": all tokens before the first that is to be written see each other; "in_windows": those of an item see
-    each other in layers with a window, if the config's `use_bidirectional_attention` says so. unopened: paths of towers
-    and projectors that are no unit, and are exported as they came. first_position: of a sample.
+    each other in layers with a window, if the config's `use_bidirectional_attention` says so. first_position: of a
+    sample.
     behind_time: see `spatial_positions`. seconds: path in the config of how many positions a second of a clip takes;
     empty where they follow its frames; seconds_keyword: by which the family's forward is given the seconds of a patch
-    of time. frames_apart: texts that say the time stand between the frames of a clip. frames_counted: a clip is
-    some frames, each an image after a text that counts it.
+    of time. clips: how they are seen, if they are (see `Clips`).
     """
 
     towers: Mapping[str, Tower]
@@ -70,9 +75,12 @@ class Family:
     behind_time: bool = False
     seconds: str = ""
     seconds_keyword: str = ""
-    frames_apart: bool = False
-    frames_counted: bool = False
-    unopened: tuple[str, ...] = ()
+    clips: Clips | None = None
+
+    @property
+    def frames_apart(self) -> bool:
+        """Whether texts that say the time stand between the patches of time of a clip."""
+        return self.clips == "patches apart"
 
 
 _PLAIN = Tower("model.vision_tower", ("model.multi_modal_projector",))
@@ -86,8 +94,8 @@ _CONNECTED = Tower(
 )
 
 _VISUAL = Tower("model.visual", (), native=True)
-_QWEN = Family({"vision": _VISUAL}, spatial=True)
-_QWEN3 = replace(_QWEN, frames_apart=True)
+_QWEN = Family({"vision": _VISUAL}, spatial=True, clips="patches")
+_QWEN3 = replace(_QWEN, clips="patches apart")
 _SOUND = Tower(
     "model.audio_tower",
     ("model.multi_modal_projector",),
@@ -108,6 +116,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_omni_thinker": Family(
         {"vision": _VISUAL, "audio": replace(_SOUND, projector=("model.audio_tower.proj",))},
         spatial=True,
+        clips="patches",
         behind_time=True,
         seconds="position_id_per_seconds",
         seconds_keyword="video_second_per_grid",
@@ -119,9 +128,10 @@ FAMILIES: Mapping[str, Family] = {
             "vision": replace(
                 _PLAIN, projector=("model.multi_modal_projector", "model.image_newline"), anyres=True
             )
-        }
+        },
+        clips="pooled",
     ),
-    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}, frames_counted=True),
+    "internvl": Family({"vision": replace(_PLAIN, opens="<img>", closes="</img>")}, clips="counted"),
     "gemma3": Family(
         {
             "vision": replace(
@@ -143,10 +153,17 @@ FAMILIES: Mapping[str, Family] = {
                 pooled=True,
                 opens="{boi_token_id}",
                 closes="{eoi_token_id}",
-            )
+            ),
+            "audio": replace(
+                _SOUND,
+                projector=("model.embed_audio",),
+                conformer=True,
+                opens="{boa_token_id}",
+                closes="{eoa_token_index}",
+            ),
         },
         media_attention="in_windows",
-        unopened=("model.audio_tower", "model.embed_audio"),
+        clips="timed",
     ),
     # Of all tokens before the answer each sees every other.
     "paligemma": Family({"vision": _PLAIN}, media_attention="prefix", first_position=1),
@@ -161,7 +178,7 @@ FAMILIES: Mapping[str, Family] = {
         }
     ),
     "idefics3": Family({"vision": _CONNECTED}, decoder="model.text_model"),
-    "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model"),
+    "smolvlm": Family({"vision": _CONNECTED}, decoder="model.text_model", clips="introduced"),
 }
 
 
@@ -175,6 +192,8 @@ def family_of(config: Any, where: str) -> Family:
             "its encoder and its language model under model.encoders and model.language_model, or add a Family to "
             "dilatant.models.families: where its towers, projectors and text model are"
         )
+    if getattr(config, "audio_config", None) is None:  # which the large ones of some families lack
+        family = replace(family, towers={k: t for k, t in family.towers.items() if t.kind != "audio"})
     problems = []
     layer = getattr(config, "vision_feature_layer", None)
     for key in {tower.token for tower in family.towers.values()}:

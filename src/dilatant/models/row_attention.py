@@ -157,6 +157,8 @@ def use_row_attention(model: MultimodalModel) -> None:
     units = {
         name: MediaTokens(placeholder, None if model[name].packs else model[name].geometry.tokens_per_row)
         for name, placeholder in model.placeholder_ids.items()
+        # Sounds are as text is to the families whose images see themselves in layers with a window.
+        if model.media_attention not in MASKS_IN_WINDOWS or model[name].geometry.kind == "image"
     }
     generating = language.model.config._attn_implementation
     use_dilatant_attention(language.model)

@@ -80,18 +80,22 @@ class SoundStage(EncoderStage):
         if self.model is not None:
             fed = inputs[FEATURES] if hidden is None else hidden
             with self.recording(self.model, [fed]):
-                lengths = inputs[FRAMES]
-                if hidden is None:
-                    hidden = _convolved(self.model, in_dtype_of(self.model, fed), lengths)
-                hidden = _through_blocks(self.model, in_dtype_of(self.model, hidden), lengths[:, 0])
-                if f"{self.unit}.norm" in self.layers:
-                    hidden = _averaged(self.model, hidden, lengths[:, 0])
+                hidden = self._encode_sounds(self.model, fed, inputs[FRAMES], hidden is not None)
         assert hidden is not None
         return hidden if self.projector is None else self.projector(in_dtype_of(self.projector, hidden))
+
+    def _encode_sounds(self, model: nn.Module, fed: Tensor, lengths: Tensor, is_hidden: bool) -> Tensor:
+        hidden = in_dtype_of(model, fed)
+        if not is_hidden:
+            hidden = _convolved(model, hidden, lengths)
+        hidden = _through_blocks(model, in_dtype_of(model, hidden), lengths[:, 0])
+        return _averaged(model, hidden, lengths[:, 0]) if f"{self.unit}.norm" in self.layers else hidden
 
 
 class SoundEncoderUnit(PackedEncoderUnit):
     """A tower of sounds: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
+
+    stage_type: type[SoundStage] = SoundStage
 
     def __init__(
         self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
@@ -161,7 +165,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
     def stage(self, first: int, end: int) -> SoundStage:
         self._check_stage(first, end)
         last = len(self.layers) - 1
-        stage = SoundStage(
+        stage = self.stage_type(
             unit=self.unit,
             layers=self.layers[first:end],
             weights=self._weights_between(first, end),

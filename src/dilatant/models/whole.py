@@ -20,11 +20,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dilatant.config.errors import UserError
 from dilatant.config.model import LANGUAGE, LoraConfig
-from dilatant.data.anyres_image_unit import AnyresShape
+from dilatant.data.anyres_image_unit import CLIP, AnyresShape
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sample import EncodedSample
 from dilatant.models.anyres_encoder import AnyresEncoderUnit, images_of_samples
 from dilatant.models.carried import Carried, DeepStack, PerLayer
+from dilatant.models.conformer_encoder import ConformerEncoderUnit
 from dilatant.models.crossing import Crossing, crossing_of
 from dilatant.models.encoder import EncoderUnit
 from dilatant.models.encoder_spec import Encoder
@@ -97,9 +98,6 @@ class Whole:
         for tower in self.family.towers.values():
             for path in (*tower.projector, tower.path):
                 _remove(model, path)
-        for path in self.family.unopened:
-            if attrgetter(path)(model) is not None:
-                _remove(model, path)
         return model
 
     def encoder(self, name: str) -> EncoderUnit:
@@ -123,11 +121,12 @@ class Whole:
             if place.startswith(f"{tower.path}."):
                 native._modules[last] = StandIn(projector)
             held = Held(last, projector, native)
+            of_sounds = ConformerEncoderUnit if tower.conformer else SoundEncoderUnit
             width = self.config.get_text_config().hidden_size
-            return SoundEncoderUnit(name, native, held, width, self.placeholder_ids[name])
+            return of_sounds(name, native, held, width, self.placeholder_ids[name])
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
-        projection = Projection(model, tower, self.family)
+        projection = Projection(model, tower, self.anyres_shape if tower.anyres else None)
         rows = torch.empty(2, geometry.encoder_tokens, geometry.width, device="meta")
         if tower.anyres:
             side = geometry.height
@@ -170,7 +169,8 @@ class Whole:
             inside = MERGERS if tower.native and tower.kind == "image" and not tower.pooled else ()
             projector = (*tower.projector, *(f"{tower.path}.{path}" for path in inside))
             if tower.native:
-                blocks = [f"{tower.path}.{path}" for path in _PARTS["pooled" if tower.pooled else tower.kind]]
+                special = "pooled" if tower.pooled else "conformer" if tower.conformer else tower.kind
+                blocks = [f"{tower.path}.{path}" for path in _PARTS[special]]
             else:
                 blocks = [tower.path]
             found |= {f"{name}.encoder": tuple(blocks), f"{name}.projector": projector}
@@ -262,6 +262,7 @@ _PARTS = {
     "image": ("patch_embed", "blocks"),
     "pooled": ("patch_embedder", "encoder"),
     "audio": ("conv1", "conv2", "layers"),
+    "conformer": ("subsample_conv_projection", "layers", "output_proj"),
 }
 """Modules of native towers that are no projector."""
 _NORMED_LAST = ("internvl",)
@@ -276,7 +277,7 @@ class Projection(nn.Module):
     tokens, poolings and shuffles are the family's. Keys of its state are the composite's.
     """
 
-    def __init__(self, model: PreTrainedModel, tower: Tower, family: Family) -> None:
+    def __init__(self, model: PreTrainedModel, tower: Tower, anyres: AnyresShape | None = None) -> None:
         super().__init__()
         self.model = cast(PreTrainedModel, model.base_model)
         own = f"{model.base_model_prefix}."
@@ -286,6 +287,7 @@ class Projection(nn.Module):
         for name in [name for name, _ in self.model.named_parameters(recurse=False) if name not in keeps]:
             self.model._parameters[name] = None
         self._tower = tower
+        self._anyres = anyres
         self._place = tower.path.removeprefix(own)
 
     @property
@@ -294,18 +296,42 @@ class Projection(nn.Module):
         return self.model
 
     def forward(self, hidden: Tensor, shapes: Tensor | None = None) -> Tensor:
-        """shapes: of images in tiles, int64 [images, 3] (see `AnyresStage`); then the rows of all in one,
-        [rows, width]."""
-        model = copy.copy(self.model)
-        model.__dict__["_modules"] = {**self.model._modules, self._place: _Rows(hidden)}
-        project = getattr(model, self._tower.features)
-        if shapes is not None:
-            counts = images_of_samples(shapes[:, 2])
-            found = project(self._pixels(len(hidden)), image_sizes=shapes[:, :2], batch_num_images=counts)
-            return torch.cat(list(found.pooler_output))
+        """shapes: of items in tiles, int64 [items, 3] (see `SHAPES`); then the rows of all in one, [rows, width]."""
+        if self._anyres is not None and shapes is not None:
+            return self._items(hidden, shapes, self._anyres)
+        project = getattr(self._around(hidden), self._tower.features)
         found = project(self._pixels(len(hidden))).pooler_output
         rows = found if isinstance(found, Tensor) else torch.cat(list(found))
         return rows.reshape(len(hidden), -1, rows.shape[-1])
+
+    def _around(self, hidden: Tensor) -> Any:
+        """The model with a tower that has made these."""
+        model = copy.copy(self.model)
+        model.__dict__["_modules"] = {**self.model._modules, self._place: _Rows(hidden)}
+        return model
+
+    def _items(self, hidden: Tensor, shapes: Tensor, anyres: AnyresShape) -> Tensor:
+        """Images and clips, each by the family's own method, in their order."""
+        of_items = list(hidden.split([anyres.tiles_of(shape) for shape in shapes.tolist()]))
+        rows: dict[int, Tensor] = {}
+        numbers = (shapes[:, 2] != CLIP).nonzero()[:, 0].tolist()
+        if numbers:
+            tiles = torch.cat([of_items[number] for number in numbers])
+            own = shapes[numbers]
+            found = self._around(tiles).get_image_features(
+                self._pixels(len(tiles)),
+                image_sizes=own[:, :2],
+                batch_num_images=images_of_samples(own[:, 2]),
+            )
+            rows |= dict(zip(numbers, found.pooler_output, strict=True))
+        for number, frames in enumerate(of_items):
+            if number in rows:
+                continue
+            made = self._around(frames).get_video_features(self._pixels(len(frames))[None]).pooler_output[0]
+            if len(made) < anyres.clip_rows(len(frames)):  # some versions mark the end behind this method
+                made = torch.cat([made, cast(Any, self.model).image_newline[None].to(made.dtype)])
+            rows[number] = made
+        return torch.cat([rows[number] for number in range(len(of_items))])
 
     def _pixels(self, items: int) -> Tensor:
         """What stands for the pixels of `items` images, which the stand-in does not read: on the host, where asking

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dilatant.data.anyres_image_unit import SHAPES
+from dilatant.config.errors import UserError
+from dilatant.data.anyres_image_unit import CLIP, SHAPES
 from dilatant.data.aspect_image_unit import RATIOS, TILES
 from dilatant.data.native_image_unit import GRID, STEP
 from dilatant.data.sound_unit import FRAMES
@@ -39,12 +40,12 @@ def composite_inputs(
             if keyword == STEP:
                 continue
             if keyword == SHAPES:
-                counts = images_of_samples(tensor[:, 2])
-                given |= {SHAPES: tensor[:, :2], "batch_num_images": torch.tensor(counts)}
                 continue
             tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             tensor = tensor.flatten(1) if tower.native else tensor
             given[keyword] = tensor[None] if tower.batched else tensor
+        if SHAPES in inputs:
+            given = _part_tiles(whole, given, inputs[SHAPES].tolist())
     kinds = torch.zeros_like(input_ids)
     for name, placeholder in whole.placeholder_ids.items():
         if whole.family.towers[name].kind == "image":
@@ -113,11 +114,45 @@ def _part_clips(
     return kinds
 
 
+def _part_tiles(whole: Whole, given: dict[str, Tensor], shapes: list[list[int]]) -> dict[str, Tensor]:
+    """Tiles of images and frames of clips apart, as LLaVA-OneVision has them, and their places in the text."""
+    anyres, kinds = whole.anyres_shape, [kind for _, _, kind in shapes]
+    tiles = given.pop("pixel_values").split([anyres.tiles_of(shape) for shape in shapes])
+    images = [number for number, kind in enumerate(kinds) if kind != CLIP]
+    clips = [tile for tile, kind in zip(tiles, kinds, strict=True) if kind == CLIP]
+    if images:
+        own = torch.tensor([shapes[number] for number in images])
+        given |= {
+            "pixel_values": torch.cat([tiles[number] for number in images]),
+            SHAPES: own[:, :2],
+            "batch_num_images": torch.tensor(images_of_samples(own[:, 2])),
+        }
+    if not clips:
+        return given
+    if len({len(clip) for clip in clips}) > 1:
+        raise UserError(
+            "clips of unlike numbers of frames in one prompt, which transformers' own model takes in one tensor; set "
+            "num_frames under model.processor, or ask about one clip at a time"
+        )
+    (unit,) = whole.family.towers
+    ids = given["input_ids"].clone()
+    places = (ids == whole.placeholder_ids[unit]).nonzero()
+    rows = [anyres.rows_of(np.asarray([shape])) for shape in shapes]
+    for kind, own_places in zip(kinds, places.split(rows), strict=True):
+        if kind == CLIP:
+            ids[own_places.unbind(1)] = whole.config.video_token_id
+    return {**given, "input_ids": ids, "pixel_values_videos": torch.stack(clips)}
+
+
 def _sounds(whole: Whole, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Sounds padded to one length, which is a window where the tower asks for one."""
     config = whole.config.audio_config
     frames, given = inputs[FRAMES].T.tolist()
     sounds = list(inputs["input_features"].to(dtype).split(given))
+    if whole.family.towers["audio"].conformer:
+        features = nn.utils.rnn.pad_sequence(sounds, batch_first=True)
+        is_there = torch.arange(features.shape[1]) < torch.tensor(frames)[:, None]
+        return {"input_features": features, "input_features_mask": is_there.to(features.device)}
     window = max(given) if hasattr(config, "n_window") else 2 * config.max_source_positions
     sounds.append(sounds[0].new_zeros(window, sounds[0].shape[1]))
     padded = nn.utils.rnn.pad_sequence(sounds, batch_first=True)[:-1]

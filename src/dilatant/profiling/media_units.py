@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +12,9 @@ from dilatant.config.errors import UserError
 from dilatant.data.anyres_image_unit import AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
-from dilatant.data.framed_clip_unit import FramedClipUnit, MiddleFrames
-from dilatant.data.image_unit import RESAMPLE_NAMES, ImageUnit, PixelProcessor
-from dilatant.data.native_clip_unit import CLIP_SETTINGS, FrameSampling, NativeClipUnit, frame_sampling
-from dilatant.data.native_image_unit import NativeImageUnit, PatchProcessor, patch_processor
+from dilatant.data.image_unit import ImageUnit
+from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit
+from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
@@ -30,8 +28,11 @@ from dilatant.data.sample import MediaUnit, Written
 from dilatant.data.soft_tokens import soft_token_processor
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
+from dilatant.data.usm_sound_unit import UsmSoundUnit, usm_processor
+from dilatant.models.conformer_encoder import mel_bins_of
 from dilatant.models.geometry import MERGING_TOWERS, EncoderGeometry
 from dilatant.models.whole import Whole
+from dilatant.profiling.clip_units import CLIP_KEYS, check_clip_settings, clip_unit, native_limits, patches_of
 
 
 def media_unit(
@@ -86,11 +87,11 @@ def units_of_merging(
     plain = {key: value for key, value in (settings or {}).items() if key not in CLIP_SETTINGS}
     of_clips = clip_settings(processor) if isinstance(processor, str) else {}
     return (
-        NativeImageUnit(name, placeholder_id, _patches(config, plain), marker),
+        NativeImageUnit(name, placeholder_id, patches_of(config, plain), marker),
         NativeClipUnit(
             name,
             placeholder_id,
-            *_clip_limits(config, {**of_clips, **(settings or {})}, of_clips, False),
+            *native_limits(config, {**of_clips, **(settings or {})}, of_clips, False),
             None,
         ),
     )
@@ -104,6 +105,8 @@ def units_of_whole(
 ) -> tuple[MediaUnit, ...]:
     """The `MediaUnit` of every tower of a whole model. processor: an id, a folder, or settings; settings that name no
     processor change those of `source`, an id or folder. Raises UserError."""
+    if isinstance(processor, Mapping):
+        check_clip_settings(whole, processor)
     if processor is None:
         processor = source
     elif isinstance(processor, Mapping) and source is not None and "image_processor_type" not in processor:
@@ -112,61 +115,12 @@ def units_of_whole(
     of_clips = {} if source is None else clip_settings(source)
     units: list[MediaUnit] = []
     for name, tower in whole.family.towers.items():
-        of_frames = (*CLIP_SETTINGS, *(COUNTS if whole.family.frames_counted else ()))
-        own = {k: v for k, v in settings.items() if k not in of_frames} if settings else settings
-        units.append(_unit_of_tower(whole, name, own, tokenizer))
-        if tower.native and tower.kind == "image" and not tower.pooled:
-            units.append(_clip_unit(whole, name, {**of_clips, **(settings or {})}, of_clips, tokenizer))
-        if whole.family.frames_counted:
-            asked = {key: settings[key] for key in COUNTS if key in settings} if settings else {}
-            units.append(_framed_unit(whole, name, {**(settings or {}), **of_clips, **asked}, tokenizer))
+        own = {k: v for k, v in settings.items() if k not in CLIP_KEYS} if settings else settings
+        unit = _unit_of_tower(whole, name, own, tokenizer)
+        units.append(unit)
+        if whole.family.clips is not None and tower.kind == "image":
+            units.append(clip_unit(whole, unit, settings or {}, of_clips, tokenizer))
     return tuple(units)
-
-
-def _clip_unit(
-    whole: Whole, name: str, settings: Mapping[str, Any], saved: Mapping[str, Any], tokenizer: Any
-) -> NativeClipUnit:
-    """How a tower of native resolution sees clips. saved, settings: as of `_clip_limits`."""
-    apart = whole.family.frames_apart
-    return NativeClipUnit(
-        name,
-        whole.placeholder_ids[name],
-        *_clip_limits(whole.config.vision_config, settings, saved, apart),
-        whole.seconds_scale,
-        apart,
-        written=_written_clip(whole, tokenizer),
-    )
-
-
-def _clip_limits(
-    vision: Any, settings: Mapping[str, Any], saved: Mapping[str, Any], apart: bool
-) -> tuple[PatchProcessor, FrameSampling, int | None]:
-    """How frames are cut into patches, which of them are taken, and the pixels of all together. saved: what the model's
-    files say of clips; settings: all else. apart: whether limits are of all frames."""
-    sampling = frame_sampling(settings)
-    group = (vision.patch_size * vision.spatial_merge_size) ** 2
-    size = saved.get("size") or {}
-    limits = {
-        "min_pixels": settings.get("video_min_pixels") or size.get("shortest_edge") or 128 * group,
-        "max_pixels": settings.get("video_max_pixels")
-        or size.get("longest_edge")
-        or (24_576 if apart else 768) * group,
-    }
-    plain = {k: v for k, v in settings.items() if k not in (*CLIP_SETTINGS, "size")}
-    processor = _patches(vision, {"image_processor_type": "", **plain, **limits})
-    # 90 % of the context that the families reckon with.
-    total = None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group)
-    return processor, sampling, total
-
-
-def _patches(vision: Any, settings: Mapping[str, Any]) -> PatchProcessor:
-    """How a tower with this config is shown images. Raises UserError."""
-    return patch_processor(
-        settings,
-        patch=vision.patch_size,
-        merge=vision.spatial_merge_size,
-        frames=vision.temporal_patch_size,
-    )
 
 
 def _sound_unit(
@@ -183,56 +137,17 @@ def _sound_unit(
     return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)
 
 
-COUNTS = ("num_frames", "fps", "video_fps")
-"""What people call how many frames of a clip are seen as images."""
-
-
-def _framed_unit(whole: Whole, name: str, settings: Mapping[str, Any], tokenizer: Any) -> FramedClipUnit:
-    """How a tower of fixed size sees clips. Raises UserError."""
-    geometry = whole.encoder(name).geometry
-    image = _written(whole, name, tokenizer)
-    count, fps = settings.get("num_frames"), settings.get("fps") or settings.get("video_fps") or 1.0
-    for key, value in (("num_frames", 1 if count is None else count), ("fps", fps)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"processor: {key} is {value!r}; it must be a number above 0")
-    plain: dict[str, Any] = {
-        "mean": tuple(settings.get("image_mean") or (0.485, 0.456, 0.406)),
-        "std": tuple(settings.get("image_std") or (0.229, 0.224, 0.225)),
-        "resample": RESAMPLE_NAMES[int(settings.get("resample", 3))],
-    }
-    return FramedClipUnit(
-        name,
-        whole.placeholder_ids[name],
-        geometry.encoder_tokens,
-        geometry.tokens_per_row,
-        PixelProcessor(geometry.height, geometry.row_width, geometry.channels, **plain),
-        MiddleFrames(None if count is None else max(1, int(count)), float(fps)),
-        written=Written(getattr(tokenizer, "video_token", None) or "<video>"),
-        around_frame=(image.opens, image.closes),
-    )
-
-
-def _written_clip(whole: Whole, tokenizer: Any) -> Written:
-    """The template writes one token between others, which stand around every patch of time where these are apart."""
-    opens, token, closes = (
-        "" if id_ is None or id_ >= len(tokenizer) else tokenizer.convert_ids_to_tokens(id_) or ""
-        for id_ in (
-            getattr(whole.config, key, None)
-            for key in ("vision_start_token_id", "video_token_id", "vision_end_token_id")
-        )
-    )
-    if whole.family.frames_apart:
-        return Written(f"{opens}{token}{closes}" or "<video>", opens, closes)
-    return Written(token or "<video>")
-
-
 def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, tokenizer: Any) -> MediaUnit:
     tower = whole.family.towers[name]
     marker = f"<{tower.kind}>"
     written = _written(whole, name, tokenizer)
     placeholder = whole.placeholder_ids[name]
     if tower.kind == "audio":
-        return _sound_unit(name, placeholder, whole.config.audio_config, settings, marker, written)
+        config = whole.config.audio_config
+        if tower.conformer:
+            usm = usm_processor(settings, mel_bins_of(config))
+            return UsmSoundUnit(name, placeholder, usm, marker, written)
+        return _sound_unit(name, placeholder, config, settings, marker, written)
     if tower.native:
         vision = whole.config.vision_config
         if tower.pooled:
@@ -240,7 +155,7 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
                 settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
             )
             return NativeImageUnit(name, placeholder, pooled, marker, written)
-        return NativeImageUnit(name, placeholder, _patches(vision, settings or {}), marker, written)
+        return NativeImageUnit(name, placeholder, patches_of(vision, settings or {}), marker, written)
     geometry = whole.encoder(name).geometry
     if tower.crossing:
         if settings is None or "image_processor_type" not in settings:

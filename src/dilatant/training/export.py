@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilatant.config import Config, ModelConfig, UserError
-from dilatant.data.anyres_image_unit import AnyresImageUnit
+from dilatant.data.anyres_image_unit import AnyresClipUnit, AnyresImageUnit
 from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.chat import chat_tokenizer
@@ -27,10 +27,12 @@ from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processor_settings import clip_limits, processor_settings, size_limits
+from dilatant.data.processors import clip_settings
 from dilatant.data.sample import MediaUnit
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
+from dilatant.data.usm_sound_unit import UsmSoundUnit
 from dilatant.models.build import source_dtypes
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.dtype import hold_in
@@ -120,12 +122,12 @@ def export_model(
             for unit in encoding.units:
                 place = writing if model.whole else writing / unit.name
                 file = place / "preprocessor_config.json"
-                if isinstance(unit, FramedClipUnit):
-                    continue  # the source's files say how clips are seen
-                if isinstance(unit, NativeClipUnit):
-                    file = place / "video_preprocessor_config.json"
-                    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-                    _write_json(file, {**before, **clip_limits(unit)})
+                if isinstance(unit, NativeClipUnit | FramedClipUnit | AnyresClipUnit):
+                    # What the source's files say of clips, and what was changed of it.
+                    before = clip_settings(str(place))
+                    after = {**before, **clip_limits(unit, before)}
+                    if after != before:
+                        _write_json(place / "video_preprocessor_config.json", after)
                     continue
                 assert isinstance(
                     unit,
@@ -134,6 +136,7 @@ def export_model(
                     | TiledImageUnit
                     | NativeImageUnit
                     | SoundUnit
+                    | UsmSoundUnit
                     | AnyresImageUnit
                     | AspectImageUnit,
                 )
@@ -142,7 +145,7 @@ def export_model(
                     # The source's, and what was changed of it.
                     _write_json(file, {**before, **size_limits(unit.processor)})
                 elif not before or (
-                    isinstance(unit, SoundUnit) and "feature_extractor_type" not in before
+                    isinstance(unit, SoundUnit | UsmSoundUnit) and "feature_extractor_type" not in before
                 ):  # one file for all that a whole model has
                     _write_json(file, {**before, **processor_settings(unit.processor)})
             _write_json(
@@ -151,9 +154,7 @@ def export_model(
                     "encoders": {
                         unit.name: {"kind": unit.kind, "marker": unit.marker}
                         for unit in encoding.units
-                        if not isinstance(
-                            unit, NativeClipUnit | FramedClipUnit
-                        )  # another way to see of the same unit
+                        if unit.kind != "video"  # another way to see of the same unit
                     },
                     "generators": {
                         target.name: {"kind": target.kind, "marker": target.marker, "start": target.start}
