@@ -75,7 +75,7 @@ class SharedUnit:
         if self._ranks is None:
             return
         regions = self._plan.regions[start : start + len(blocks)]
-        stage.shards = share_blocks(blocks, regions, experts, self._ranks)
+        stage.shards = share_blocks(blocks, regions, experts, self._ranks, stage.behind_blocks)
         if isinstance(stage, LanguageStage):
             rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
             stage.vocabulary = share_vocabulary(
