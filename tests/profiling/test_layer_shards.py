@@ -10,11 +10,15 @@ import torch
 
 from dilatant.config import UserError, parse_config
 from dilatant.cost.model import CostModel
+from dilatant.models.families import FAMILIES
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.whole import Whole
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shards import tensor_shard
 from dilatant.profiling.planned_hardware import plan_target
+from tiny_wholes import WHOLES, whole_config
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}
@@ -99,6 +103,35 @@ def test_families_with_other_heads_and_experts_run_as_shards(tmp_path, language,
     assert sum(p.numel() for p in layer.parameters() if p.dim() > 1) == products
     args, given = probe.inputs(8)
     assert layer(*args, **given).shape == (1, 8, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WHOLES)
+def test_layers_of_whole_models_run_as_shards(family: str) -> None:
+    model = describe_model(
+        MultimodalModel({}, Whole.of(whole_config(family), "model"), seed=0, device="meta")
+    )
+    narrower = set()
+    for entry in model.types:
+        if not entry.is_divided:
+            continue
+        probes = [
+            layer_probe(replace(entry, unit=tensor_shard(entry.unit, tp)), torch.device("cpu"), torch.float32)
+            for tp in (1, 2)
+        ]
+        layers = [probe.build() for probe in probes]
+        args, given = probes[1].inputs(16)
+        shapes = [layer(*args, **given).shape for layer in layers]
+        assert shapes[0] == shapes[1], entry.kind
+        whole, shard = (sum(p.numel() for p in layer.parameters()) for layer in layers)
+        if shard < whole:
+            narrower.add(entry.unit.unit)
+    assert narrower == model_units(family)
+
+
+def model_units(family: str) -> set[str]:
+    """Those that ranks can share: all but Mllama's tower, which is one layer."""
+    return {"language", *FAMILIES[family].towers} - ({"vision"} if family == "mllama" else set())
 
 
 def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(tmp_path):

@@ -198,12 +198,18 @@ def share_experts(
             grouped.ranks, grouped.holders = ranks, holders
 
 
-def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> VocabularyShard:
-    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place.
+def share_vocabulary(
+    model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
+) -> VocabularyShard:
+    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place. Returns
+    what is asked of the head's logits.
 
-    rows: of the whole vocabulary.
+    rows, head_rows: of the whole embedding and head (Mllama's embedding has more).
     """
-    shard = VocabularyShard(ranks, rows * ranks.index // ranks.size, rows * (ranks.index + 1) // ranks.size)
+    shard, of_head = (
+        VocabularyShard(ranks, count * ranks.index // ranks.size, count * (ranks.index + 1) // ranks.size)
+        for count in (rows, head_rows)
+    )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.num_embeddings = shard.end - shard.first
@@ -214,7 +220,7 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
         cast(Any, embedding).shard = shard
     if isinstance(head, nn.Linear):
         _local(head).enter = ranks.copy
-    return shard
+    return of_head
 
 
 def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
@@ -345,3 +351,5 @@ def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
                 setattr(holder, name, count)
     if hasattr(module, "all_head_size"):
         module.all_head_size = counts["num_heads"] * module.attention_head_size
+    if hasattr(module, "embed_dim") and hasattr(module, "head_dim"):  # of what leaves attention
+        module.embed_dim = counts["num_heads"] * module.head_dim

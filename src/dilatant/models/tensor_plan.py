@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,6 +26,7 @@ from dilatant.models.tensor_regions import Cut, Experts, Intervals, Part, Region
 from dilatant.models.tensor_rules import GATED, PARTIAL, rules_of_family
 from dilatant.models.unit import Unit
 
+_NORMS_OF_HEADS = ("q_norm", "k_norm")
 _SHARED_EXPERTS = ("shared_expert", "shared_experts")
 """What every token passes beside its experts; not every family's plan says how it is shared."""
 
@@ -227,6 +229,14 @@ def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
         for path, rule in rules.items()
         if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in apart)
     }
+    for parent in {path.rpartition(".")[0] for path in found}:
+        for norm in _NORMS_OF_HEADS:  # not every plan says that all heads have the same
+            path = f"{parent}.{norm}" if parent else norm
+            width = getattr(block.get_submodule(parent), "head_dim", None)
+            if _has(block, path) and getattr(block.get_submodule(path), "weight", torch.empty(0)).shape == (
+                width,
+            ):
+                found.setdefault(path, PARTIAL)
     for parent in {path.rpartition(".")[0] for path in experts}:
         for name in _SHARED_EXPERTS:
             mlp = f"{parent}.{name}" if parent else name

@@ -75,10 +75,12 @@ def _share(plan: TensorPlan, name: str, whole: nn.Parameter, degree: int) -> nn.
 
 
 def _count_vocabulary(model: PreTrainedModel) -> None:
-    """Let a language model know how many rows its embedding has."""
-    if model.get_output_embeddings() is None:
+    """Let a language model know how many rows its embedding and its head have."""
+    head = cast(nn.Linear | None, model.get_output_embeddings())
+    if head is None:
         return
     embedding = cast(nn.Embedding, model.get_input_embeddings())
-    embedding.num_embeddings = model.config.get_text_config().vocab_size = len(embedding.weight)
+    embedding.num_embeddings = len(embedding.weight)
+    model.config.get_text_config().vocab_size = len(head.weight)
     if embedding.padding_idx is not None:
         embedding.padding_idx = 0  # one outside its table is refused
