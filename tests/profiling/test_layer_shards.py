@@ -10,11 +10,15 @@ import torch
 
 from dilatant.config import UserError, parse_config
 from dilatant.cost.model import CostModel
+from dilatant.models.families import FAMILIES
+from dilatant.models.multimodal import MultimodalModel
+from dilatant.models.whole import Whole
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shards import tensor_shard
 from dilatant.profiling.planned_hardware import plan_target
+from tiny_wholes import WHOLES, whole_config
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = {"model_type": "llama", **WIDTH, "num_key_value_heads": 2, "vocab_size": 65}
@@ -74,9 +78,8 @@ def test_a_rank_holds_its_share_of_heads_feed_forward_and_vocabulary(tmp_path):
 @pytest.mark.parametrize(
     ("language", "products"),
     [
-        # Heads of a size of their own, one norm over all queries, one matrix for queries, keys and values, experts.
+        # Heads of a size of their own, one matrix for queries, keys and values, experts.
         ({**LLAMA, "model_type": "qwen3", "head_dim": 16}, 2 * 32 * 32 + 2 * 32 * 16 + GATED),
-        ({**LLAMA, "model_type": "olmo2"}, 2 * 32 * 16 + 2 * 32 * 8 + GATED),
         ({**LLAMA, "model_type": "phi3", "pad_token_id": 64}, 2 * 32 * 16 + 2 * 32 * 8 + GATED),
         (
             {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -100,6 +103,35 @@ def test_families_with_other_heads_and_experts_run_as_shards(tmp_path, language,
     assert sum(p.numel() for p in layer.parameters() if p.dim() > 1) == products
     args, given = probe.inputs(8)
     assert layer(*args, **given).shape == (1, 8, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WHOLES)
+def test_layers_of_whole_models_run_as_shards(family: str) -> None:
+    model = describe_model(
+        MultimodalModel({}, Whole.of(whole_config(family), "model"), seed=0, device="meta")
+    )
+    narrower = set()
+    for entry in model.types:
+        if not entry.is_divided:
+            continue
+        probes = [
+            layer_probe(replace(entry, unit=tensor_shard(entry.unit, tp)), torch.device("cpu"), torch.float32)
+            for tp in (1, 2)
+        ]
+        layers = [probe.build() for probe in probes]
+        args, given = probes[1].inputs(16)
+        shapes = [layer(*args, **given).shape for layer in layers]
+        assert shapes[0] == shapes[1], entry.kind
+        whole, shard = (sum(p.numel() for p in layer.parameters()) for layer in layers)
+        if shard < whole:
+            narrower.add(entry.unit.unit)
+    assert narrower == model_units(family)
+
+
+def model_units(family: str) -> set[str]:
+    """Those that ranks can share: all but Mllama's tower, which is one layer."""
+    return {"language", *FAMILIES[family].towers} - ({"vision"} if family == "mllama" else set())
 
 
 def test_costs_of_every_degree_are_measured_kept_and_said_to_be_partly_modelled(tmp_path):
@@ -142,5 +174,7 @@ def test_a_family_whose_shares_are_not_known_is_refused(tmp_path):
     neox = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | {"model_type": "gpt_neox"}
     model = described(tmp_path, neox)
     (block,) = (entry for entry in model.types if entry.kind.startswith("gpt_neox block"))
-    with pytest.raises(UserError, match=r"language: .*query_key_value.* of GPTNeoX.*tp = 1 only"):
+    with pytest.raises(
+        UserError, match=r"(?s)tp = 1 only.*language: how ranks share .* 'gpt_neox' is not known"
+    ):
         tensor_shard(block.unit, 2)

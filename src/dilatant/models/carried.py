@@ -15,6 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from dilatant.models.tensor_regions import Part
+from dilatant.models.token_shards import TokenShards
 
 
 class Carried(Protocol):
@@ -24,14 +28,16 @@ class Carried(Protocol):
         """Numbers behind a token's hidden state before a block."""
         ...
 
-    def into(self, behind: Tensor, first: int, end: int) -> dict[str, Any]:
+    def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
         """Keywords for the text model with blocks `first <= block < end`, from what lies behind the hidden states:
-        [batch, tokens, width(first)]."""
+        [batch, tokens, width(first)]. shards: of ranks that share these blocks and all have what lies behind."""
         ...
 
-    def beyond(self, behind: Tensor, keywords: Mapping[str, Any], end: int) -> Tensor:
+    def beyond(
+        self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+    ) -> Tensor:
         """What lies behind the hidden states that leave, after the model ran with these keywords: [batch, tokens,
-        width(end)]."""
+        width(end)], on all ranks that share the blocks."""
         ...
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
@@ -49,16 +55,21 @@ class DeepStack:
     def width(self, block: int) -> int:
         return max(0, self.taps - block) * self.hidden
 
-    def into(self, behind: Tensor, first: int, end: int) -> dict[str, Any]:
-        if not behind.shape[-1]:
+    def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
+        used = min(behind.shape[-1], (end - first) * self.hidden)
+        if not used:
             return {}
-        rows = behind.split(self.hidden, -1)[: end - first]
+        behind = behind[..., :used]
+        behind = behind if shards is None else shards.split_beside(behind)
+        rows = behind.split(self.hidden, -1)
         return {
             "deepstack_visual_embeds": [each.flatten(0, 1) for each in rows],
             "visual_pos_masks": torch.ones(behind.shape[:2], dtype=torch.bool, device=behind.device),
         }
 
-    def beyond(self, behind: Tensor, keywords: Mapping[str, Any], end: int) -> Tensor:
+    def beyond(
+        self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+    ) -> Tensor:
         return behind[..., behind.shape[-1] - self.width(end) :]
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
@@ -121,26 +132,32 @@ class PerLayer:
         inputs = whole.get_per_layer_inputs(ids, None)
         return whole.project_per_layer_inputs(embeddings, inputs).flatten(-2)
 
-    def into(self, behind: Tensor, first: int, end: int) -> dict[str, Any]:
+    def into(self, behind: Tensor, first: int, end: int, shards: TokenShards | None) -> dict[str, Any]:
         states: UserDict[str, Any] = _storage()
         at = self._inputs(first)
         for kind, _, _, heads, width in self._held(first):
             pair = behind[..., at : at + 2 * heads * width].unflatten(-1, (2, heads, width))
+            if shards is not None:
+                pair = _own_heads(pair, shards)
             states[kind] = tuple(each.transpose(1, 2) for each in pair.unbind(-3))
             at += 2 * heads * width
         keywords: dict[str, Any] = {"shared_kv_states": states}
         if self.each:
             own = behind[..., : (end - first) * self.each]
+            own = own if shards is None else shards.split_beside(own)
             keywords["per_layer_inputs"] = own.unflatten(-1, (end - first, self.each))
         return keywords
 
-    def beyond(self, behind: Tensor, keywords: Mapping[str, Any], end: int) -> Tensor:
+    def beyond(
+        self, behind: Tensor, keywords: Mapping[str, Any], end: int, shards: TokenShards | None
+    ) -> Tensor:
         inputs = keywords.get("per_layer_inputs")
         used = 0 if inputs is None else inputs.shape[-2] * self.each
         left = [behind[..., used : used + self._inputs(end)]]
         for each in self._held(end):
             keys_and_values = torch.stack(keywords["shared_kv_states"][each.kind], 1)
-            left.append(keys_and_values.permute(0, 3, 1, 2, 4).flatten(2))
+            pair = keys_and_values.permute(0, 3, 1, 2, 4)
+            left.append((pair if shards is None else _all_heads(pair, each.heads, shards)).flatten(2))
         return torch.cat(left, -1)
 
     def prepare(self, decoder: nn.Module) -> nn.Module:
@@ -149,6 +166,23 @@ class PerLayer:
         model.hidden_size_per_layer_input = 0
         model.first_kv_shared_layer_idx = -1
         return model
+
+
+def _own_heads(pair: Tensor, shards: TokenShards) -> Tensor:
+    """Of keys and values of all heads, [..., heads, width], which all ranks have, those that own queries see."""
+    ranks = shards.ranks
+    first, end = Part(pair.shape[-2]).interval(ranks.size, ranks.index)
+    return ranks.copy(pair)[..., first:end, :]
+
+
+def _all_heads(pair: Tensor, heads: int, shards: TokenShards) -> Tensor:
+    """The reverse. Of ranks that have the same head the first one gives it."""
+    ranks, part = shards.ranks, Part(heads)
+    first, end = part.interval(ranks.size, ranks.index)
+    if ranks.index and part.interval(ranks.size, ranks.index - 1) == (first, end):
+        pair = pair[..., :0, :]
+        first = end = 0
+    return ranks.sum(functional.pad(pair, (0, 0, first, heads - end)))
 
 
 def _storage() -> UserDict[str, Any]:

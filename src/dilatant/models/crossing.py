@@ -107,7 +107,12 @@ def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.in
 
 def cross_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks that look at rows of an encoder."""
-    return [module for module in model.modules() if hasattr(module, "cross_attn_attn_gate")]
+    return [module for module in model.modules() if is_crossing(module)]
+
+
+def is_crossing(block: nn.Module) -> bool:
+    """Whether a block looks at rows of an encoder."""
+    return hasattr(block, "cross_attn_attn_gate")
 
 
 def look_by_sample(model: nn.Module) -> None:

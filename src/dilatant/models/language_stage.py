@@ -177,8 +177,10 @@ class LanguageStage(Stage):
             elif crossing.passes(self.blocks_before):
                 assert arrived is not None
                 arrived, looked_at = crossing.split(arrived, row.lengths, counts)
-            if looked_at is not None and len(looked_at):
-                attention = {**attention, STATES: crossing.look(looked_at, packed)}
+            # Ranks that share blocks meet in all of them, whether or not there is anything to see.
+            if self.shards is not None or (looked_at is not None and len(looked_at)):
+                seen = torch.empty(0, 0) if looked_at is None else looked_at
+                attention = {**attention, STATES: crossing.look(seen, packed)}
         query_of = None
         if self.is_first and self.queries is not None:
             query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
@@ -323,7 +325,7 @@ class LanguageStage(Stage):
             assert hidden is not None
             width = hidden.shape[-1] - carried.width(self.blocks_before)
             run["inputs_embeds"], behind = hidden[..., :width], hidden[..., width:]
-            run |= carried.into(behind, self.blocks_before, end)
+            run |= carried.into(behind, self.blocks_before, end, self.shards)
             decoder = carried.prepare(decoder)
         if router_logits is not None:
             run["output_router_logits"] = True
@@ -335,7 +337,7 @@ class LanguageStage(Stage):
             if carried is None:
                 return hidden
             assert behind is not None
-            return torch.cat([hidden, carried.beyond(behind, run, end)], dim=-1)
+            return torch.cat([hidden, carried.beyond(behind, run, end, self.shards)], dim=-1)
         # The head runs where it must: the vocabulary is large.
         head = head_of(self.model, self.container)
         predicted = loss = logits = token_losses = None
@@ -377,6 +379,11 @@ class LanguageStage(Stage):
         """Units whose rows go into the text → the ids at their places."""
         crossing = None if self.crossing is None else self.crossing.unit
         return {unit: id_ for unit, id_ in self.placeholder_ids.items() if unit != crossing}
+
+    @property
+    def behind_blocks(self) -> nn.Module | None:
+        """Rows of DeepStack are added to hidden states behind blocks, by the text model."""
+        return cast(Any, self._decoder).norm if isinstance(self.carried, DeepStack) else None
 
     @property
     def _decoder(self) -> nn.Module:

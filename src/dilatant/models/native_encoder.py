@@ -79,6 +79,7 @@ class NativeStage(SharesSamples, EncoderStage):
     taps: tuple[int, ...] = ()
     """Blocks of the whole tower whose hidden states go on beside those of the last one."""
     first_block = 0
+    end_block = 0
     patches_at_once = PATCHES_AT_ONCE
     """Frames are run in groups of no more patches, but for one that has more by itself."""
 
@@ -131,7 +132,13 @@ class NativeStage(SharesSamples, EncoderStage):
         hidden = output.last_hidden_state
         if full is not None:
             hidden = _in_order(tower, hidden, grid)
-        return torch.cat([hidden, *taps, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
+        made = [*(getattr(output, "deepstack_features", None) or ())]
+        if self.shards is not None:  # of the last block all tokens are there already
+            made = [
+                each if block + 1 == self.end_block else self.shards.join_beside(each, hidden.shape[:-1])
+                for block, each in zip(self.taps, made, strict=True)
+            ]
+        return torch.cat([hidden, *taps, *made], dim=-1)
 
 
 class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
@@ -244,7 +251,7 @@ class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
             is_first=first == 0,
         )
         stage.taps = tuple(block for block in self._taps if first_block <= block < end_block)
-        stage.first_block = first_block
+        stage.first_block, stage.end_block = first_block, end_block
         stage.training = self.training
         return stage
 

@@ -145,6 +145,12 @@ class Stage(nn.Module, ABC):
         self.layers = layers
         self.weights = weights
 
+    @property
+    def behind_blocks(self) -> nn.Module | None:
+        """The module before which ranks that share blocks have all tokens again; None where that is right behind the
+        last block."""
+        return None
+
     @abstractmethod
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
         """Forward of `samples`, numbers in `data.samples`, in evaluation or training mode as the stage is.

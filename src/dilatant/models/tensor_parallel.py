@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from dilatant.comm.expert_group import ExpertGroup
 from dilatant.comm.tensor_group import TensorGroup
+from dilatant.models.crossing import STATES
 from dilatant.models.experts import group_experts
 from dilatant.models.linear_heads import count_linear_heads
 from dilatant.models.lora import adapter_of, plain_linear
@@ -130,25 +131,29 @@ def share_blocks(
     regions: Sequence[Sequence[Region]],
     experts: Sequence[Sequence[Experts]],
     ranks: TensorGroup,
+    end: nn.Module | None = None,
 ) -> TokenShards | None:
     """Make consecutive blocks with local weights those of one rank, in place. regions, experts: of each block.
 
     Outside of regions each rank has its part of the tokens, which it is given before the first block and gives back
-    behind the last. None without blocks.
+    behind the last, or before the module `end`. None without blocks.
     """
     if not blocks:
         return None
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
-            _share_heads(block, region, ranks.size)
+            share_heads(block, region, ranks.size)
     mixtures = [{one.mixture for one in of_block} for of_block in experts]
     within = [
-        [region for region in of_block if region.path.startswith(tuple(f"{path}." for path in paths))]
+        [r for r in of_block if r.whole or r.path.startswith(tuple(f"{path}." for path in paths))]
         for of_block, paths in zip(regions, mixtures, strict=True)
     ]
     beside = [[r for r in all_of if r not in inner] for all_of, inner in zip(regions, within, strict=True)]
-    shards = share_tokens(blocks, beside, ranks)
+    shards = share_tokens(blocks, beside, ranks, end)
     for block, paths, inner in zip(blocks, mixtures, within, strict=True):
+        if any(region.whole for region in inner):  # it runs sample by sample
+            block.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
+            block.register_forward_hook(_leaving(shards.split), prepend=True)
         for path in paths:  # all ranks choose experts for all tokens
             mixture = block.get_submodule(path)
             mixture.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
@@ -159,16 +164,23 @@ def share_blocks(
 
 
 def share_tokens(
-    blocks: Sequence[nn.Module], regions: Sequence[Sequence[Region]], ranks: Ranks
+    blocks: Sequence[nn.Module],
+    regions: Sequence[Sequence[Region]],
+    ranks: Ranks,
+    end: nn.Module | None = None,
 ) -> TokenShards:
-    """Let blocks of one rank, with its heads and features, take and give its part of the tokens between regions."""
+    """Let blocks of one rank, with its heads and features, take and give its part of the tokens between regions. end:
+    the module before which all tokens are there again; None for behind the last block."""
     shards = TokenShards(ranks)
     for block, of_block in zip(blocks, regions, strict=True):
         for region in of_block:
             _share_region(block, region, shards)
         add_contexts(block, shards.recompute_contexts)
     blocks[0].register_forward_pre_hook(_entering(shards.split), with_kwargs=True)
-    blocks[-1].register_forward_hook(_leaving(shards.join))
+    if end is None:
+        blocks[-1].register_forward_hook(_leaving(shards.join))
+    else:
+        end.register_forward_pre_hook(_entering(shards.join), with_kwargs=True)
     return shards
 
 
@@ -186,12 +198,18 @@ def share_experts(
             grouped.ranks, grouped.holders = ranks, holders
 
 
-def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> VocabularyShard:
-    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place.
+def share_vocabulary(
+    model: PreTrainedModel, rows: int, head_rows: int, ranks: TensorGroup
+) -> VocabularyShard:
+    """Make embedding and head, as far as a slice of a language model has them, those of one rank, in place. Returns
+    what is asked of the head's logits.
 
-    rows: of the whole vocabulary.
+    rows, head_rows: of the whole embedding and head (Mllama's embedding has more).
     """
-    shard = VocabularyShard(ranks, rows * ranks.index // ranks.size, rows * (ranks.index + 1) // ranks.size)
+    shard, of_head = (
+        VocabularyShard(ranks, count * ranks.index // ranks.size, count * (ranks.index + 1) // ranks.size)
+        for count in (rows, head_rows)
+    )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.num_embeddings = shard.end - shard.first
@@ -202,7 +220,7 @@ def share_vocabulary(model: PreTrainedModel, rows: int, ranks: TensorGroup) -> V
         cast(Any, embedding).shard = shard
     if isinstance(head, nn.Linear):
         _local(head).enter = ranks.copy
-    return shard
+    return of_head
 
 
 def _share_region(block: nn.Module, region: Region, shards: TokenShards) -> None:
@@ -271,10 +289,14 @@ def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
         _local(block.get_submodule(path))
     for path in region.rows:
         _local(block.get_submodule(path)).leave = lambda input, product: ranks.sum(product(input))
-    block.get_submodule(region.path).register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
+    entry = block.get_submodule(region.path)
+    entry.register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
+    if region.whole:
+        entry.register_forward_pre_hook(_looking(ranks.copy), with_kwargs=True)
 
 
-def _share_heads(block: nn.Module, region: Region, size: int) -> None:
+def share_heads(block: nn.Module, region: Region, size: int) -> None:
+    """Let attention of a block with the weights of one of `size` ranks know its own heads, in place."""
     if region.key_heads:
         count_linear_heads(block.get_submodule(region.path), size)
     if not (region.heads and region.kv_heads):
@@ -303,6 +325,14 @@ def _entering(take: Callable[[Tensor], Tensor]) -> Any:
     return enter
 
 
+def _looking(take: Callable[[Tensor], Tensor]) -> Any:
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = kwargs.get(STATES)
+        return args, (kwargs if rows is None else {**kwargs, STATES: take(rows)})
+
+    return look
+
+
 def _leaving(give: Callable[[Tensor], Tensor]) -> Any:
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         return (give(output[0]), *output[1:]) if isinstance(output, tuple) else give(output)
@@ -321,3 +351,5 @@ def _count_heads(module: Any, counts: Mapping[str, int]) -> None:
                 setattr(holder, name, count)
     if hasattr(module, "all_head_size"):
         module.all_head_size = counts["num_heads"] * module.attention_head_size
+    if hasattr(module, "embed_dim") and hasattr(module, "head_dim"):  # of what leaves attention
+        module.embed_dim = counts["num_heads"] * module.head_dim

@@ -11,54 +11,41 @@ and head are divided by the vocabulary. Weights that are not divided each rank h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dilatant.models.crossing import is_crossing
 from dilatant.models.experts import fused_experts
 from dilatant.models.linear_heads import linear_paths, linear_refusals, linear_region
 from dilatant.models.lora import has_adapter, layers_of, plain_key, plain_linear
 from dilatant.models.tensor_regions import Cut, Experts, Intervals, Part, Region
+from dilatant.models.tensor_rules import GATED, PARTIAL, rules_of_family
 from dilatant.models.unit import Unit
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj")
-_MLP = {"fc1": "colwise", "fc2": "rowwise"}
-_GATED = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-_ENCODER_RULES = {
-    **{f"self_attn.{name}": "colwise" for name in _ATTENTION},
-    **{f"attention.{name}": "colwise" for name in _ATTENTION},
-    **{f"attention.attention.{name}": "colwise" for name in ("query", "key", "value")},
-    **dict.fromkeys(("self_attn.out_proj", "attention.o_proj", "attention.output.dense"), "rowwise"),
-    **_MLP,
-    **{f"mlp.{name}": rule for name, rule in _MLP.items()},
-    **{f"mlp.{name}": rule for name, rule in _GATED.items()},
-    "mlp.weights_in": "colwise",
-    "mlp.weights_out": "rowwise",
-}
-"""Linear layers of a block, by the names that any version of transformers gives them."""
-_ENCODERS = frozenset(
-    {"siglip_vision_model", "siglip2_vision_model", "clip_vision_model", "dinov2", "whisper"}
-)
-
+_NORMS_OF_HEADS = ("q_norm", "k_norm")
 _SHARED_EXPERTS = ("shared_expert", "shared_experts")
 """What every token passes beside its experts; not every family's plan says how it is shared."""
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")
-_PARTIAL = "replicated_with_grad_allreduce"
 _GATHERED = "colwise_gather_output"
 """transformers computes such a layer whole on every rank; fused ones we cut, others we refuse."""
 
 _PER_TOKEN = ("Norm", "LayerScale")
 """In the names of classes of modules between regions."""
+_OF_OWN_INPUTS = ("per_layer_input_gate", "per_layer_projection")
+"""Linear layers of a block that make of a token and its own input what they make (Gemma 3n, 4)."""
 
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout")
 _DROPOUTS_OF_BLOCKS = ("activation_dropout",)
 """Attributes of modules that compute a share, by which they drop some of it."""
 
-_QUERY, _KEY_VALUE, _QKV = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value"), "qkv_proj"
+_QUERY, _KEY_VALUE = ("q_proj", "query", "q"), ("k_proj", "v_proj", "key", "value", "k", "v")
+_QKV = ("qkv_proj", "qkv")
 _HALVES = ("gate_up_proj", "weights_in")
 
 
@@ -101,14 +88,10 @@ def tensor_plan(unit: Unit) -> TensorPlan:
             path, inner = f"{layer}.{experts.path}", Part(experts.inner)
             cuts[f"{path}.gate_up_proj"], cuts[f"{path}.down_proj"] = Cut(1, (inner, inner)), Cut(2, (inner,))
     of_experts = frozenset(cuts)
-    rules = _rules(unit)
+    rules = rules_of_family(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
     if unit.four_bit:
         reason = "its weights are held in four bits (model.lora.load_in_4bit)"
-    if getattr(unit, "carried", None) is not None:
-        reason = reason or "its inner blocks take more than hidden states, for all tokens"
-    if getattr(unit, "crossing", None) is not None:
-        reason = reason or "its blocks look at rows of an encoder"
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:
@@ -131,12 +114,17 @@ def tensor_plan(unit: Unit) -> TensorPlan:
                 cuts |= dict.fromkeys(
                     (f"{layer}.{path}{end}" for end in ("", ".weight", ".bias")), Cut(0, parts)
                 )
-        # The rest of a block has part of the tokens, or of the heads; only beside experts all ranks have all tokens.
-        mixtures_here = tuple(f"{layer}.{path}." for path in _mixtures(block))
+        # The rest of a block has part of the tokens, or of the heads; only beside experts, and where blocks look at an
+        # encoder's rows, all ranks have all tokens.
+        alike = tuple(f"{layer}.{path}." for path in _mixtures(block))
+        crosses = any(region.whole for region in regions)
+        within = tuple(f"{layer}.{region.path}." for region in regions) if crosses else ""
         partial |= {
             name
             for path, _ in block.named_parameters()
-            if not (name := f"{layer}.{plain_key(path)}").startswith(mixtures_here) and name not in cuts
+            if (name := f"{layer}.{plain_key(path)}").startswith(within)
+            and not name.startswith(alike)
+            and name not in cuts
         }
     return TensorPlan(
         {**cuts, **_vocabulary(unit)},
@@ -232,19 +220,6 @@ def _all(plan: TensorPlan) -> Iterator[Region]:
         yield from regions
 
 
-def _rules(unit: Unit) -> Mapping[str, str]:
-    """Module of a block → the rule of the plan for it."""
-    if unit.family in _ENCODERS:
-        return _ENCODER_RULES
-    declared = getattr(unit.config, "base_model_tp_plan", None) or {}
-    found = {}
-    for path, rule in declared.items():
-        _, star, rest = path.partition(".*.")
-        if star:
-            found[rest] = rule
-    return found
-
-
 def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
     """The rules for the linear layers of this block, by path. Experts and linear attention have rules of their own."""
     experts = [path for path, _ in fused_experts(block)]
@@ -254,10 +229,18 @@ def _rules_of(block: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
         for path, rule in rules.items()
         if _has(block, path) and not any(path == one or path.startswith(one + ".") for one in apart)
     }
+    for parent in {path.rpartition(".")[0] for path in found}:
+        for norm in _NORMS_OF_HEADS:  # not every plan says that all heads have the same
+            path = f"{parent}.{norm}" if parent else norm
+            width = getattr(block.get_submodule(parent), "head_dim", None)
+            if _has(block, path) and getattr(block.get_submodule(path), "weight", torch.empty(0)).shape == (
+                width,
+            ):
+                found.setdefault(path, PARTIAL)
     for parent in {path.rpartition(".")[0] for path in experts}:
         for name in _SHARED_EXPERTS:
             mlp = f"{parent}.{name}" if parent else name
-            shared = {f"{mlp}.{linear}": rule for linear, rule in _GATED.items()}
+            shared = {f"{mlp}.{linear}": rule for linear, rule in GATED.items()}
             if all(_has(block, path) for path in shared):
                 found |= shared
     return found
@@ -274,17 +257,19 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
     """Why this version cannot divide a block."""
     there = _rules_of(block, rules)
     mixtures = [f"{path}." for path in _mixtures(block) if path]
-    covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, _PARTIAL)]
+    covered = [path for path, rule in there.items() if rule in (*_COLUMNS, *_ROWS, PARTIAL)]
     for path, rule in there.items():
         name = path.rpartition(".")[2]
-        if rule not in (*_COLUMNS, *_ROWS, _PARTIAL):
+        if rule not in (*_COLUMNS, *_ROWS, PARTIAL):
             yield f"layers such as {path!r} ({rule}) cannot be shared yet"
-        elif rule == _GATHERED and name not in (_QKV, *_HALVES):
+        elif rule == _GATHERED and name not in (*_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(plain_linear(block, path), nn.Linear):
             yield f"{path!r} is no linear layer"
         elif has_adapter(block.get_submodule(path)) and any(map(path.startswith, mixtures)):
             yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
+        elif has_adapter(block.get_submodule(path)) and is_crossing(block):
+            yield f"layers with LoRA where blocks look at an encoder's rows, such as {path!r}, cannot be shared yet"
     if any(layer.lora_magnitude_vector for _, layer in layers_of(block)):
         yield "DoRA (model.lora.use_dora) asks for the lengths of whole rows of its weights"
     if "" in _mixtures(block):
@@ -293,7 +278,7 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
         yield from linear_refusals(block, path)
     heads = {path.partition(".")[0] for path in (*covered, *_mixtures(block), *linear_paths(block))}
     for name, child in block.named_children():
-        if name not in heads and not all(map(_is_per_token, child.modules())):
+        if name not in (*heads, *_OF_OWN_INPUTS) and not all(map(_is_per_token, child.modules())):
             yield f"its plan says nothing of {name!r}, which may need more than a rank's tokens"
     for entry in {_entry(block, path) for path in covered} - {""}:
         for name, _ in block.get_submodule(entry).named_parameters():
@@ -324,30 +309,35 @@ def _regions(block: nn.Module, rules: Mapping[str, str]) -> Iterator[Region]:
     groups: dict[str, dict[str, str]] = {}
     for path, rule in _rules_of(block, rules).items():
         groups.setdefault(_entry(block, path), {})[path] = rule
+    whole = is_crossing(block)
     for entry, members in groups.items():
         columns = [path for path, rule in members.items() if rule in _COLUMNS]
         rows = [path for path, rule in members.items() if rule in _ROWS]
-        if any(_last(path) in (*_QUERY, _QKV) for path in columns):
-            yield _attention(block, entry, columns, rows)
+        if any(_last(path) in (*_QUERY, *_QKV) for path in columns):
+            yield replace(_attention(block, entry, columns, rows), whole=whole)
         else:
             outs = {path: _features(block, path)[0] for path in columns}
             yield Region(
                 entry,
                 {p: (Part(n // 2),) * 2 if _last(p) in _HALVES else (Part(n),) for p, n in outs.items()},
                 {path: Part(_features(block, path)[1]) for path in rows},
+                whole=whole,
             )
 
 
 def _attention(block: nn.Module, entry: str, columns: list[str], rows: list[str]) -> Region:
-    owner: Any = block.get_submodule(columns[0].rpartition(".")[0])
+    owner: Any = block.get_submodule(columns[0].removesuffix(".linear").rpartition(".")[0])
     head: int = getattr(owner, "head_dim", None) or owner.attention_head_size
     (row,) = rows
     ins = _features(block, row)[1]
-    heads = kv_heads = ins // head
+    heads = ins // head
+    kv_heads = heads // getattr(
+        owner, "num_key_value_groups", 1
+    )  # also of one that takes those of another block
     parts: dict[str, tuple[Part, ...]] = {}
     for path in columns:
         out = _features(block, path)[0]
-        if _last(path) == _QKV:
+        if _last(path) in _QKV:
             kv_heads = (out // head - heads) // 2
             parts[path] = (Part(heads, head), Part(kv_heads, head), Part(kv_heads, head))
         elif _last(path) in _KEY_VALUE:
@@ -380,7 +370,8 @@ def _features(block: nn.Module, path: str) -> tuple[int, int]:
 
 
 def _last(path: str) -> str:
-    return path.rpartition(".")[2]
+    """Name of a linear layer, or of the module that clips what goes in and out of it (Gemma 4's tower)."""
+    return path.removesuffix(".linear").rpartition(".")[2]
 
 
 def _has(block: nn.Module, path: str) -> bool:

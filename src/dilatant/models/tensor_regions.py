@@ -53,7 +53,8 @@ class Region:
     path: the module at whose entry all ranks have the same hidden states; "" where the block calls the layers itself.
     columns: layers whose outputs are divided. rows: those whose inputs are. heads, kv_heads: of attention. key_heads:
     of linear attention. others: further modules and parameters whose first dimension is divided. exits: whether what
-    rows make is summed over ranks where it leaves the module, instead of where each of them makes it.
+    rows make is summed over ranks where it leaves the module, instead of where each of them makes it. whole: whether
+    all ranks have all tokens in the block around it.
     """
 
     path: str
@@ -64,6 +65,7 @@ class Region:
     key_heads: int | None = None
     others: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     exits: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,16 @@ region is entered by an all-gather and left by a reduce-scatter, which together 
 Of many rows both move in pieces, each of some rows of every rank: while one travels, the products of those that are
 there are computed, and products leave while the next are computed (StepCCL, DistTrain section 7).
 
-The hidden states of a microbatch, [items, tokens, width], are taken as items * tokens rows. All ranks have equally many
-of them, one behind the other, the last ranks perhaps some of zeros, which no region sees and which get no gradient.
+The hidden states of a microbatch, [items, tokens, width], or [tokens, width] of towers that pack, are taken as rows.
+All ranks have equally many of them, one behind the other, the last ranks perhaps some of zeros, which no region sees
+and which get no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any, Protocol, Self
 
 import torch
@@ -37,6 +39,10 @@ class Ranks(Protocol):
 
     def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]: ...
 
+    def copy(self, hidden: Tensor) -> Tensor: ...
+
+    def sum(self, part: Tensor) -> Tensor: ...
+
 
 PIECES = 4
 """Rows travel in at most so many pieces: with four, three quarters of the communication can hide."""
@@ -54,18 +60,26 @@ class TokenShards:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.rows_of_piece = ranks.rows_of_piece
-        self._shape: tuple[int, int] | None = None
+        self._shape: tuple[int, ...] | None = None
 
     def split(self, hidden: Tensor) -> Tensor:
-        """This rank's rows, [1, rows, width], of hidden states that all ranks have, [items, tokens, width]."""
-        items, tokens, _ = hidden.shape
-        self._shape = items, tokens
+        """This rank's rows, [1, rows, width], of hidden states that all ranks have, [items, tokens, width]; or
+        [rows, width] of [tokens, width]."""
+        self._shape = tuple(hidden.shape[:-1])
         return _Split.apply(hidden, self.ranks)
+
+    def split_beside(self, beside: Tensor) -> Tensor:
+        """This rank's rows of what blocks take beside hidden states, [items, tokens, ...], before `split` of these."""
+        return _Split.apply(beside.flatten(2), self.ranks).unflatten(-1, beside.shape[2:])
 
     def join(self, own: Tensor) -> Tensor:
         """All hidden states of which each rank has its `own` rows, for what all ranks compute alike."""
         shape, self._shape = self._whole(), None
         return _Join.apply(own, self.ranks, shape)
+
+    def join_beside(self, own: Tensor, shape: Sequence[int]) -> Tensor:
+        """What a block made beside the hidden states that were joined, whose shape was [*shape, width]."""
+        return _Join.apply(own, self.ranks, tuple(shape))
 
     def gather(self, own: Tensor) -> Tensor:
         """As `join`, for a region of which each rank computes a share: gradients of all ranks are summed."""
@@ -73,26 +87,26 @@ class TokenShards:
 
     def gather_products(self, own: Tensor, products: Sequence[Product]) -> tuple[Tensor, list[Tensor]]:
         """`gather`, and products of what it returns; none where they need not be computed now, to hide what travels."""
-        pieces = self._pieces(own.shape[1])
+        pieces = self._pieces(own.shape[-2])
         if len(pieces) == 1:
             return self.gather(own), []
         gathered: list[list[Tensor]] = []
         with _Travel(self.ranks, pieces) as travel:
-            for number, piece in enumerate(_Depart.apply(own[0], travel)):
+            for number, piece in enumerate(_Depart.apply(_rows(own), travel)):
                 hidden = _Await.apply(piece, travel, number)
                 gathered.append([hidden, *(product(hidden) for product in products)])
         hidden, *outputs = (_flat(torch.cat(parts, 1), self._whole()) for parts in zip(*gathered))
         return hidden, outputs
 
     def sum_products(self, input: Tensor, product: Product) -> Tensor:
-        """This rank's rows of the sum of all ranks' `product(input)`. input: [items, tokens, width]."""
+        """This rank's rows of the sum of all ranks' `product(input)`. input: [..., tokens, width]."""
         size = self.ranks.size
-        pieces = self._pieces(_rows_of_each((input.shape[0], input.shape[1]), size))
+        pieces = self._pieces(_rows_of_each(input.shape[:-1], size))
 
         def exchange(made: Tensor | None) -> Tensor:
             if len(pieces) == 1:
                 return _Scatter.apply(product(input), self.ranks, made)
-            rows = _padded(input.flatten(0, 1), size).unflatten(0, (size, -1))
+            rows = _padded(_rows(input), size).unflatten(0, (size, -1))
             with _Travel(self.ranks, pieces, made) as travel:
                 parts = [
                     _Send.apply(product(rows[:, first:end]), travel, number)
@@ -100,7 +114,7 @@ class TokenShards:
                 ]
                 return _Arrive.apply(travel, *parts)
 
-        return exchange_kept(exchange, input)[None]
+        return _shaped(exchange_kept(exchange, input), input.ndim)
 
     def sum_parts(self, part: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' `part`, [items, tokens, width]."""
@@ -108,24 +122,26 @@ class TokenShards:
 
     def is_share(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape, in a block, is of this rank's rows."""
-        if self._shape is None or len(shape) < 3:
+        if self._shape is None or len(shape) <= len(self._shape):
             return False
-        return tuple(shape[:2]) == (1, _rows_of_each(self._shape, self.ranks.size))
+        rows = _rows_of_each(self._shape, self.ranks.size)
+        return tuple(shape[: len(self._shape)]) == (*(1,) * (len(self._shape) - 1), rows)
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all hidden states of which this rank's rows have `shape`."""
-        return (*self._whole(), *shape[2:])
+        return (*self._whole(), *shape[len(self._whole()) :])
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor of all, [items, tokens, ...]."""
-        return _own_rows(whole, self.ranks)[None]
+        lead = len(self._whole())
+        return _own_rows(whole.flatten(0, lead - 1), self.ranks)[(None,) * (lead - 1)]
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For the forward of a block that runs now, and for the same again in its backward: see `recompute`."""
         return nullcontext(), self._again(self._shape)
 
     @contextmanager
-    def _again(self, shape: tuple[int, int] | None) -> Iterator[None]:
+    def _again(self, shape: tuple[int, ...] | None) -> Iterator[None]:
         before, self._shape = self._shape, shape
         try:
             yield
@@ -137,17 +153,26 @@ class TokenShards:
         count = 1 if self.rows_of_piece is None else max(1, min(PIECES, rows // self.rows_of_piece))
         return [(rows * n // count, rows * (n + 1) // count) for n in range(count)]
 
-    def _whole(self) -> tuple[int, int]:
+    def _whole(self) -> tuple[int, ...]:
         assert self._shape is not None, "outside of a stage's blocks"
         return self._shape
 
 
-def _rows_of_each(shape: tuple[int, int], size: int) -> int:
-    return -(-shape[0] * shape[1] // size)
+def _rows_of_each(shape: Sequence[int], size: int) -> int:
+    return -(-prod(shape) // size)
 
 
-def _own_rows(hidden: Tensor, ranks: Ranks) -> Tensor:
-    rows = hidden.flatten(0, 1)
+def _rows(hidden: Tensor) -> Tensor:
+    """[rows, width] of [..., rows, width]."""
+    return hidden.flatten(0, -2)
+
+
+def _shaped(rows: Tensor, dimensions: int) -> Tensor:
+    """[rows, width], or [1, rows, width] where hidden states have three dimensions."""
+    return rows[(None,) * (dimensions - 2)]
+
+
+def _own_rows(rows: Tensor, ranks: Ranks) -> Tensor:
     each = -(-len(rows) // ranks.size)
     own = rows[each * ranks.index : each * (ranks.index + 1)]
     missing = each - len(own)
@@ -155,16 +180,16 @@ def _own_rows(hidden: Tensor, ranks: Ranks) -> Tensor:
     return functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own.clone()
 
 
-def _all_rows(own: Tensor, ranks: Ranks, shape: tuple[int, int], what: str) -> Tensor:
-    """[items, tokens, width] from everybody's rows, [rows, width]."""
+def _all_rows(own: Tensor, ranks: Ranks, shape: tuple[int, ...], what: str) -> Tensor:
+    """[*shape, width] from everybody's rows, [rows, width]."""
     everybody, work = ranks.all_gather(own, what)
     work.wait()
     return _flat(everybody, shape)
 
 
-def _flat(everybody: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[items, tokens, width] from the rows of ranks, [ranks, rows, width]."""
-    return everybody.flatten(0, 1)[: shape[0] * shape[1]].unflatten(0, shape)
+def _flat(everybody: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[*shape, width] from the rows of ranks, [ranks, rows, width]."""
+    return everybody.flatten(0, 1)[: prod(shape)].unflatten(0, shape)
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
@@ -173,8 +198,8 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 
 
 def _sum_of_own_rows(part: Tensor, ranks: Ranks, what: str) -> Tensor:
-    """[rows, width] of the sum of everybody's [items, tokens, width]."""
-    rows = _padded(part.flatten(0, 1), ranks.size)
+    """[rows, width] of the sum of everybody's [..., width]."""
+    rows = _padded(_rows(part), ranks.size)
     own, work = ranks.reduce_scatter(rows.unflatten(0, (ranks.size, -1)), what)
     work.wait()
     return own
@@ -183,40 +208,41 @@ def _sum_of_own_rows(part: Tensor, ranks: Ranks, what: str) -> Tensor:
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks, ctx.shape = ranks, hidden.shape[:2]
-        return _own_rows(hidden, ranks)[None]
+        ctx.ranks, ctx.shape = ranks, tuple(hidden.shape[:-1])
+        return _shaped(_own_rows(_rows(hidden), ranks), hidden.ndim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_rows(gradient[0], ctx.ranks, ctx.shape, "gradients of hidden states"), None
+        return _all_rows(_rows(gradient), ctx.ranks, ctx.shape, "gradients of hidden states"), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks, shape: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, own: Tensor, ranks: Ranks, shape: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
-        return _all_rows(own[0], ranks, shape, "hidden states")
+        return _all_rows(_rows(own), ranks, shape, "hidden states")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _own_rows(gradient, ctx.ranks)[None], None, None
+        return _shaped(_own_rows(_rows(gradient), ctx.ranks), gradient.ndim), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Ranks, shape: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, own: Tensor, ranks: Ranks, shape: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
-        return _all_rows(own[0], ranks, shape, "hidden states")
+        return _all_rows(_rows(own), ranks, shape, "hidden states")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_of_own_rows(gradient, ctx.ranks, "gradients of hidden states")[None], None, None
+        own = _sum_of_own_rows(gradient, ctx.ranks, "gradients of hidden states")
+        return _shaped(own, gradient.ndim), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, made: Tensor | None) -> Tensor:
-        ctx.ranks, ctx.shape = ranks, part.shape[:2]
+        ctx.ranks, ctx.shape = ranks, tuple(part.shape[:-1])
         return _sum_of_own_rows(part, ranks, "hidden states") if made is None else made.detach()
 
     @staticmethod

@@ -72,7 +72,9 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
     if regions := _regions(entry):
         assert unit.structure is not None
         blocks = cast(Any, stage).model.get_submodule(unit.structure.blocks)
-        share_tokens([*blocks.children()], [regions], _Alone(unit.shared_by))
+        stage.shards = share_tokens(
+            [*blocks.children()], [regions], _Alone(unit.shared_by), stage.behind_blocks
+        )
     quantize(stage, unit.four_bit, device)
     adapted = any(is_adapter(weight.name) for weight in stage.weights)
     for parameter in stage.parameters():
@@ -87,12 +89,14 @@ def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLay
 
 
 def _regions(entry: LayerType) -> Sequence[Region]:
-    """Of a block that several ranks share. Not of one with experts, which ask for all tokens between its regions."""
+    """Of a block that several ranks share. Not of one with experts, or that looks at an encoder's rows: these ask for
+    all tokens between its regions."""
     if entry.unit.shared_by == 1:
         return ()
     plan = tensor_plan(entry.unit)
     regions = () if any(plan.experts) else plan.regions
-    return regions[entry.index - 1] if 0 < entry.index <= len(regions) else ()
+    found = regions[entry.index - 1] if 0 < entry.index <= len(regions) else ()
+    return () if any(region.whole for region in found) else found
 
 
 class _Alone:
@@ -109,6 +113,12 @@ class _Alone:
 
     def reduce_scatter(self, parts: Tensor, what: str) -> tuple[Tensor, Pending]:
         return parts.sum(0), _Done()
+
+    def copy(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
 
 
 class _Done:

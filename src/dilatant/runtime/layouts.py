@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from dilatant.attention.hook import why_not
 from dilatant.config.errors import list_problems
-from dilatant.models.carried import DeepStack
 from dilatant.models.language import LanguageUnit
 from dilatant.models.tensor_plan import degree_problems, dropout_problems, expert_problems
 from dilatant.models.unit import Unit
@@ -57,10 +56,6 @@ def context_problems(unit: Unit) -> list[str]:
     if not isinstance(unit, LanguageUnit):
         return []
     problems = []
-    if isinstance(unit.carried, DeepStack):
-        problems.append(
-            f"{unit.unit}: its inner blocks take rows of an encoder, which no rank has whole; {remedy}"
-        )
     if unit.crossing is not None:
         problems.append(
             f"{unit.unit}: its tokens look at rows of an encoder, which no rank has whole; {remedy}"

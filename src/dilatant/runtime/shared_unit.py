@@ -75,12 +75,14 @@ class SharedUnit:
         if self._ranks is None:
             return
         regions = self._plan.regions[start : start + len(blocks)]
-        stage.shards = share_blocks(blocks, regions, experts, self._ranks)
+        stage.shards = share_blocks(blocks, regions, experts, self._ranks, stage.behind_blocks)
         if isinstance(stage, LanguageStage):
-            rows = cast(nn.Embedding, cast(PreTrainedModel, self._unit.model).get_input_embeddings())
-            stage.vocabulary = share_vocabulary(
-                cast(PreTrainedModel, model), rows.num_embeddings, self._ranks
+            whole = cast(PreTrainedModel, self._unit.model)
+            rows, head_rows = (
+                cast(nn.Linear, module).weight.shape[0]
+                for module in (whole.get_input_embeddings(), whole.get_output_embeddings())
             )
+            stage.vocabulary = share_vocabulary(cast(PreTrainedModel, model), rows, head_rows, self._ranks)
 
     def _holders_of(self, placed: StagePlan) -> ExpertGroup | None:
         if placed.ep == 1:

@@ -120,7 +120,7 @@ class Trainer:
         self.recovery: Mapping[str, float] = {}
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
         weights = {} if before is not None else _first_weights(config, model, plan, worker.rank, membership)
-        self.runtime = Runtime(
+        self.runtime: Runtime = Runtime(
             model,
             plan,
             self.comm,
@@ -153,7 +153,7 @@ class Trainer:
             if parameter.requires_grad
         ]
         rates = peak_rates(trainable, config.train.optimizer, matching)
-        self._meter = StepMeter(
+        self._meter: StepMeter = StepMeter(
             total_steps=self.total_steps,
             devices=len(plan.ranks),
             anchor=model.graph.anchor,
@@ -168,6 +168,8 @@ class Trainer:
             for key, box in owned.boxes.items()
             if box.name in weights
         }
+        self._optimizer: WithMasters
+        self._averages: Averages | None
         if before is not None and owned.stays:
             self._optimizer, self._averages = before._optimizer, before._averages
         else:

@@ -1,0 +1,149 @@
+"""Ranks that share layers of a whole model, towers and text, compute what one process computes, family by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cut_wholes import LOSS_TOLERANCE, TOLERANCE, losses_of, opened
+from dilatant.comm.comm import Comm
+from dilatant.config.model import LoraConfig
+from dilatant.models.families import FAMILIES
+from dilatant.models.lora import is_adapter
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.runtime.holders import part
+from dilatant.runtime.runtime import Runtime
+from tiny_wholes import WHOLES, reference
+from whole_samples import samples_of
+from worker_pool import Worker, WorkerPool
+
+CANCELS = 1e-6
+"""Of the largest gradient of all: what cancels exactly (a key's bias under softmax) leaves rounding of that size."""
+OFTEN = ("qwen3_vl",)
+Layout = tuple[tuple[tuple[int, ...], int, int], ...]
+"""Of the stages of a unit: ranks, tp, cp."""
+
+PAIR: Layout = (((0, 1), 2, 1), ((0, 1), 2, 1))
+PAIR_AND_ONE: Layout = (((0, 1), 2, 1), ((2,), 1, 1))
+ONE_AND_PAIR: Layout = (((2,), 1, 1), ((0, 1), 2, 1))
+SQUARE: Layout = (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 2, 2))
+
+
+def plan_of(units: Any, towers: Layout, language: Layout) -> Plan:
+    """Each unit cut in the middle."""
+    plans = []
+    for name, unit in units.items():
+        layout = language if name == "language" else towers
+        count = len(unit.layers)
+        if unit.structure is None or count < 2 * len(layout):
+            layout = layout[:1]
+        cuts = [count * number // len(layout) for number in range(len(layout) + 1)]
+        stages = tuple(
+            Stage(first, end, ranks, tp=tp, cp=cp)
+            for (ranks, tp, cp), first, end in zip(layout, cuts, cuts[1:])
+        )
+        plans.append(UnitPlan(name, (Replica(stages),), () if name == "language" else ("language",)))
+    return Plan(tuple(plans))
+
+
+def lora_of(family: str) -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=1, units=(*FAMILIES[family].towers, "language"))
+
+
+def _against_one(
+    worker: Worker, family: str, towers: Layout, language: Layout, adapted: bool, recompute: Any
+) -> tuple[float, dict[str, float], set[str]]:
+    """Relative difference of the loss, and of what this rank has of each gradient; and what trains."""
+    options = {"lora": lora_of(family)} if adapted else {}
+    weights = {key: tensor.clone() for key, tensor in reference(family).state_dict().items()}
+    whole = opened(family, weights, **options)
+    for _, unit in whole.units.items():
+        for name, parameter in unit.named_logical_parameters():
+            if is_adapter(name):  # which begin with zeros
+                parameter.data.uniform_(-0.3, 0.3, generator=_generator(name))
+    samples = samples_of(whole)
+    values = {n: p.detach().clone() for u in whole.units.values() for n, p in u.named_logical_parameters()}
+    targets = sum(sample.target_tokens for sample in samples)
+    loss = losses_of(whole, samples, False)
+    loss.backward()
+    expected = {
+        name: parameter.grad
+        for unit in whole.units.values()
+        for name, parameter in unit.named_logical_parameters()
+        if parameter.grad is not None
+    }
+    assert targets
+    ours = opened(family, weights, **options)
+    for unit in ours.units.values():
+        for name, parameter in unit.named_logical_parameters():
+            parameter.data.copy_(values[name])
+        unit.recompute(recompute)
+    comm = Comm(worker.store, worker.rank, worker.size)
+    runtime = Runtime(ours, plan_of(ours.units, towers, language), comm, zero="none")
+    result = runtime.execute(samples)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    found: dict[str, float] = {}
+    for key, parameter in runtime.owned.parameters.items():
+        box = runtime.owned.boxes[key]
+        if box.name not in expected:
+            assert parameter.grad is None or not parameter.grad.any(), box.name
+            continue
+        assert parameter.grad is not None, box.name
+        own = part(expected[box.name], box).reshape(parameter.grad.shape)
+        off = float((parameter.grad - own).abs().max()) if own.numel() else 0.0
+        allowed = TOLERANCE * (20 if box.name.endswith((".A_log", ".dt_bias")) else 1)
+        scale = float(expected[box.name].abs().max()) * allowed + CANCELS * largest
+        found[box.name] = max(found.get(box.name, 0.0), off / scale)
+    runtime.close()
+    comm.close()
+    return abs(result.loss / loss.item() - 1), found, set(expected)
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(name.encode()))
+
+
+def check(
+    workers: WorkerPool,
+    family: str,
+    towers: Layout = PAIR,
+    language: Layout = PAIR,
+    adapted: bool = False,
+    recompute: str = "none",
+) -> None:
+    ranks = {rank for layout in (towers, language) for of_stage, *_ in layout for rank in of_stage}
+    results = workers.run(_against_one, len(ranks), family, towers, language, adapted, recompute)
+    seen: set[str] = set()
+    for loss, found, _ in results:
+        assert loss <= LOSS_TOLERANCE
+        wrong = {name: off for name, off in found.items() if off > 1}
+        assert not wrong, wrong
+        seen |= found.keys()
+    assert seen == results[0][2]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in WHOLES]
+)
+def test_towers_and_texts(workers: WorkerPool, family: str) -> None:
+    check(workers, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen2_5_omni_thinker", "gemma4", "mllama"])
+def test_stages_of_unlike_degrees(workers: WorkerPool, family: str) -> None:
+    check(workers, family, PAIR_AND_ONE, ONE_AND_PAIR, recompute="block")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker", "gemma4"])
+def test_adapters_and_recomputation(workers: WorkerPool, family: str) -> None:
+    check(workers, family, adapted=True, recompute="block_keep_attention")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4"])
+def test_ranks_that_share_rows_as_well(workers: WorkerPool, family: str) -> None:
+    check(workers, family, SQUARE, SQUARE)
