@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 from dilatant.comm import fork_server
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.config.errors import UserError
+from dilatant.data.freed_memory import keep_freed_memory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -217,6 +218,7 @@ def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
     for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
+    keep_freed_memory()
     warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
