@@ -247,12 +247,11 @@ def main() -> None:
             f"{rows[-1]['processors']:>5}",
             flush=True,
         )
+        if given.json is not None:
+            found = {"machine": machine(), "workers": given.workers, "rows": rows}
+            given.json.write_text(json.dumps(found, indent=2))
     if connection is not None:
         connection.close()
-    if given.json is not None:
-        given.json.write_text(
-            json.dumps({"machine": machine(), "workers": given.workers, "rows": rows}, indent=2)
-        )
 
 
 if __name__ == "__main__":

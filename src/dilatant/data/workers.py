@@ -46,6 +46,11 @@ class WorkerError(RuntimeError):
     """A worker process died, or failed in a way that is no mistake in the data."""
 
 
+class WithheldError(WorkerError, UserError):
+    """A file that a disk or a file server does not give, or what was kept of it: the user's to mend, so no trace of
+    calls is shown; but no fault of the sample, which must not be left out for it."""
+
+
 def warm_up() -> None:
     """Start the server that workers come from (see `fork_server.warm_up`)."""
     fork_server.warm_up(PRELOAD)
