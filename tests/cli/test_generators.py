@@ -340,7 +340,7 @@ def test_a_run_killed_while_latents_are_made_or_used_goes_on_as_if_it_had_not_be
     settings, vae = NETS["pixart"]
     diffusers.PixArtTransformer2DModel.from_config(settings).save_pretrained(drawing / "p/transformer")
     diffusers.AutoencoderKL.from_config(vae).save_pretrained(drawing / "p/vae")
-    config = configure(drawing, {"config": None, "id": "p"}, steps=60, save_steps=10)
+    config = configure(drawing, {"config": None, "id": "p"}, steps=24, save_steps=4)
     cached = ("--set", "model.generators.image.cache_latents=true", "--set", "parallel=single")
     whole = (*cached, "--set", "output_dir=whole", "--set", "data.cache_dir=other")
     assert dilatant("train", config, *whole)[0] == 0
@@ -358,7 +358,7 @@ def test_a_run_killed_while_latents_are_made_or_used_goes_on_as_if_it_had_not_be
             [sys.executable, "-m", "dilatant", *run, "--overwrite"], cwd=drawing, stderr=err
         ) as training,
     ):
-        while training.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 13):
+        while training.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 5):
             time.sleep(0.01)
         training.kill()
     assert training.returncode == -signal.SIGKILL

@@ -180,7 +180,7 @@ def test_a_worker_decodes_in_the_memory_that_the_last_sample_freed(pool) -> None
     source = pool(Faults())[1]()
     source.ask([Request(n, n, frozenset({TOKENS})) for n in range(3)])
     faults = [int(source.take("train", n).id) for n in range(3)]
-    assert faults[2] < 1000, faults  # of 9,216 pages
+    assert faults[2] < 200, faults  # of 9,216 pages, 1,500 of them where the system gives huge ones
 
 
 def test_a_closed_pool_has_no_workers_and_no_folder(pool) -> None:
