@@ -159,7 +159,7 @@ def make(
                 raise
             if isinstance(error, FileNotFoundError) or attempt == IO_TRIES:
                 times = f", {attempt} times" if attempt > 1 else ""
-                why, remedy = error, ""
+                why, remedy = str(error), ""
                 if isinstance(error, SampleError):
                     why, remedy = error.problem, error.remedy
                 remedy = remedy or "see to the disk or file server and resume the run"
