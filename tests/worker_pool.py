@@ -40,10 +40,12 @@ class WorkerPool:
     """Runs `function(worker, *args)` on n ranks at once. `close()` ends the processes."""
 
     def __init__(self) -> None:
+        from dilatant.comm.fork_server import RANK_PRELOAD
         from dilatant.comm.store_server import StoreServer
 
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "dilatant.models.multimodal"])
+        # What ranks and tests import is most of their start; the server does it once.
+        self._context.set_forkserver_preload([*RANK_PRELOAD, "pytest", "hypothesis"])
         self._members: list[tuple[Any, Connection]] = []
         self._server = StoreServer("127.0.0.1", 0, TOKEN)
         self._runs = 0

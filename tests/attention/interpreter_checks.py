@@ -70,7 +70,7 @@ def check(case: Case, tuning: Tuning, tolerance: float) -> None:
     sinks=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=5, deadline=None, print_blob=True)
+@settings(max_examples=3, deadline=None, print_blob=True)
 def test_drawn_rows_equal_dense_attention(
     mask: AttentionMask,
     tuning: Tuning,
@@ -168,14 +168,16 @@ def test_gradients_of_a_sum_which_arrive_without_memory_of_their_own() -> None:
         check(expanded, tuning, 2e-5)
 
 
-@pytest.mark.parametrize("heads_per_gather", [1, 2, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "heads_per_gather", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, None))]
+)
 @pytest.mark.parametrize("kind", ["document_causal", "embedded"])
 def test_groups_of_heads_that_are_gathered_in_turn_give_the_gradients_of_dense_attention(
     kind: str, heads_per_gather: int | None
 ) -> None:
     """Each group's output is a view of some heads of all; one rank is enough to take them in turn."""
     mask = packing.build_mask(LONG_ROW, kind)
-    case = make_case(mask, query_heads=8, kv_heads=4, sinks=True)
+    case = make_case(mask, query_heads=4, kv_heads=2, sinks=True)
     inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value, case.sinks)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -13,8 +13,7 @@ from multiprocessing import forkserver, resource_tracker, util
 
 RANK_PRELOAD = (
     "dilatant.training.run",
-    "dilatant.schedule.assign_kernels",
-    "dilatant.schedule.graph_kernels",
+    "dilatant.schedule.loaded_kernels",
 )
 """What a rank needs; its imports are the bulk of its start, and the server does them once."""
 

@@ -22,7 +22,7 @@ from dilatant.models.encoder_spec import Encoder
 from dilatant.models.four_bit_stages import four_bit_names, require_four_bit
 from dilatant.models.freeze import select, thaw
 from dilatant.models.generator import Generator
-from dilatant.models.geometry import encoder_geometry
+from dilatant.models.geometry import MERGING_TOWERS, encoder_geometry
 from dilatant.models.lora import inject_parts, is_adapter
 from dilatant.models.materialize import seeded
 from dilatant.models.multimodal import MultimodalModel
@@ -279,6 +279,6 @@ def _check_vocabulary(language_model: Any, vocab_size: int | None) -> None:
 
 
 def _check_kind(where: str, entry: EncoderConfig, model: Any) -> None:
-    kind = encoder_geometry(model.config).kind
+    kind = MERGING_TOWERS.get(model.config.model_type) or encoder_geometry(model.config).kind
     if kind != entry.kind:
         raise UserError(f"{where}: kind is {entry.kind!r}, but {model.config.model_type} reads {kind}")

@@ -14,7 +14,8 @@ from dilatant.config.errors import UserError, list_problems
 from dilatant.config.signatures import require_call
 from dilatant.models.adapters import Adapter
 from dilatant.models.encoder import Callbacks, EncoderUnit
-from dilatant.models.geometry import EncoderGeometry, Features, encoder_geometry
+from dilatant.models.geometry import MERGING_TOWERS, EncoderGeometry, Features, encoder_geometry
+from dilatant.models.merging_parts import merging_part, refuse_options
 from dilatant.models.projector import build_projector
 from dilatant.models.sources import load_encoder
 from dilatant.models.stage import Inputs
@@ -69,6 +70,8 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         geometry = _stated_geometry(encoder, where)
     else:
         model = load_encoder(encoder.model, where)
+        if model.config.model_type in MERGING_TOWERS:
+            return _merging_part(name, model, encoder, hidden_size, where)
         geometry = encoder_geometry(model.config, encoder.features)
         _refuse_stated(encoder, where)
         if encoder.tokens_per_row is not None:
@@ -81,7 +84,7 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         with torch.device("meta"):
             projector = build_projector(projector, geometry.width, hidden_size, where)
     elif encoder.after_encoder is None:
-        _check_projector(projector, geometry, hidden_size, where)
+        _check_projector(projector, geometry.encoder_tokens, geometry.width, hidden_size, where)
     return EncoderUnit(
         name,
         model,
@@ -92,6 +95,28 @@ def build_encoder(name: str, encoder: Encoder, hidden_size: int) -> EncoderUnit:
         skip_tokens=geometry.leading_tokens if encoder.features == "patch" else 0,
         adapter=encoder.adapter,
     )
+
+
+def _merging_part(
+    name: str, tower: PreTrainedModel, encoder: Encoder, hidden_size: int, where: str
+) -> EncoderUnit:
+    _refuse_stated(encoder, where)
+    assert encoder.placeholder_id is not None
+    refuse_options(
+        where,
+        **{key: getattr(encoder, key) is not None for key in (*_CALLED, "adapter", "tokens_per_row")},
+        **{"merge: prepend": encoder.merge == "prepend", "features: patch": encoder.features == "patch"},
+    )
+
+    def projector(width: int) -> nn.Module:
+        given = encoder.projector
+        if isinstance(given, nn.Module):
+            _check_projector(given, 1, width, hidden_size, where)
+            return given
+        with torch.device("meta"):
+            return build_projector(given, width, hidden_size, where)
+
+    return merging_part(name, tower, projector, hidden_size, encoder.placeholder_id)
 
 
 def _stated_geometry(encoder: Encoder, where: str) -> EncoderGeometry:
@@ -147,16 +172,15 @@ def _refuse_stated(encoder: Encoder, where: str) -> None:
 
 
 @torch.no_grad()
-def _check_projector(projector: nn.Module, geometry: EncoderGeometry, hidden_size: int, where: str) -> None:
+def _check_projector(projector: nn.Module, tokens: int, width: int, hidden_size: int, where: str) -> None:
     weight = next(projector.parameters(), torch.empty(0))
-    tokens = geometry.encoder_tokens
-    rows = torch.zeros(1, tokens, geometry.width, dtype=weight.dtype, device=weight.device)
+    rows = torch.zeros(1, tokens, width, dtype=weight.dtype, device=weight.device)
     try:
         given = projector(rows).shape[-1]
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{where}: the projector does not take the encoder's width {geometry.width}: {reason}"
+            f"{where}: the projector does not take the encoder's width {width}: {reason}"
         ) from None
     if given != hidden_size:
         raise UserError(f"{where}: the projector gives width {given}, the language model takes {hidden_size}")

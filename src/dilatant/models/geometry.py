@@ -27,8 +27,13 @@ _LEADING_TOKENS = {
     "deit": 2,
 }
 
-_AVERAGING = ("qwen2_audio_encoder", "qwen2_5_omni_audio_encoder")
-"""Encoders of sounds whose rows are fewer than those that blocks work on."""
+MERGING_TOWERS: dict[str, Literal["image", "audio"]] = {
+    "qwen2_vl_vision": "image",
+    "qwen2_5_vl_vision": "image",
+    "qwen3_5_vision": "image",
+    "qwen2_audio_encoder": "audio",
+}
+"""Towers of whole models that are encoders of other language models, too (see `merging_parts`): what they read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +135,6 @@ def _is_audio(config: Any) -> bool:
 
 
 def _audio(config: Any) -> EncoderGeometry:
-    if config.model_type in _AVERAGING:
-        raise UserError(
-            f"model_type {config.model_type!r} averages its rows, and is no part for other language models; open the "
-            "model that it belongs to by one id (model.id)"
-        )
     # Whisper: the second convolution halves the frames, and the forward accepts no other length.
     return EncoderGeometry(
         kind="audio",

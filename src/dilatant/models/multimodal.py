@@ -98,7 +98,9 @@ class MultimodalModel(nn.Module):
             self.encoders, self.generators, [*queries], self.placeholder_ids, embedding.num_embeddings
         )
         units: dict[str, Unit] = {
-            name: build_encoder(name, encoder, embedding.embedding_dim)
+            name: build_encoder(
+                name, replace(encoder, placeholder_id=self.placeholder_ids[name]), embedding.embedding_dim
+            )
             if self.whole is None
             else self.whole.encoder(name)
             for name, encoder in self.encoders.items()

@@ -126,6 +126,8 @@ class NativeStage(SharesSamples, EncoderStage):
         if full is not None:
             tower.fullatt_block_indexes = [block - self.first_block for block in full]
         output = tower(in_dtype_of(model, fed), grid_thw=grid)
+        if f"{self.unit}.merger" in self.layers:
+            return cast(Tensor, output.pooler_output)
         hidden = output.last_hidden_state
         if full is not None:
             hidden = _in_order(tower, hidden, grid)
@@ -134,7 +136,7 @@ class NativeStage(SharesSamples, EncoderStage):
 
 class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
-    for Qwen's)."""
+    for Qwen's). One that keeps its merger has it as layer `merger`, and another module as projector."""
 
     stage_type = NativeStage
 
@@ -142,17 +144,19 @@ class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
         self,
         name: str,
         tower: PreTrainedModel,
-        merger: nn.Module,
+        projector: nn.Module,
         side: int,
         frames: int,
         width: int,
         out: int,
+        width_merged: int = 0,
     ) -> None:
         """side: patches on each side of a group that is one row of the text. frames: in a patch. width: numbers in a
-        hidden state, and out: in a row of the text."""
+        hidden state, width_merged: in a row that the tower's own merger makes, and out: in a row of the text."""
         config = cast(Any, tower).config
         structure = find_structure(tower)
-        layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "projector")
+        blocks = (f"layers.{i}" for i in range(structure.num_blocks))
+        layers = ("embedding", *blocks, *(("merger",) if structure.after else ()), "projector")
         merged = side**2
         self._taps = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
         typical = self._typical = TYPICAL_GRID // side * side
@@ -174,15 +178,16 @@ class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
             self,
             unit=name,
             layers=tuple(f"{name}.{layer}" for layer in layers),
-            weights=name_weights(name, tower, structure, "norm", merger),
+            weights=name_weights(name, tower, structure, "merger", projector),
             model=tower,
-            projector=merger,
+            projector=projector,
             geometry=geometry,
             callbacks=Callbacks(),
         )
         self.structure = structure
         self.width = width
         self.width_out = out * (1 + len(self._taps))
+        self.width_merged = width_merged
         self.merged = merged
         self.numbers_of_patch = pixels
         self._freeze_at_start()
@@ -195,20 +200,30 @@ class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
         grids += [(1, rest, typical)] if rest or not grids else []
         grids = [(1, max(side, height), width) for _, height, width in grids]
         grid = torch.tensor(grids, device=device)
+        if layer > self._merging_layer:
+            return torch.randn(int(grid.prod(1).sum()) // self.merged, self.width_merged, device=device), {
+                GRID: grid
+            }
         taps = sum(1 for block in self._taps if block < layer - 1)
         width = self.numbers_of_patch if layer == 0 else self.geometry.width * (1 + taps)
         return torch.randn(int(grid.prod(1).sum()), width, device=device), {GRID: grid}
+
+    @property
+    def _merging_layer(self) -> int:
+        structure = self.structure
+        return len(self.layers) - (2 if structure is not None and structure.after else 1)
 
     def reads(self, first: int, end: int) -> frozenset[str]:
         return frozenset({self.unit if first == 0 else grid_part(self.unit)})
 
     def boundary(self, end: int, consumer: str) -> Boundary:
-        is_output = end == len(self.layers)
+        is_merged = end > self._merging_layer
         taps = sum(1 for block in self._taps if block < end - 1)
+        width = self.width_merged if is_merged else self.geometry.width * (1 + taps)
         return Boundary(
-            width=self.width_out if is_output else self.geometry.width * (1 + taps),
+            width=self.width_out if end == len(self.layers) else width,
             dtype=self.row_dtype,
-            rows_of=partial(_rows, self.unit, self.merged if is_output else 1),
+            rows_of=partial(_rows, self.unit, self.merged if is_merged else 1),
         )
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
@@ -235,12 +250,27 @@ class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
 
 
 def merging(name: str, tower: PreTrainedModel) -> NativeEncoderUnit:
-    """The unit of one of Qwen's towers, which merge their patches themselves."""
+    """The unit of one of Qwen's towers with its own language model, whose projector is the tower's merger."""
     config = cast(Any, tower).config
-    out = getattr(config, "out_hidden_size", None) or config.hidden_size
     side, frames = config.spatial_merge_size, config.temporal_patch_size
     width = _width_of_patches(tower, find_structure(tower).before[0])
-    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, out)
+    return NativeEncoderUnit(name, tower, Merger(tower), side, frames, width, width_of_merged(config))
+
+
+def merging_inside(
+    name: str, tower: PreTrainedModel, projector: nn.Module, hidden_size: int
+) -> NativeEncoderUnit:
+    """The unit of one of Qwen's towers with another language model, for which `projector` takes merged rows."""
+    config = cast(Any, tower).config
+    side, frames = config.spatial_merge_size, config.temporal_patch_size
+    width = _width_of_patches(tower, find_structure(tower).before[0])
+    merged = width_of_merged(config)
+    return NativeEncoderUnit(name, tower, projector, side, frames, width, hidden_size, merged)
+
+
+def width_of_merged(config: Any) -> int:
+    """Numbers in a row that one of Qwen's towers makes of a group of patches."""
+    return int(getattr(config, "out_hidden_size", None) or config.hidden_size)
 
 
 def _groups(grids: list[list[int]], most: int) -> list[list[list[int]]]:

@@ -93,7 +93,9 @@ class SoundStage(EncoderStage):
 class SoundEncoderUnit(PackedEncoderUnit):
     """A tower of sounds: layers `embedding`, `layers.<i>`, `norm`, `projector`."""
 
-    def __init__(self, name: str, tower: PreTrainedModel, projector: Held, placeholder_id: int) -> None:
+    def __init__(
+        self, name: str, tower: PreTrainedModel, projector: nn.Module, width_out: int, placeholder_id: int
+    ) -> None:
         config: Any = tower.config
         structure = find_structure(tower)
         layers = ("embedding", *(f"layers.{i}" for i in range(structure.num_blocks)), "norm", "projector")
@@ -120,7 +122,7 @@ class SoundEncoderUnit(PackedEncoderUnit):
         )
         self.structure = structure
         self.width = geometry.width
-        self.width_out = [m for m in projector.modules() if isinstance(m, nn.Linear)][-1].out_features
+        self.width_out = width_out
         self.placeholder_id = placeholder_id
         # Omni's tower has embeddings of beginnings and ends, which the thinker takes from its text.
         self.unused = frozenset(weight.name for weight in self.weights if "audio_bos_eos_token" in weight.key)

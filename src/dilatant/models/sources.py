@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.models.families import FAMILIES
+from dilatant.models.geometry import MERGING_TOWERS
 from dilatant.models.structure import DEPTH_KEYS
 
 HUB_TIMEOUT_SECONDS = 10.0
@@ -29,6 +30,13 @@ MOST_BLOCKS = 1_000
 """More are taken for a mistake, or a trap: making them alone would take minutes."""
 _ENCODER_INPUTS = ("pixel_values", "input_features", "input_values")
 _WIDTHS = ("hidden_size", "vocab_size")
+_UNLISTED = {
+    "qwen2_vl_vision": (
+        "transformers.models.qwen2_vl.modeling_qwen2_vl",
+        "Qwen2VisionTransformerPretrainedModel",
+    ),
+}
+"""Encoders that transformers' AutoModel does not list: module and class."""
 _TOWERS = ("vision_config", "audio_config")
 
 
@@ -133,11 +141,10 @@ def _build_language_model(config: PreTrainedConfig, where: str, **options: Any) 
 
 def _build_encoder(config: PreTrainedConfig, where: str, **options: Any) -> PreTrainedModel:
     tower = tower_config(config)
-    if type(tower) not in MODEL_MAPPING:
-        raise UserError(f"{where}: {tower.model_type!r} is not an encoder that transformers can build alone")
+    encoder_class = _class_of(tower, where)
 
     def construct(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-        model = AutoModel.from_config(config, **kwargs)
+        model = encoder_class._from_config(config, **kwargs)
         return model.get_encoder() if config.is_encoder_decoder else model
 
     return _on_meta(construct, tower, where, **options)
@@ -172,7 +179,9 @@ def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedMode
     config = load_pretrained_config(name, where, options.get("trust_remote_code", False))
     tower = tower_config(config)
     if tower is not config:
-        return _tower_alone(MODEL_MAPPING[type(tower)], name, where, tower, options)
+        return _tower_alone(_class_of(tower, where), name, where, tower, options)
+    if type(config) not in MODEL_MAPPING and config.model_type in _UNLISTED:
+        return _from_pretrained(_class_of(config, where), name, where, config, options)
     if not config.is_encoder_decoder:
         return _from_pretrained(AutoModel, name, where, config, options)
     with torch.device("meta"):
@@ -180,6 +189,16 @@ def _pretrained_encoder(name: str, where: str, **options: Any) -> PreTrainedMode
     if encoder_class.__name__ in (config.architectures or ()):
         return _from_pretrained(encoder_class, name, where, config, options)
     return _from_pretrained(AutoModel, name, where, config, options).get_encoder()
+
+
+def _class_of(config: PreTrainedConfig, where: str) -> Any:
+    """The class of an encoder. Raises UserError."""
+    if type(config) in MODEL_MAPPING:
+        return MODEL_MAPPING[type(config)]
+    if config.model_type not in _UNLISTED:
+        raise UserError(f"{where}: {config.model_type!r} is not an encoder that transformers can build alone")
+    module, name = _UNLISTED[config.model_type]
+    return getattr(importlib.import_module(module), name)
 
 
 def _tower_alone(
@@ -291,7 +310,7 @@ def _check_language_model(model: PreTrainedModel, where: str) -> None:
 
 
 def _check_encoder(model: PreTrainedModel, where: str) -> None:
-    if model.main_input_name not in _ENCODER_INPUTS:
+    if model.main_input_name not in _ENCODER_INPUTS and model.config.model_type not in MERGING_TOWERS:
         raise UserError(
             f"{where}: {type(model).__name__} reads {model.main_input_name!r}, so it is not an encoder of images or "
             "audio"

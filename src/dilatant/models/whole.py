@@ -123,7 +123,8 @@ class Whole:
             if place.startswith(f"{tower.path}."):
                 native._modules[last] = StandIn(projector)
             held = Held(last, projector, native)
-            return SoundEncoderUnit(name, native, held, self.placeholder_ids[name])
+            width = self.config.get_text_config().hidden_size
+            return SoundEncoderUnit(name, native, held, width, self.placeholder_ids[name])
         encoder = _used_part(self.config, cast(PreTrainedModel, model.get_submodule(tower.path)))
         geometry = encoder_geometry(encoder.config)
         projection = Projection(model, tower, self.family)

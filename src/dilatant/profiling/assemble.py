@@ -23,11 +23,11 @@ from dilatant.data.sample import MediaUnit
 from dilatant.data.sizes import Progress, SizesIndex, blend_sizes
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import build_model, open_whole, picture_nets, token_of
-from dilatant.models.geometry import EncoderGeometry, encoder_geometry
+from dilatant.models.geometry import MERGING_TOWERS, encoder_geometry
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import attend_as_configured, place_rows
 from dilatant.models.sources import load_pretrained_config, parse_config, tower_config
-from dilatant.profiling.media_units import media_unit, units_of_whole
+from dilatant.profiling.media_units import media_unit, units_of_merging, units_of_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,9 @@ def media_units(config: ModelConfig, tokenizer: Any) -> tuple[MediaUnit, ...]:
         return units_of_whole(open_whole(config), config.processor, tokenizer, config.id)
     vocabulary = _vocabulary(config, len(tokenizer))
     return tuple(
-        _media_unit(name, entry, vocabulary + position)
+        unit
         for position, (name, entry) in enumerate(config.encoders.items())
+        for unit in _media_units(name, entry, vocabulary + position)
     )
 
 
@@ -214,29 +215,33 @@ def _vocabulary(config: ModelConfig, tokenizer_size: int) -> int:
     )
 
 
-def _geometry(name: str, entry: EncoderConfig) -> EncoderGeometry:
+def _tower_config(name: str, entry: EncoderConfig) -> Any:
+    """Raises UserError."""
     where = f"model.encoders.{name}"
     if entry.config is not None:
         config = parse_config(entry.config, where)
     else:
         config = load_pretrained_config(str(entry.id), where, entry.trust_remote_code)
-    geometry = encoder_geometry(tower_config(config), entry.features)
-    if geometry.kind != entry.kind:
-        raise UserError(f"{where}: kind is {entry.kind!r}, but the encoder reads {geometry.kind}")
-    return geometry
+    return tower_config(config)
 
 
-def _media_unit(name: str, entry: EncoderConfig, placeholder_id: int) -> MediaUnit:
+def _media_units(name: str, entry: EncoderConfig, placeholder_id: int) -> tuple[MediaUnit, ...]:
+    # A pretrained encoder brings its own processor.
+    processor = entry.id if entry.processor is None else entry.processor
     try:
-        return media_unit(
-            name,
-            _geometry(name, entry),
-            # A pretrained encoder brings its own processor.
-            processor=entry.id if entry.processor is None else entry.processor,
-            placeholder_id=placeholder_id,
-            marker=entry.marker,
-            merge=entry.merge,
-        )
+        config = _tower_config(name, entry)
+        geometry = None if config.model_type in MERGING_TOWERS else encoder_geometry(config, entry.features)
+        kind = MERGING_TOWERS[config.model_type] if geometry is None else geometry.kind
+        if kind != entry.kind:
+            raise UserError(f"kind is {entry.kind!r}, but the encoder reads {kind}")
+        common: dict[str, Any] = {
+            "processor": processor,
+            "placeholder_id": placeholder_id,
+            "marker": entry.marker,
+        }
+        if geometry is None:
+            return units_of_merging(name, config, **common)
+        return (media_unit(name, geometry, merge=entry.merge, **common),)
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith("model.") else f"model.encoders.{name}.{text}") from None

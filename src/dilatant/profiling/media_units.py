@@ -15,8 +15,8 @@ from dilatant.data.aspect_image_unit import AspectImageUnit
 from dilatant.data.audio_unit import AudioUnit
 from dilatant.data.framed_clip_unit import FramedClipUnit, MiddleFrames
 from dilatant.data.image_unit import RESAMPLE_NAMES, ImageUnit, PixelProcessor
-from dilatant.data.native_clip_unit import CLIP_SETTINGS, NativeClipUnit, frame_sampling
-from dilatant.data.native_image_unit import NativeImageUnit, patch_processor
+from dilatant.data.native_clip_unit import CLIP_SETTINGS, FrameSampling, NativeClipUnit, frame_sampling
+from dilatant.data.native_image_unit import NativeImageUnit, PatchProcessor, patch_processor
 from dilatant.data.processors import (
     HuggingFaceImageProcessor,
     audio_processor,
@@ -30,7 +30,7 @@ from dilatant.data.sample import MediaUnit, Written
 from dilatant.data.soft_tokens import soft_token_processor
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit, check_tiles
-from dilatant.models.geometry import EncoderGeometry
+from dilatant.models.geometry import MERGING_TOWERS, EncoderGeometry
 from dilatant.models.whole import Whole
 
 
@@ -70,6 +70,32 @@ def media_unit(
     )
 
 
+def units_of_merging(
+    name: str,
+    config: Any,
+    *,
+    processor: str | Mapping[str, Any] | None,
+    placeholder_id: int,
+    marker: str,
+) -> tuple[MediaUnit, ...]:
+    """The `MediaUnit`s of a tower of items of unlike sizes (see `merging_parts`) before any language model; images and
+    clips have one. processor: as of `media_unit`. Raises UserError."""
+    settings = whole_settings(processor) if isinstance(processor, str) else dict(processor or {})
+    if MERGING_TOWERS[config.model_type] == "audio":
+        return (_sound_unit(name, placeholder_id, config, settings, marker, None),)
+    plain = {key: value for key, value in (settings or {}).items() if key not in CLIP_SETTINGS}
+    of_clips = clip_settings(processor) if isinstance(processor, str) else {}
+    return (
+        NativeImageUnit(name, placeholder_id, _patches(config, plain), marker),
+        NativeClipUnit(
+            name,
+            placeholder_id,
+            *_clip_limits(config, {**of_clips, **(settings or {})}, of_clips, False),
+            None,
+        ),
+    )
+
+
 def units_of_whole(
     whole: Whole,
     processor: str | Mapping[str, Any] | None,
@@ -100,12 +126,26 @@ def units_of_whole(
 def _clip_unit(
     whole: Whole, name: str, settings: Mapping[str, Any], saved: Mapping[str, Any], tokenizer: Any
 ) -> NativeClipUnit:
-    """How a tower of native resolution sees clips. saved: what the model's files say of clips; settings: all else."""
-    vision = whole.config.vision_config
+    """How a tower of native resolution sees clips. saved, settings: as of `_clip_limits`."""
+    apart = whole.family.frames_apart
+    return NativeClipUnit(
+        name,
+        whole.placeholder_ids[name],
+        *_clip_limits(whole.config.vision_config, settings, saved, apart),
+        whole.seconds_scale,
+        apart,
+        written=_written_clip(whole, tokenizer),
+    )
+
+
+def _clip_limits(
+    vision: Any, settings: Mapping[str, Any], saved: Mapping[str, Any], apart: bool
+) -> tuple[PatchProcessor, FrameSampling, int | None]:
+    """How frames are cut into patches, which of them are taken, and the pixels of all together. saved: what the model's
+    files say of clips; settings: all else. apart: whether limits are of all frames."""
     sampling = frame_sampling(settings)
     group = (vision.patch_size * vision.spatial_merge_size) ** 2
     size = saved.get("size") or {}
-    apart = whole.family.frames_apart
     limits = {
         "min_pixels": settings.get("video_min_pixels") or size.get("shortest_edge") or 128 * group,
         "max_pixels": settings.get("video_max_pixels")
@@ -113,23 +153,34 @@ def _clip_unit(
         or (24_576 if apart else 768) * group,
     }
     plain = {k: v for k, v in settings.items() if k not in (*CLIP_SETTINGS, "size")}
-    processor = patch_processor(
-        {"image_processor_type": "", **plain, **limits},
+    processor = _patches(vision, {"image_processor_type": "", **plain, **limits})
+    # 90 % of the context that the families reckon with.
+    total = None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group)
+    return processor, sampling, total
+
+
+def _patches(vision: Any, settings: Mapping[str, Any]) -> PatchProcessor:
+    """How a tower with this config is shown images. Raises UserError."""
+    return patch_processor(
+        settings,
         patch=vision.patch_size,
         merge=vision.spatial_merge_size,
         frames=vision.temporal_patch_size,
     )
-    return NativeClipUnit(
-        name,
-        whole.placeholder_ids[name],
-        processor,
-        sampling,
-        # 90 % of the context that the families reckon with.
-        None if apart else int(settings.get("video_total_pixels") or 0.9 * 128_000 * group),
-        whole.seconds_scale,
-        apart,
-        written=_written_clip(whole, tokenizer),
-    )
+
+
+def _sound_unit(
+    name: str,
+    placeholder_id: int,
+    config: Any,
+    settings: Mapping[str, Any] | None,
+    marker: str,
+    written: Written | None,
+) -> SoundUnit:
+    # A tower with chunks has positions inside them alone.
+    longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
+    mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
+    return SoundUnit(name, placeholder_id, mel, longest, 0 if longest is None else 2, marker, written)
 
 
 COUNTS = ("num_frames", "fps", "video_fps")
@@ -181,11 +232,7 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
     written = _written(whole, name, tokenizer)
     placeholder = whole.placeholder_ids[name]
     if tower.kind == "audio":
-        config = whole.config.audio_config
-        # A tower with chunks has positions inside them alone.
-        longest = None if hasattr(config, "n_window") else 2 * config.max_source_positions
-        mel = sound_processor(settings, frames=longest or 3000, mel_bins=config.num_mel_bins)
-        return SoundUnit(name, placeholder, mel, longest, 0 if longest is None else 2, marker, written)
+        return _sound_unit(name, placeholder, whole.config.audio_config, settings, marker, written)
     if tower.native:
         vision = whole.config.vision_config
         if tower.pooled:
@@ -193,13 +240,7 @@ def _unit_of_tower(whole: Whole, name: str, settings: Mapping[str, Any] | None, 
                 settings or {}, patch=vision.patch_size, merge=vision.pooling_kernel_size
             )
             return NativeImageUnit(name, placeholder, pooled, marker, written)
-        patches = patch_processor(
-            settings or {},
-            patch=vision.patch_size,
-            merge=vision.spatial_merge_size,
-            frames=vision.temporal_patch_size,
-        )
-        return NativeImageUnit(name, placeholder, patches, marker, written)
+        return NativeImageUnit(name, placeholder, _patches(vision, settings or {}), marker, written)
     geometry = whole.encoder(name).geometry
     if tower.crossing:
         if settings is None or "image_processor_type" not in settings:

@@ -27,12 +27,14 @@ from dilatant.data.image_unit import ImageUnit
 from dilatant.data.native_clip_unit import NativeClipUnit
 from dilatant.data.native_image_unit import NativeImageUnit
 from dilatant.data.processor_settings import clip_limits, processor_settings, size_limits
+from dilatant.data.sample import MediaUnit
 from dilatant.data.sound_unit import SoundUnit
 from dilatant.data.tiled_image_unit import TiledImageUnit
 from dilatant.data.tokenizer import load_tokenizer
 from dilatant.models.build import source_dtypes
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.dtype import hold_in
+from dilatant.models.geometry import MERGING_TOWERS
 from dilatant.models.materialize import allocate
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.models.row_attention import use_row_attention
@@ -41,7 +43,7 @@ from dilatant.models.sources import load_pretrained_config, without_bars
 from dilatant.models.whole import Whole
 from dilatant.models.whole_answers import WholeAnswers
 from dilatant.plan.boxes import Box
-from dilatant.profiling.media_units import media_unit, units_of_whole
+from dilatant.profiling.media_units import media_unit, units_of_merging, units_of_whole
 from dilatant.training.adapter_files import ADAPTERS, adapted_models, adapter_settings, write_adapter
 from dilatant.training.averages import AVERAGE
 from dilatant.training.checkpoint import load, stored_shapes
@@ -116,11 +118,12 @@ def export_model(
                     place = writing / ADAPTERS / adapted.folder if config.lora.merge else writing
                     write_adapter(adapted, config.lora, place)
             for unit in encoding.units:
-                file = writing / ("" if model.whole else unit.name) / "preprocessor_config.json"
+                place = writing if model.whole else writing / unit.name
+                file = place / "preprocessor_config.json"
                 if isinstance(unit, FramedClipUnit):
                     continue  # the source's files say how clips are seen
                 if isinstance(unit, NativeClipUnit):
-                    file = writing / "video_preprocessor_config.json"
+                    file = place / "video_preprocessor_config.json"
                     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
                     _write_json(file, {**before, **clip_limits(unit)})
                     continue
@@ -179,19 +182,18 @@ def load_exported(folder: Path) -> Exported:
         raise UserError(f"{str(folder)!r} is not a whole export: {CONVERSATION} is of other units")
     if model.media_attention != "causal":
         use_row_attention(model)
-    units = []
+    units: list[MediaUnit] = []
     for name, marker in markers.items():
-        spec = model.encoders[name]
-        units.append(
-            media_unit(
-                name,
-                model[name].geometry,
-                processor=str(folder / name),
-                placeholder_id=model.placeholder_ids[name],
-                marker=marker,
-                merge=spec.merge,
-            )
-        )
+        common: dict[str, Any] = {
+            "processor": str(folder / name),
+            "placeholder_id": model.placeholder_ids[name],
+            "marker": marker,
+        }
+        tower = model[name].model.config
+        if tower.model_type in MERGING_TOWERS:
+            units += units_of_merging(name, tower, **common)
+        else:
+            units.append(media_unit(name, model[name].geometry, merge=model.encoders[name].merge, **common))
     chat = chat_tokenizer(model.tokenizer, str(folder / _TEMPLATE))
     encoding = Encoding(chat=chat, units=tuple(units), targets=_targets(model, drawn))
     return Exported(model, model.tokenizer, encoding)
