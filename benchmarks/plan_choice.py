@@ -1,15 +1,19 @@
 """Is the plan that `search` puts first the fastest of its first ten when they are run?
 
-    python benchmarks/plan_choice.py [--cases N] [--plans N] [--steps N] [--json FILE]
+    python benchmarks/plan_choice.py [--paced] [--cases N] [--plans N] [--steps N] [--json FILE]
 
 Ten drawn cases: small vision-language and language models (SigLIP- and Llama-shaped), samples of random lengths with
 random numbers of images, parts of the encoder frozen or not. For each, layers are measured on this machine, plans are
-searched for two ranks, and the first ten of the ranking train real steps over Gloo, one thread a rank, gradients
-summed. Plans take turns; the quickest of a plan's steps counts, for others can only be disturbed more. The first plan
-also runs a second time among the others, as if it were one more: by how much the two differ is what this machine can
-tell apart, but no more than 5 % counts. The goal: in at least 8 of 10 cases the first plan is the fastest, or within
-that. A case takes as many rounds as fit into its share of `--minutes`, at least three. Both ranks need a core of their
-own: on a machine that does something else (the load at the start is printed) the answer says less.
+searched, and the first ten of the ranking train real steps over Gloo, one thread a rank, gradients summed. Plans take
+turns, and the quickest of a plan's steps counts, for others can only be disturbed more. The first plan also runs a
+second time among the others, as if it were one more: by how much the two differ is what this machine can tell apart,
+but no more than 5 % counts. The goal: in at least 8 of 10 cases the first plan is the fastest, or within that. A case
+takes as many rounds as fit into its share of `--minutes`, at least three.
+
+Two ranks, each with a core of its own; on a machine that does something else (the load at the start is printed) the
+answer says less. With --paced, four ranks of tiny models whose blocks sleep for what the case says they take (see
+`small_pipelines.pace`): this tells whether plans are ranked right where ranks outnumber cores, whatever the machine's
+load, but nothing about costs that are measured.
 """
 
 from __future__ import annotations
@@ -27,37 +31,34 @@ import numpy as np
 import torch
 from machine import machine
 from papers.planner import layout_text
-from simulator_vs_runtime import IMAGE_TOKENS, VOCABULARY
+from small_pipelines import pace, paced, small_model, small_samples, target_share, this_machine, unit_tokens
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch_local
-from dilatant.config import ClusterConfig
-from dilatant.cost.hardware import Link
 from dilatant.cost.memory import FP32
-from dilatant.data.sample import EncodedSample
-from dilatant.models.freeze import freeze
-from dilatant.models.multimodal import Encoder, MultimodalModel
-from dilatant.models.row_attention import use_row_attention
-from dilatant.models.sources import parse_config
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan import Cluster, Plan, RankedPlan, Workload, search
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers
-from dilatant.profiling.link_probe import measure_links
-from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.profiling.planned_hardware import Target
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule import FAMILIES, Assignment, trainability_of
 from dilatant.schedule.plan_scorer import plan_scorer, step_costs
 from dilatant.schedule.step_assignment import Microbatching, assign_step
 
-RANKS = 2
+RANKS, PACED_RANKS, PACED_HIDDEN = 2, 4, 32
+PACES = (1e-5, 4e-5)
+"""Least and most seconds of a token in a paced block's forward."""
+PACED_FAMILIES = ("gpipe", "1f1b", "half-eager", "eager")  # weight gradients that are put off do not sleep
 LEAST_SPREAD, MOST_SPREAD = 0.01, 0.05
 FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A model and a batch: text tokens and images of each sample."""
+    """A model and a batch: text tokens and images of each sample. `pace`: seconds that a token sleeps in each block's
+    forward (see `small_pipelines.pace`), 0 for blocks that only compute."""
 
     number: int
     hidden: int
@@ -66,6 +67,11 @@ class Drawn:
     frozen: bool
     lengths: tuple[int, ...]
     images: tuple[int, ...]
+    pace: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        return PACED_RANKS if self.pace else RANKS
 
     @property
     def name(self) -> str:
@@ -87,7 +93,7 @@ class Choice:
     predicted: float
 
 
-def draw_cases(count: int) -> list[Drawn]:
+def draw_cases(count: int, paced: bool) -> list[Drawn]:
     """Cases of a fixed seed; every third without a vision encoder."""
     draw = np.random.default_rng(11)
     found = []
@@ -99,12 +105,13 @@ def draw_cases(count: int) -> list[Drawn]:
         found.append(
             Drawn(
                 number,
-                int(draw.choice([128, 192, 256])),
+                PACED_HIDDEN if paced else int(draw.choice([128, 192, 256])),
                 int(draw.integers(4, 11)),
                 vision,
                 bool(draw.integers(2)),
                 lengths,
                 images,
+                float(draw.uniform(*PACES)) if paced else 0.0,
             )
         )
     return found
@@ -112,60 +119,27 @@ def draw_cases(count: int) -> list[Drawn]:
 
 def build_model(case: Drawn) -> MultimodalModel:
     """On the meta device; attention on block tables, so that a row costs what its samples cost."""
-    sizes = {"hidden_size": case.hidden, "intermediate_size": 4 * case.hidden, "num_attention_heads": 4}
-    language = {"model_type": "llama", "vocab_size": VOCABULARY, "num_hidden_layers": case.layers,
-                "num_key_value_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-                **sizes}  # fmt: skip
-    vision = {"model_type": "siglip_vision_model", "image_size": 128, "patch_size": 16, "vision_use_head": False,
-              "num_hidden_layers": case.vision_layers, **sizes}  # fmt: skip
-    encoders = {"vision": Encoder(parse_config(vision, "vision"), "mlp")} if case.vision_layers else {}
-    model = MultimodalModel(encoders, parse_config(language, "language"), device="meta")
-    use_row_attention(model)
-    if case.frozen and encoders:
-        freeze(model.units, ("vision.encoder",))
-    return model.train()
-
-
-def build_samples(case: Drawn) -> list[EncodedSample]:
-    """Random tokens and pixels."""
-    draw = np.random.default_rng(case.number)
-    samples = []
-    for number, (text, count) in enumerate(zip(case.lengths, case.images, strict=True)):
-        ids = np.concatenate([np.full(count * IMAGE_TOKENS, VOCABULARY), draw.integers(3, VOCABULARY, text)])
-        ids = ids.astype(np.int64)
-        labels = np.where(ids < VOCABULARY, ids, -100)
-        labels[0] = -100
-        pixels = draw.standard_normal((count, 3, 128, 128)).astype(np.float32)
-        samples.append(
-            EncodedSample(
-                f"s{number}",
-                ids,
-                labels,
-                media={"vision": {"pixel_values": pixels}} if count else {},
-                sizes={"language": len(ids)} | ({"vision": count * IMAGE_TOKENS} if count else {}),
-            )
-        )
-    return samples
+    frozen = ("vision.encoder",) if case.frozen and case.vision_layers else ()
+    return small_model(case.hidden, case.layers, case.vision_layers, frozen)
 
 
 def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Choice]:
     """The first plans of the search, on all ranks."""
     model = build_model(case)
     found = describe_model(model)
-    samples = build_samples(case)
-    tokens = {
-        unit: np.asarray([sample.sizes.get(unit, 0) for sample in samples], dtype=np.float64)
-        for unit in (["vision", "language"] if case.vision_layers else ["language"])
-    }
+    samples = small_samples(case.lengths, case.images, case.number)
+    tokens = unit_tokens(samples, [unit.name for unit in found.spec.units])
     longest = int(tokens["language"].max())
     measured = measure_layers(found, target, [max(1, longest // part) for part in (1, 2, 4, 8)])
-    targets = sum(int((sample.labels != -100).sum()) for sample in samples) / tokens["language"].sum()
-    costs = costs_in_use(measured, found, targets, int(tokens["language"].sum()), None)
+    costs = costs_in_use(measured, found, target_share(samples), int(tokens["language"].sum()), None)
+    if case.pace:
+        costs = paced(costs, [kind for kind in costs.layers if " block " in kind], case.pace)
     squares = {
         unit: count * found.item_tokens[unit] for unit, count in tokens.items() if unit in found.item_tokens
     }
     workload, batch = Workload(tokens, squares, found.dense), len(samples)
-    scorer = plan_scorer(found.spec, costs, cluster, workload, batch, rules=FP32)
+    families = {name: FAMILIES[name] for name in PACED_FAMILIES} if case.pace else None
+    scorer = plan_scorer(found.spec, costs, cluster, workload, batch, rules=FP32, families=families)
     sizes = [size for size in (1, 2, 4, 8) if batch % size == 0]
     result = search(
         found.spec,
@@ -200,11 +174,13 @@ def train(
     """Seconds of the steps of each plan, the whole of them with gradients summed; rounds take the plans in turn, so
     that what changes on the machine meets all alike. At most `steps` rounds, and fewer where they take longer than
     `seconds`."""
-    samples = build_samples(case)
+    samples = small_samples(case.lengths, case.images, case.number)
     ready = []
     for number, choice in enumerate(choices):
         comm = Comm(worker.store, worker.rank, worker.size, generation=case.number * 100 + number)
         model = build_model(case)
+        if case.pace:
+            pace(model, case.pace)
         runtime = Runtime(model, choice.plan, comm)
         trainability = trainability_of(choice.plan, trainable_layers(model.units))
         schedule = FAMILIES[choice.family](choice.plan, choice.assignment, trainability)
@@ -240,7 +216,7 @@ def compare(
     choices = choose(case, target, cluster, most)
     again = len(choices) // 2  # the first plan once more, in the middle of the others
     order = [*choices[: again + 1], choices[0], *choices[again + 1 :]]
-    taken = launch_local(train, RANKS, case, order, steps, seconds)[0]
+    taken = launch_local(train, case.ranks, case, order, steps, seconds)[0]
     twin = min(taken.pop(again + 1))
     measured = [min(one) for one in taken]
     spread = min(max(abs(twin / measured[0] - 1.0), LEAST_SPREAD), MOST_SPREAD)
@@ -260,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--paced", action="store_true", help="four ranks whose blocks sleep")
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--plans", type=int, default=10, help="of the ranking, to be run")
     parser.add_argument("--steps", type=int, default=9, help="rounds at most")
@@ -268,11 +245,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load, began = os.getloadavg()[0], time.perf_counter()
-    links = launch_local(measure_links, RANKS)[0].inside
-    target = replace(plan_target(ClusterConfig(gpus_per_node=RANKS), "fp32"), threads=1)
-    cluster = Cluster(1, RANKS, float("inf"), links.link, Link(1e9))
+    target, cluster = this_machine(PACED_RANKS if options.paced else RANKS)
     rows = []
-    for case in draw_cases(options.cases):
+    for case in draw_cases(options.cases, options.paced):
         left = began + 60 * options.minutes - time.perf_counter()
         share = (
             left / (options.cases - len(rows)) / 2
@@ -289,7 +264,7 @@ def main() -> None:
         f"the first plan is the fastest in {best} of {len(rows)} cases (goal: 8 of 10); load at the start {load:.1f}"
     )
     if options.json:
-        document = {**machine(), "load": load, "cases": rows}
+        document = {**machine(), "load": load, "paced": options.paced, "cases": rows}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """How fast the planners are, against the figures that the papers report and the bars that this project set itself.
 
-    python benchmarks/planning.py [--json FILE] [--quick]
+    python benchmarks/planning.py [--only GROUP ...] [--json FILE] [--quick]
 
 Every time is the best of several runs in this process, compiled code loaded; what compiling costs on first use is
 measured apart, in a fresh process with an empty cache. Costs are synthetic (identical layers, or with 2 % noise per
@@ -10,7 +10,6 @@ layer and width); the papers' figures were taken on other machines and are quote
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from machine import machine
+from planning_quality import small_cases
 
 from dilatant.cost import CostModel, LayerCost, Quadratic
 from dilatant.plan import (
@@ -236,6 +236,14 @@ def search_rows() -> Iterator[Row]:
             yield from _unlike_rows(model, costs, cluster, drawn, batch)
 
 
+def quality_rows(runs: int) -> Iterator[Row]:
+    """The search beside enumeration of all plans; no times, hence the same on a busy machine."""
+    found = small_cases(50 if runs == 1 else 200)
+    name = f"search on {found.cases} small cases"
+    yield Row(f"{name}: most that its plan is slower than the best", 100.0 * found.worst_gap, "%", bar=0.0)
+    yield Row(f"{name}: bounds above the best", float(found.wrong_bounds), "", bar=0.0)
+
+
 def _unlike_rows(
     model: ModelSpec, costs: CostModel, cluster: Cluster, samples: Workload, batch: int
 ) -> Iterator[Row]:
@@ -337,27 +345,32 @@ def _figure(value: float, unit: str) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+GROUPS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "partition": partition_rows,
+    "templates": template_rows,
+    "composition": composition_rows,
+    "orchestration": orchestration_rows,
+    "stable-batch": stable_batch_rows,
+    "quality": quality_rows,
+    "search": lambda _: search_rows(),
+    "first-use": lambda _: first_use_rows(),
+    "schedule": schedule_rows,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=[*GROUPS], help="what to run")
     parser.add_argument("--json", type=Path, help="write the rows as JSON here as well")
     parser.add_argument("--quick", action="store_true", help="one run each")
     options = parser.parse_args()
     runs = 1 if options.quick else 5
     print(f"{'':<92} {'ours':>10} {'bar, held':>14} {'paper':>10} {'ratio':>9}  source")
     rows = []
-    groups = (
-        partition_rows(runs),
-        template_rows(runs),
-        composition_rows(runs),
-        orchestration_rows(runs),
-        stable_batch_rows(runs),
-        search_rows(),
-        first_use_rows(),
-        schedule_rows(runs),
-    )
-    for row in itertools.chain.from_iterable(groups):
-        rows.append(row)
-        print(show(row), flush=True)
+    for group in options.only:
+        for row in GROUPS[group](runs):
+            rows.append(row)
+            print(show(row), flush=True)
     bars = [row for row in rows if row.bar is not None]
     print(f"\n{'bars':<92} {'ours':>10} {'bar, held':>14} {'bar/ours':>10}")
     for row in bars:
@@ -366,7 +379,15 @@ def main() -> None:
         print(f"{row.name:<92} {_figure(row.value, row.unit):>10} {bar:>14} {times:>10}")
     print(f"{sum(row.held for row in bars)} of {len(bars)} bars are held")
     if options.json:
-        document = {**machine(), "rows": [asdict(row) for row in rows]}
+        kept = []
+        if options.json.exists() and len(options.only) < len(GROUPS):  # rows that were not run again stay
+            named = {row.name for row in rows}
+            kept = [
+                row
+                for row in json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+                if row["name"] not in named
+            ]
+        document = {**machine(), "rows": [*kept, *(asdict(row) for row in rows)]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

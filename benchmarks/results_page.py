@@ -37,7 +37,8 @@ is modelled. The column *basis* says how far a figure can be trusted:
 
 - **predicted**: from public shapes of models by the cost model that ships, and by simulation; no result of the paper
   went in.
-- **fitted**: some constant was set so that another figure of the same paper comes out.
+- **calibrated**: as predicted, but some constant is of another figure of the same paper, or set on it.
+- **fitted**: constants were set on these very figures.
 - **replayed**: computed from the paper's own measurements. Agreeing says only that the arithmetic is the same.
 - **measured**: a clock on the machine that is named in the file.
 - **carried over**: the paper's figure, as printed.

@@ -31,24 +31,19 @@ from typing import Any
 import numpy as np
 import torch
 from machine import machine
+from small_pipelines import IMAGE_TOKENS, small_model, small_samples, target_share, this_machine, unit_tokens
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.launch import Worker, launch_local
-from dilatant.config import ClusterConfig
-from dilatant.cost.hardware import Link
 from dilatant.cost.model import CostModel
 from dilatant.data.sample import EncodedSample
-from dilatant.models.freeze import freeze
-from dilatant.models.multimodal import Encoder, MultimodalModel
-from dilatant.models.row_attention import use_row_attention
-from dilatant.models.sources import parse_config
+from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers
-from dilatant.profiling.link_probe import measure_links
-from dilatant.profiling.planned_hardware import Target, plan_target
+from dilatant.profiling.planned_hardware import Target
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
 from dilatant.schedule import (
@@ -65,8 +60,7 @@ from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.predict import message_sums, piece_sums, step_bytes
 from dilatant.schedule.simulate import action_array
 
-HIDDEN, LAYERS, VOCABULARY = 256, 8, 512
-IMAGE_TOKENS = 64
+HIDDEN, LAYERS, VISION_LAYERS = 256, 8, 6
 SAME, OTHER, FITTED = "same step", "other steps", "fitted"
 TARGETS = {SAME: 0.03, FITTED: 0.10}
 
@@ -116,19 +110,8 @@ def cases() -> list[Case]:
 
 
 def build_model(case: Case) -> MultimodalModel:
-    language = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
-                "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-                "num_key_value_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 4096}  # fmt: skip
-    vision = {"model_type": "siglip_vision_model", "image_size": 128, "patch_size": 16, "vision_use_head": False,
-              "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 6,
-              "num_attention_heads": 4}  # fmt: skip
-    encoders = {"vision": Encoder(parse_config(vision, "vision"), "mlp")} if "vision" in case.cuts else {}
-    model = MultimodalModel(encoders, parse_config(language, "language"), device="meta")
-    if case.on_block_tables:
-        use_row_attention(model)
-    if case.frozen:
-        freeze(model.units, case.frozen)
-    return model.train()
+    vision = VISION_LAYERS if "vision" in case.cuts else 0
+    return small_model(HIDDEN, LAYERS, vision, case.frozen, case.on_block_tables)
 
 
 def build_plan(case: Case, model: MultimodalModel) -> Plan:
@@ -144,31 +127,18 @@ def build_plan(case: Case, model: MultimodalModel) -> Plan:
 def build_batch(case: Case) -> tuple[list[EncodedSample], Assignment]:
     """Samples of random tokens and images, and the microbatches of the case; a sample without images is absent from
     the encoder's."""
-    draw = np.random.default_rng(1)
-    samples: list[EncodedSample] = []
+    texts = [length for lengths in case.lengths for length in lengths]
+    images = [
+        case.images[k][at] if case.images else 0
+        for k, row in enumerate(case.lengths)
+        for at in range(len(row))
+    ]
+    samples = small_samples(texts, images, seed=1)
     language: list[tuple[int, ...]] = []
-    vision: list[tuple[int, ...]] = []
-    for k, lengths in enumerate(case.lengths):
-        first = len(samples)
-        for place, text in enumerate(lengths):
-            count = case.images[k][place] if case.images else 0
-            ids = np.concatenate(
-                [np.full(count * IMAGE_TOKENS, VOCABULARY), draw.integers(3, VOCABULARY, text)]
-            ).astype(np.int64)
-            labels = np.where(ids < VOCABULARY, ids, -100)
-            labels[0] = -100
-            pixels = draw.standard_normal((count, 3, 128, 128)).astype(np.float32)
-            samples.append(
-                EncodedSample(
-                    f"s{len(samples)}",
-                    ids,
-                    labels,
-                    media={"vision": {"pixel_values": pixels}} if count else {},
-                    sizes={"language": len(ids)} | ({"vision": count * IMAGE_TOKENS} if count else {}),
-                )
-            )
-        language.append(tuple(range(first, len(samples))))
-        vision.append(tuple(s for s in language[-1] if "vision" in samples[s].sizes))
+    for lengths in case.lengths:
+        first = sum(map(len, language))
+        language.append(tuple(range(first, first + len(lengths))))
+    vision = [tuple(s for s in row if "vision" in samples[s].sizes) for row in language]
     microbatches = {"language": (tuple(language),)}
     return samples, Assignment({"vision": (tuple(vision),), **microbatches} if case.images else microbatches)
 
@@ -227,13 +197,12 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     plan = build_plan(case, model)
     samples, assignment = build_batch(case)
     schedule = build_schedule(case, plan, model, assignment)
-    tokens = {unit: [sample.sizes.get(unit, 0) for sample in samples] for unit in case.cuts}
-    targets = sum(int((sample.labels != -100).sum()) for sample in samples) / sum(tokens["language"])
+    tokens = unit_tokens(samples, list(case.cuts))
     language = tokens["language"]
     row = max(sum(language[s] for s in row) for rows in assignment.microbatches["language"] for row in rows)
-    used = costs_in_use(costs, description, targets, row, model.language.loss_chunk)
+    used = costs_in_use(costs, description, target_share(samples), row, model.language.loss_chunk)
     table = stage_costs(plan, description.spec, used)
-    squares = {unit: [n * IMAGE_TOKENS for n in tokens[unit]] for unit in tokens if unit != "language"}
+    squares = {unit: tokens[unit] * IMAGE_TOKENS for unit in tokens if unit != "language"}
     return predict(
         plan, assignment, schedule, table, tokens, cluster, squares=squares, dense=description.dense
     )
@@ -245,7 +214,7 @@ def step_of(case: Case, costs: CostModel) -> tuple[ScheduleGraph, np.ndarray]:
     plan = build_plan(case, model)
     samples, assignment = build_batch(case)
     schedule = build_schedule(case, plan, model, assignment)
-    tokens = {unit: [sample.sizes.get(unit, 0) for sample in samples] for unit in case.cuts}
+    tokens = unit_tokens(samples, list(case.cuts))
     graph = build(plan, assignment, schedule)
     table = stage_costs(plan, describe_model(model).spec, costs)
     size = step_bytes(graph, table, piece_sums(graph, tokens), message_sums(graph, tokens))
@@ -310,14 +279,10 @@ def main() -> None:
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(1)
-    links = launch_local(measure_links, 2)[0].inside
-    print(
-        f"link between two processes: {links.link.bandwidth / 1e9:.2f} GB/s, {links.link.latency * 1e6:.0f} us"
-    )
-    target = replace(plan_target(ClusterConfig(gpus_per_node=2), "fp32"), threads=1)
     chosen = cases()
-    most = max(case.ranks for case in chosen)
-    cluster = Cluster(1, most, float("inf"), links.link, Link(1e9))
+    target, cluster = this_machine(max(case.ranks for case in chosen))
+    link = cluster.inside
+    print(f"link between two processes: {link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.0f} us")
     print(f"{len(chosen)} pipelines, {options.steps} steps each, on {cores} cores\n")
     names = (SAME, OTHER, FITTED)
     head = f"{'pipeline':46}{'order':>8}{'ranks':>6}{'step':>9}"
@@ -353,7 +318,7 @@ def main() -> None:
     )
     print(f"outside the timeline (agreement, routes, gradient sync, commit): {around:.1%} of a step more")
     if options.json:
-        document = {**machine(), "link": {"bandwidth": links.link.bandwidth, "latency": links.link.latency},
+        document = {**machine(), "link": {"bandwidth": link.bandwidth, "latency": link.latency},
                     "mean_error": mean, "outside_the_timeline": around, "pipelines": results}  # fmt: skip
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 

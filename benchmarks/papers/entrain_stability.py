@@ -45,7 +45,7 @@ def work(sizes: Sizes, llm: str, hardware: Hardware | None = None, tp: int = 1) 
 def language_factor(shared: Path, llm: str) -> float:
     """What to multiply the LLM's operations with so that SynthChartNet asks for the middle of what the paper saw.
 
-    One number for each LLM, from one of its four data sets: the other three are then predictions.
+    One number for each LLM, from one of its four data sets: the other three are calibrated by it.
     """
     encoder, language = work(entrain_sizes(shared)[_FITTED_ON], llm).mean(axis=0)
     table = next(key for key in _SEEN if key[1:] == (_FITTED_ON, llm))
@@ -185,7 +185,7 @@ def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
             passed = (len(paper) == 1, len(ours) == 1)
             same[fitted].append(passed[0] == passed[1])
             overlap[fitted].append(bool({*paper} & {*ours}))
-            basis = "fitted" if fitted else "predicted"
+            basis = "fitted" if fitted else "calibrated"
             rows.append(
                 (
                     table,
@@ -208,8 +208,8 @@ def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
             f"{len(own)} of {len(own)}",
             f"{sum(own)} of {len(own)}",
             "agrees" if sum(own) >= 0.8 * len(own) else "falls short",
-            "fitted" if fitted else "predicted",
-            f"one factor for each LLM is set on {_FITTED_ON}" if fitted else "",
+            "fitted" if fitted else "calibrated",
+            f"one factor for each LLM is set on {_FITTED_ON}",
         )
 
     return PaperTable(
@@ -218,7 +218,7 @@ def allocations(shared: Path, data: dict[str, Sizes]) -> PaperTable:
         "counted operations; the LLM's times one factor for each LLM "
         f"({language_factor(shared, '1b'):.2f} for 1b, {language_factor(shared, '3b'):.2f} for 3b) set on "
         f"{_FITTED_ON}: "
-        "its two tables are fitted, the six others predicted",
+        "its two tables are fitted, the six others calibrated by it",
         ("table", "data", "LLM", "basis", "batch", "paper", "stable", "ours", "stable "),
         tuple(rows),
         tuple(
@@ -268,7 +268,7 @@ def smallest_batches(shared: Path, data: dict[str, Sizes]) -> PaperTable:
     return PaperTable(
         "Thesis Tables 4.2, C.2-C.8, feasible",
         f"smallest stable batch when tensor parallelism is {TENSOR_DEGREE}, so that 9:7 does not exist",
-        "modelled as above; Algorithm 2 as printed with 8 seeds, and the delta method (95 % agreement on "
+        "calibrated as above; Algorithm 2 as printed with 8 seeds, and the delta method (95 % agreement on "
         "the fastest "
         "allocation, allocations within 2 % of it count as the same)",
         (
@@ -288,7 +288,7 @@ def smallest_batches(shared: Path, data: dict[str, Sizes]) -> PaperTable:
                 "16 to 256 over any split",
                 f"{sum(row[5] is not None and row[5] <= row[3] for row in rows)} of {len(rows)} by the delta method",
                 "agrees" if all(row[5] is not None and row[5] <= row[3] for row in rows) else "falls short",
-                "predicted",
+                "calibrated",
                 "Algorithm 2 gives another answer with each seed: "
                 + "; ".join(f"{row[2]} {row[4]}" for row in rows),
             ),

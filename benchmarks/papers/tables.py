@@ -13,10 +13,11 @@ from rich.table import Table
 
 Verdict = Literal["agrees", "beats", "falls short", "cannot be tested here"]
 
-Basis = Literal["predicted", "fitted", "replayed", "measured", "carried over"]
-"""Where our figure is from. predicted: nothing of the paper's results went in. fitted: some constant was set so that
-another figure of the paper comes out. replayed: computed from the paper's own measurements, so that agreeing says only
-that the arithmetic is the same. measured: a clock on this machine. carried over: the paper's figure, as printed."""
+Basis = Literal["predicted", "calibrated", "fitted", "replayed", "measured", "carried over"]
+"""Where our figure is from. predicted: nothing of the paper's results went in. calibrated: some constant is of another
+figure of the paper, or set on it, and that figure is not compared. fitted: constants were set on the very figures that
+are compared. replayed: computed from the paper's own measurements, so that agreeing says only that the arithmetic is
+the same. measured: a clock on this machine. carried over: the paper's figure, as printed."""
 
 UNTESTED: Verdict = "cannot be tested here"
 

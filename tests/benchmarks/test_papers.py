@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -126,18 +127,18 @@ def test_cells_of_the_data_set_that_set_a_factor_are_not_predictions():
     table = entrain_stability.allocations(SHARED, entrain_stability.entrain_sizes(SHARED))
     fitted = [row for row in table.rows if row[3] == "fitted"]
     assert {str(row[1]).split()[0] for row in fitted} == {"SynthChartNet"}
-    by_basis = {basis: sum(row[3] == basis for row in table.rows) for basis in ("fitted", "predicted")}
+    by_basis = {basis: sum(row[3] == basis for row in table.rows) for basis in ("fitted", "calibrated")}
     for one in table.outcomes:
         tables = 2 if one.basis == "fitted" else 6
         assert int(one.paper.split(" of ")[1]) in (tables, by_basis[one.basis])
 
 
 @needs_sizes
-def test_replaying_the_papers_own_throughput_is_not_called_a_prediction():
+def test_what_the_papers_own_throughput_goes_into_is_not_called_a_prediction():
     folder = SHARED / "traces/oobleck"
     known = json.loads((folder / "throughput_by_nodes.json").read_text(encoding="utf-8"))
     table = oobleck_failures.controlled_failures(folder, known)
-    assert [one.basis for one in table.outcomes] == ["replayed", "predicted"]
+    assert [one.basis for one in table.outcomes] == ["replayed", "calibrated"]
     assert max(abs(ratio - 1.0) for ratio in table.column("ratio")) < 0.03
 
 
@@ -153,3 +154,19 @@ def test_every_committed_outcome_has_a_verdict_and_names_its_basis():
             for one in table["outcomes"]:
                 assert one["verdict"] in results_page.VERDICTS, one
                 assert (one["basis"] == "carried over") == (one["verdict"] == results_page.VERDICTS[-1]), one
+
+
+def test_predictions_in_calibrated_tables_are_none_and_the_errors_in_the_text_are_measured():
+    tables = json.loads((results_page.RESULTS / "papers.json").read_text(encoding="utf-8"))["tables"]
+    for table in tables:
+        if table["basis"].startswith("calibrated"):
+            assert not [one for one in table["outcomes"] if one["basis"] == "predicted"], table["name"]
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    errors = json.loads((results_page.RESULTS / "simulator_vs_runtime.json").read_text(encoding="utf-8"))
+    shown = re.findall(r"\| (\d+\.\d) % \|", text)
+    assert shown[:3] == [
+        f"{100 * errors['mean_error'][name]:.1f}" for name in ("same step", "other steps", "fitted")
+    ]
+    planning = json.loads((results_page.RESULTS / "planning.json").read_text(encoding="utf-8"))["rows"]
+    missed = [row["name"] for row in planning if row["bar"] is not None and row["value"] > row["bar"]]
+    assert ("all held" in (ROOT / "docs/planners.md").read_text(encoding="utf-8")) == (not missed), missed

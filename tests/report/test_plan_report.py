@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from example_reports import large_report, small_report
@@ -221,6 +222,13 @@ def test_a_cause_of_idle_time_has_one_colour_on_every_page():
     alone = {cause: cause_tones(report.plan, [cause])[cause] for cause in causes}
     assert cause_tones(report.plan, causes[::-1]) == alone
     assert len(set(alone.values())) == len(causes)
+    # And no page or script has colours of its own: all are classes of the one style.
+    assets = Path(cause_tones.__code__.co_filename).parent / "assets"
+    for asset in assets.iterdir():
+        literals = re.findall(
+            r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|oklch)\(", asset.read_text(encoding="utf-8"), re.I
+        )
+        assert asset.name == "page.css" or not literals, (asset.name, literals)
 
 
 def test_markup_in_what_users_write_is_shown_and_not_read():

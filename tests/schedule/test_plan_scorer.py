@@ -12,7 +12,7 @@ from dilatant.plan import Mode, Plan, PlanError, Replica, Stage, UnitPlan, Workl
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.plan.step_costs import StepCosts
 from dilatant.schedule import validate
-from dilatant.schedule.plan_scorer import best_steps, plan_scorer
+from dilatant.schedule.plan_scorer import TRIED, best_steps, plan_scorer
 from dilatant.schedule.step_assignment import Microbatching, sample_seconds
 from model_cases import cluster, cost_model, model, unit
 
@@ -77,6 +77,25 @@ def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
     assert found.seconds == pytest.approx(work + sync)
     assert found.sync_seconds == pytest.approx(sync)
     assert found.samples_per_second == pytest.approx(4 / (work + sync))
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_the_schedule_is_the_one_whose_step_with_its_sums_is_shortest(seed):
+    # On one stage all families end their last action at once; they differ in what the last backward hides.
+    large = model(
+        unit("vision", 3, ("language",), parameters=10**8), unit("language", 6, parameters=6 * 10**8)
+    )
+    plan = Plan(
+        (chain("vision", 3, [[0], [1]], ("language",)), chain("language", 6, [[0], [1]])),
+    )
+
+    def score(families=None):
+        machine, samples = cluster(1, 2), workload(16, seed)
+        return plan_scorer(large, COSTS, machine, samples, 16, rules=RULES, families=families)(plan, 2)
+
+    alone = [score({name: family}).seconds for name, family in TRIED.items()]
+    assert max(alone) > 1.001 * min(alone), "the case tells nothing"
+    assert score().seconds == pytest.approx(min(alone), rel=1e-12)
 
 
 def test_a_deep_schedule_gives_way_to_memory():

@@ -102,6 +102,32 @@ def test_in_flight_microbatches_on_a_chain_are_those_of_the_family(stages, micro
         assert most_in_flight(zero_bubble_h2(plan, assignment), s, "W") <= 2 * stages - 1
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.lists(st.booleans(), min_size=1, max_size=14), st.integers(1, 2))
+def test_texts_without_an_image_put_no_more_microbatches_in_flight(stages, has_image, replicas):
+    # The generator has no microbatch for them; all the language model's forwards ran first where the last was one.
+    language = tuple(
+        tuple(Stage(s, s + 1, (r * stages + s,)) for s in range(stages)) for r in range(replicas)
+    )
+    plan = Plan(
+        (
+            UnitPlan("language", tuple(map(Replica, language)), ("generator",)),
+            UnitPlan("generator", (Replica((Stage(0, 1, (stages * replicas,)),)),)),
+        )
+    )
+    count = len(has_image)
+    texts = tuple(tuple((r * count + k,) for k in range(count)) for r in range(replicas))
+    images = (tuple(tuple(r * count + k for r in range(replicas) if has_image[k]) for k in range(count)),)
+    assignment = Assignment({"language": texts, "generator": images})
+    for name, ahead in (("1f1b", 1), ("eager", 2)):
+        schedule = FAMILIES[name](plan, assignment)
+        validate(plan, assignment, schedule, all_trainable(plan))
+        for replica in range(replicas):
+            held = [most_in_flight(schedule, replica * stages + s, "B") for s in range(stages)]
+            # The generator's own stage is one more to the end of the path.
+            assert all(most <= ahead * (stages - s) + 1 for s, most in enumerate(held)), (name, held)
+
+
 def test_1f1b_on_a_chain_is_the_textbook_order():
     plan, assignment = chain(3, 5)
     schedule = one_f_one_b(plan, assignment)

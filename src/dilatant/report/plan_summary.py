@@ -19,7 +19,8 @@ _REMEDY = {
     "drain": "more microbatches in a step, or fewer stages, would shorten the draining of the pipeline",
     "imbalance": "work that is spread more evenly, over stages by other cuts or over microbatches by the policies "
     "balanced and searched, would shorten the waits",
-    "communication": "faster links, or cuts that keep neighbours on one machine, would shorten transfers",
+    "communication": "faster links, or stages that are neighbours and replicas of a stage on one machine, would "
+    "shorten transfers",
 }
 
 
@@ -104,15 +105,12 @@ def _data(report: PlanReport) -> list[str]:
     ratio = report.ratio
     if ratio is None or not ratio.shares:
         return []
-    shares = listed(
-        [
-            f"{unit} {percent_text(share)} (±{100 * max(ratio.high[unit] - share, share - ratio.low[unit]):.2g})"
-            for unit, share in ratio.shares.items()
-        ]
-    )
-    return [
-        f"Of a step's work, {shares}: from {ratio.samples:,} samples, with {percent_text(ratio.confidence)} confidence."
-    ]
+    shares = []
+    for unit, share in ratio.shares.items():
+        off = 100 * max(ratio.high[unit] - share, share - ratio.low[unit])
+        shares.append(f"{unit} {percent_text(share)} (± {off:.2g} points)")
+    sure = percent_text(ratio.confidence)
+    return [f"Of a step's work, {listed(shares)}: from {ratio.samples:,} samples, with {sure} confidence."]
 
 
 def _optimality(report: PlanReport) -> list[str]:
@@ -141,6 +139,8 @@ def _rivals(report: PlanReport) -> list[str]:
         return []
     second = others[0]
     slower = second.step_seconds / chosen.step_seconds - 1.0
-    relation = "slower" if slower >= 0.0 else "faster"
     name = f"{second.name}: {second.layout}" if second.layout else second.name
+    if abs(slower) < 0.0005:
+        return [f"The runner-up ({name}) takes as long."]
+    relation = "slower" if slower >= 0.0 else "faster"
     return [f"The runner-up ({name}) is {percent_text(abs(slower))} {relation}. {explain(second, chosen)}"]

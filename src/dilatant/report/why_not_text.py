@@ -31,8 +31,8 @@ def why_not_text(answer: WhyNot, result: SearchResult, cluster: Cluster) -> tupl
         f"{seconds_text(best.score.seconds)} a step, {percent_text(abs(slower))} "
         f"{'more' if slower >= 0 else 'less'} than the plan that was chosen ({seconds_text(result.seconds)}).",
         explain(own, winner),
-        f"Its fullest rank needs {bytes_text(max(best.score.peak_bytes, default=0.0))} of "
-        f"{_capacities(cluster)}.",
+        f"Its fullest rank needs {bytes_text(max(best.score.peak_bytes, default=0.0))} of the "
+        f"{_capacities(cluster)} that plans may use.",
     )
 
 

@@ -12,6 +12,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
+_EXCHANGE_SAMPLES, _EXCHANGE_SLOTS = 2, 3
+"""Of four equally likely changes; the two others move one sample to any slot."""
+
 
 @njit(cache=True, nogil=True)
 def _draw(state, bound):
@@ -170,6 +173,21 @@ def _set_costs(cost, load, fixed, position, a, b):
 
 
 @njit(cache=True, nogil=True)
+def _rehouse(slot_of, filled, count, weight, one, other, a, b):
+    """Sample `one` goes from slot a to b, and `other`, unless it is -1, from b to a."""
+    moved = weight[one]
+    if other >= 0:
+        moved -= weight[other]
+        slot_of[other] = a
+    else:
+        count[a] -= 1
+        count[b] += 1
+    slot_of[one] = b
+    filled[a] -= moved
+    filled[b] += moved
+
+
+@njit(cache=True, nogil=True)
 def _copy(source, target, first, end):
     # A loop: assigning slices costs seconds to compile.
     for i in range(first, end):
@@ -236,11 +254,11 @@ def anneal(
     first_threshold = start_threshold * now
     for step in range(evaluations):
         threshold = first_threshold * (1.0 - step / evaluations)
-        kind = _draw(state, 4) if membership else 3
-        one, other, a, b = -1, -1, 0, 0
-        if kind == 3:
+        draw = _draw(state, 4) if membership else _EXCHANGE_SLOTS
+        one, other = -1, -1  # samples that change slots; -1: none
+        if draw == _EXCHANGE_SLOTS:
             a, b = _draw(state, num_slots), _draw(state, num_slots)
-        elif kind == 2:
+        elif draw == _EXCHANGE_SAMPLES:
             one, other = _draw(state, num_samples), _draw(state, num_samples)
             a, b = slot_of[one], slot_of[other]
         else:
@@ -248,27 +266,19 @@ def anneal(
             a, b = slot_of[one], _draw(state, num_slots)
         if a == b:
             continue
-        gain = 0.0
         for unit in range(num_units):
             column[unit, 0], column[unit, 1] = load[unit, a], load[unit, b]
-        if kind == 3:
+        if one < 0:
             position[a], position[b] = position[b], position[a]
         else:
-            gain = weight[one] - (weight[other] if kind == 2 else 0.0)
-            if filled[b] + gain > capacity or filled[a] - gain > capacity:
+            moved = weight[one] - (weight[other] if other >= 0 else 0.0)
+            if filled[b] + moved > capacity or filled[a] - moved > capacity:
                 continue
-            if kind != 2:
-                count[a] -= 1
-                count[b] += 1
+            _rehouse(slot_of, filled, count, weight, one, other, a, b)
             for unit in range(num_units):
-                delta = seconds[unit, one] - (seconds[unit, other] if kind == 2 else 0.0)
+                delta = seconds[unit, one] - (seconds[unit, other] if other >= 0 else 0.0)
                 load[unit, a] = max(load[unit, a] - delta, 0.0) if count[a] > 0 else 0.0
                 load[unit, b] = max(load[unit, b] + delta, 0.0)
-            filled[a] -= gain
-            filled[b] += gain
-            slot_of[one] = b
-            if kind == 2:
-                slot_of[other] = a
         _set_costs(cost, load, fixed, position, a, b)
         first = min(first_op[position[a]], first_op[position[b]])
         _copy(end, saved, first, num_ops)
@@ -281,19 +291,12 @@ def anneal(
                 _copy(position, best_position, 0, num_slots)
             continue
         _copy(saved, end, first, num_ops)
-        if kind == 3:
+        if one < 0:
             position[a], position[b] = position[b], position[a]
         else:
+            _rehouse(slot_of, filled, count, weight, one, other, b, a)
             for unit in range(num_units):
                 load[unit, a], load[unit, b] = column[unit, 0], column[unit, 1]
-            if kind != 2:
-                count[a] += 1
-                count[b] -= 1
-            filled[a] += gain
-            filled[b] -= gain
-            slot_of[one] = a
-            if kind == 2:
-                slot_of[other] = b
         _set_costs(cost, load, fixed, position, a, b)
     for sample in range(num_samples):
         slot_of[sample] = best_position[best_slot[sample]]

@@ -119,10 +119,10 @@ def _virtual_times(
     arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], forward_first: bool, interleave: bool
 ) -> Times:
     """For every chain, virtual forward and backward times `[stages, pieces]`. One slot of the longest sink is 2."""
-    counts = np.diff(pieces.first)
     fed = {source for source, _ in arrays.feeds}
     sinks = [unit for unit in range(len(arrays.units)) if unit not in fed]
-    longest = max((int(counts[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
+    slots = _slots(pieces)
+    longest = max((int(slots[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
     nudge = 0.25 / (len(arrays.placed) + 1)
     consumers = _Consumers.of(arrays, pieces)
     half = np.ones(arrays.num_chains)
@@ -136,8 +136,8 @@ def _virtual_times(
                     chain, times, half, leads * half + nudge
                 )
             else:
-                half[chain] = longest / max(int(counts[chain]), 1)
-                forward = 2 * half[chain] * np.arange(counts[chain])
+                half[chain] = longest / max(int(slots[chain]), 1)
+                forward = 2 * half[chain] * pieces.microbatch[pieces.first[chain] : pieces.first[chain + 1]]
                 backward = forward + half[chain] + (2 * longest if forward_first else 0)
             groups = _period(arrays, first, end) if interleave else end - first
             if groups < end - first:
@@ -147,6 +147,14 @@ def _virtual_times(
             lead += nudge * np.arange(end - first - 1, -1, -1)
             times[chain] = forward - lead[:, None], backward + lead[:, None]
     return times
+
+
+def _slots(pieces: Pieces) -> NDArray[np.int64]:
+    """By chain, up to which microbatch it has pieces: empty ones before the last keep their slot of the clock."""
+    chain = np.repeat(np.arange(len(pieces.first) - 1), np.diff(pieces.first))
+    slots = np.zeros(len(pieces.first) - 1, dtype=np.int64)
+    np.maximum.at(slots, chain, pieces.microbatch + 1)
+    return slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,10 +189,29 @@ class _Consumers:
         forward, backward = np.full(stop - start, np.inf), np.full(stop - start, -np.inf)
         np.minimum.at(forward, made, ahead - leads[consumer])
         np.maximum.at(backward, made, behind + leads[consumer])
-        unused = np.isinf(forward)
-        forward[unused] = backward[unused] = 0.0
+        slot = float(half[consumer].max()) if len(consumer) else 1.0
+        if np.isinf(forward).any():
+            forward, backward = _between_used(forward, backward, slot)
         forward = np.minimum.accumulate(forward[::-1])[::-1]
-        return float(half[consumer].max()) if len(consumer) else 1.0, forward, backward
+        return slot, forward, backward
+
+
+def _between_used(
+    forward: NDArray[np.float64], backward: NDArray[np.float64], half: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The times of all pieces where those that nothing consumes (texts without an image before a generator) have none:
+    theirs are between their neighbours', and a slot each before the first and after the last."""
+    piece = np.arange(len(forward), dtype=np.float64)
+    used = np.flatnonzero(np.isfinite(forward))
+    if not len(used):
+        slots: NDArray[np.float64] = 2.0 * half * piece
+        return slots, slots + half
+    beyond = 2 * half * (np.minimum(piece - used[0], 0) + np.maximum(piece - used[-1], 0))
+
+    def everywhere(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.interp(piece, used, times[used]) + beyond, dtype=np.float64)
+
+    return everywhere(forward), everywhere(backward)
 
 
 def _period(arrays: PlanArrays, first: int, end: int) -> int:

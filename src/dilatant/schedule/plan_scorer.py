@@ -175,7 +175,7 @@ def best_steps(
     quick = {name: timed(name, replace(how, policy="balanced") if searches else how) for name in families}
     # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
     steps: list[Step] = []
-    by_speed = sorted(families, key=lambda name: sum(one.seconds for one in quick[name]))
+    by_speed = sorted(families, key=lambda name: sum(one.seconds_synced for one in quick[name]))
     for name in (*by_speed, FRUGAL if FRUGAL in families else by_speed[0]):
         steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
         if all((_peaks(step) <= bytes_per_device).all() for step in steps):
