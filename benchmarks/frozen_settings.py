@@ -1,6 +1,6 @@
 """What DistTrain's frozen settings (section 7.4) make of a plan: each unit's share of a step's work, and its devices.
 
-    python benchmarks/frozen_settings.py [--nodes 4] [--out FILE.json] [--markdown]
+    python benchmarks/frozen_settings.py [--nodes 4] [--only SETTING ...] [--out FILE.json] [--markdown]
 
 A model of DistTrain's kind: a vision tower of 0.4 billion parameters (SigLIP SO400M, 384 pixels), a language model of 8
 billion (Llama 3), a generator of 0.9 billion (Stable Diffusion 2.1's UNet at 512 pixels, behind a frozen autoencoder),
@@ -139,11 +139,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--markdown", action="store_true", help="the table of docs/models.md")
+    parser.add_argument("--only", nargs="*", choices=SETTINGS, help="the others' results are read from --out")
     given = parser.parse_args()
     results = {}
+    if given.only is not None:
+        results = json.loads(given.out.read_text())["settings"]
     with tempfile.TemporaryDirectory() as name:
         write_conversations(Path(name), 256)
-        for setting, frozen in SETTINGS.items():
+        for setting in SETTINGS if given.only is None else given.only:
+            frozen = SETTINGS[setting]
             results[setting] = {"freeze": frozen, **planned(config_of(Path(name), frozen, given.nodes))}
     heads = ["DistTrain's setting", "`model.freeze`", "work: vision", "language", "image", "GPUs", "step"]
     if given.markdown:

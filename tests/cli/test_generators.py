@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -303,12 +306,73 @@ def test_latents_that_are_kept_train_as_pixels_do_and_are_made_once(
     code, _, err = dilatant("train", config, *again)
     assert code != 0
     assert "are damaged or gone" in err.splitlines()[-1]
-    code, _, err = dilatant("train", config, *again, "--overwrite")
+    assert "resume the run" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    code, _, err = dilatant("resume", drawing / "again")
     assert code == 0, err
     assert "made the latents of 3 pictures" in err
     for file, first in zip(kept, before, strict=True):
         # An autoencoder's sums of a picture among fewer others.
         np.testing.assert_allclose(load_file(file)["latents"], load(first)["latents"], atol=1e-5)
+
+
+KILLED_AT_THE_THIRD = """
+import os, signal, sys
+from dilatant.cli import app
+from dilatant.data.latents import Latents
+keep, kept = Latents.keep, []
+def counted(self, key, values):
+    if len(kept) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kept.append(key)
+    keep(self, key, values)
+Latents.keep = counted
+app.run()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_latents_are_made_or_used_goes_on_as_if_it_had_not_been(
+    drawing: Path, dilatant: Dilatant
+) -> None:
+    """Killed by SIGKILL after three of six pictures, and again while it trains: the same losses as a run that was not,
+    and no picture is encoded twice."""
+    settings, vae = NETS["pixart"]
+    diffusers.PixArtTransformer2DModel.from_config(settings).save_pretrained(drawing / "p/transformer")
+    diffusers.AutoencoderKL.from_config(vae).save_pretrained(drawing / "p/vae")
+    config = configure(drawing, {"config": None, "id": "p"}, steps=24, save_steps=4)
+    cached = ("--set", "model.generators.image.cache_latents=true", "--set", "parallel=single")
+    whole = (*cached, "--set", "output_dir=whole", "--set", "data.cache_dir=other")
+    assert dilatant("train", config, *whole)[0] == 0
+    wanted = losses(drawing / "whole")
+    run = [str(word) for word in ("train", config, *cached, "--set", "data.cache_dir=cache")]
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT_THE_THIRD, *run], cwd=drawing, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    made = {file: file.stat().st_mtime_ns for file in (drawing / "cache").rglob("*.safetensors")}
+    assert len(made) == 3
+    assert not [*(drawing / "cache").rglob("whole-*")]
+    metrics = drawing / "run" / "metrics.jsonl"
+    with (
+        (drawing / "err").open("wb") as err,
+        subprocess.Popen(
+            [sys.executable, "-m", "dilatant", *run, "--overwrite"], cwd=drawing, stderr=err
+        ) as training,
+    ):
+        while training.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 5):
+            time.sleep(0.01)
+        training.kill()
+    assert training.returncode == -signal.SIGKILL
+    assert "made the latents of 3 pictures" in (drawing / "err").read_text()
+    code, _, said = dilatant("resume", drawing / "run")
+    assert code == 0, said
+    assert "made the latents" not in said
+    files = {file: file.stat().st_mtime_ns for file in (drawing / "cache").rglob("*.safetensors")}
+    assert len(files) == 6
+    assert made.items() <= files.items()
+    for step, expected in zip(losses(drawing / "run"), wanted, strict=True):
+        assert step == pytest.approx(
+            expected, rel=1e-4
+        )  # an autoencoder's sums of a picture among fewer others
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import resource
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from dilatant.data.encoding import TOKENS
 from dilatant.data.errors import SampleError
 from dilatant.data.pool import InlineSource, Request, Waiting
 from dilatant.data.pool_source import join
+from dilatant.data.sample import Sample, Turn
 from dilatant.data.workers import WorkerError
 
 
@@ -154,6 +158,29 @@ def test_more_samples_are_made_while_none_is_taken(pool) -> None:
     while len(source._asked._outcomes) < 50 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(source._asked._outcomes) == 50
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Samples called after the page faults of a few megabytes, taken and given back as a decoder does."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Sample:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [np.ones(12 << 17) for _ in range(3)]  # 12 MiB each; together more than glibc keeps by itself
+        del held
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return Sample(str(faults), (Turn("user", ("q",)), Turn("assistant", ("a",))))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to keep memory")
+def test_a_worker_decodes_in_the_memory_that_the_last_sample_freed(pool) -> None:
+    source = pool(Faults())[1]()
+    source.ask([Request(n, n, frozenset({TOKENS})) for n in range(3)])
+    faults = [int(source.take("train", n).id) for n in range(3)]
+    assert faults[2] < 200, faults  # of 9,216 pages, 1,500 of them where the system gives huge ones
 
 
 def test_a_closed_pool_has_no_workers_and_no_folder(pool) -> None:

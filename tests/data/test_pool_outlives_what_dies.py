@@ -27,7 +27,7 @@ from dilatant.data.pool import InlineSource, Request
 from dilatant.data.pool_source import join
 from dilatant.data.pool_wire import Ask, Hello, framed
 from dilatant.data.sample import Media, Sample, Turn
-from dilatant.data.workers import WorkerError
+from dilatant.data.workers import WithheldError, WorkerError
 
 
 def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None:
@@ -183,7 +183,7 @@ def test_io_errors_are_tried_again_and_then_are_no_fault_of_the_sample(
         assert source.take("train", 100).id == "file:0"
     else:
         with pytest.raises(
-            WorkerError, match=r"sample 0 of 'train' .* cannot be read, 3 times: .*Input/output"
+            WithheldError, match=r"sample 0 of 'train' .* cannot be read, 3 times: .*Input/output"
         ):
             source.take("train", 100)
     assert source.take("train", 101).id == "file:1"

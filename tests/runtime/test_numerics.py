@@ -122,15 +122,21 @@ def _three_steps(worker: Worker, case: Case, zero: Zero, nodes: int) -> dict[str
     owners = {key: box.name for key, box in owned.boxes.items()}
     held = {runtime.boxes[name].key: p.detach().clone() for name, p in runtime.parameters.items()}
     updated = {key: master.detach().clone() for key, master in masters.items()}
-    shared = {p.unit for p in case.plan.stages() if p.stage.tp > 1 and comm.rank in p.stage.ranks}
-    meta = all(
-        p.is_meta or (name in runtime.parameters and not (unit.unit in shared and name in _of_model(unit)))
+    shared = {  # a generator is whole on each of them
+        p.unit
+        for p in case.plan.stages()
+        if p.stage.tp > 1 and comm.rank in p.stage.ranks and p.unit not in case.nets
+    }
+    foreign = [
+        name
         for unit in runtime.model.units.values()
         for name, p in unit.named_logical_parameters()
-    )
+        if not p.is_meta
+        and (name not in runtime.parameters or (unit.unit in shared and name in _of_model(unit)))
+    ]
     runtime.close()
     comm.close()
-    found = {"losses": losses, "gradients": gradients, "norm": norm, "parameters": held, "only own": meta}
+    found = {"losses": losses, "gradients": gradients, "norm": norm, "parameters": held, "foreign": foreign}
     return found | {"owns": owners, "masters": updated}
 
 
@@ -164,7 +170,7 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
             assert loss == pytest.approx(expected_loss, abs=limit)
             assert parts["language"] == pytest.approx(expected_parts["language"], rel=allowed.loss)
         assert result["norm"] == pytest.approx(norm, rel=allowed.relative)
-        assert result["only own"], "a rank gave memory to a layer that it does not hold"
+        assert not result["foreign"], "a rank gave memory to a layer that it does not hold"
         assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
         for key, gradient in result["gradients"].items():
             expected_gradient = _part(gradients, key)
@@ -259,11 +265,12 @@ def test_any_step_that_draws_gives_what_one_process_gives(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(max_examples=80, **COMMON)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tenth", range(8))
+@settings(max_examples=10, **COMMON)
 @given(case=cases(nets=NETS), zero=SHARING, nodes=NODES)
 def test_eighty_steps_that_draw_give_what_one_process_gives(
-    workers: WorkerPool, case: Case, zero: Zero, nodes: int
+    workers: WorkerPool, tenth: int, case: Case, zero: Zero, nodes: int
 ) -> None:
     pytest.importorskip("diffusers")
     check_case(workers, case, zero, nodes)

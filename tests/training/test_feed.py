@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -272,6 +273,27 @@ def test_what_is_decided_ahead_is_bounded_and_closing_ends_the_thread() -> None:
     feed.close()
     assert threading.active_count() == before
     assert not source.open
+
+
+def test_the_first_step_waits_for_three_plans_and_later_ones_are_asked_for_eight_steps_ahead() -> None:
+    source, begun, on_time = _Source(), threading.Event(), []
+
+    def plan(samples: Sequence[EncodedSample], step: int) -> Cut:
+        if step == 3:
+            on_time.append(begun.wait(10))
+        return _plan(samples, step)
+
+    with Feed(_data(), draws(SAMPLER, SAMPLER.start(), 0, 40), source, plan, _needs(2)) as feed:
+        next(feed)
+        begun.set()
+        for _ in range(15):
+            next(feed)
+        assert on_time == [True]
+        # Step 15 is out, 16 lies ready, 17 is put together, and eight more are asked for.
+        limit = time.monotonic() + 10
+        while (furthest := max(one.draw for one in source.asked) // 6) < 25 and time.monotonic() < limit:
+            time.sleep(0.001)
+        assert furthest == 25
 
 
 def _held_out(refused: dict[int, str], source: _Source) -> Inputs:

@@ -57,7 +57,7 @@ class ImageTarget:
             raise MediaError(
                 f"the latents of {media.name!r} in {str(self.latents.folder)!r} are damaged or gone, or the file was "
                 "changed",
-                "start again, which makes them anew",
+                "resume the run, which makes them anew",
                 may_pass=True,
             )
         return {NAME: found}

@@ -16,7 +16,7 @@ from dilatant.data.encode import encode_sample
 from dilatant.data.encoding import Encoding
 from dilatant.data.errors import SampleError
 from dilatant.data.sample import EncodedSample, Sample
-from dilatant.data.workers import WorkerError
+from dilatant.data.workers import WithheldError
 
 T = TypeVar("T")
 
@@ -111,6 +111,8 @@ class InlineSource:
             raise not_asked(dataset, draw)
         try:
             return make(request, self._datasets, self._encoding)
+        except WithheldError:
+            raise
         except UserError as refusal:
             return refusal
 
@@ -142,7 +144,7 @@ def make(
 ) -> EncodedSample:
     """The sample in the parts asked for. read: told of the record, before its media are decoded.
 
-    Raises UserError for a bad sample, and WorkerError for a file that cannot be read, after several tries.
+    Raises UserError for a bad sample, and WithheldError for a file that cannot be read, after several tries.
     """
     name, began = request.name, time.perf_counter()
     for attempt in range(1, IO_TRIES + 1):
@@ -157,9 +159,10 @@ def make(
                 raise
             if isinstance(error, FileNotFoundError) or attempt == IO_TRIES:
                 times = f", {attempt} times" if attempt > 1 else ""
-                why = error.problem if isinstance(error, SampleError) else error
-                raise WorkerError(
-                    f"{name} cannot be read{times}: {why}; see to the disk or file server and resume the run"
-                ) from error
+                why, remedy = str(error), ""
+                if isinstance(error, SampleError):
+                    why, remedy = error.problem, error.remedy
+                remedy = remedy or "see to the disk or file server and resume the run"
+                raise WithheldError(f"{name} cannot be read{times}: {why}; {remedy}") from None
             time.sleep(IO_PAUSE_SECONDS * 10 ** (attempt - 1))
     raise AssertionError

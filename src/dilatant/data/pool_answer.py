@@ -13,7 +13,7 @@ from dilatant.data.errors import SampleError
 from dilatant.data.pool import Dataset, Request, make
 from dilatant.data.pool_wire import Encoded, Failed, Refused, lay_out, opened
 from dilatant.data.sample import EncodedSample, Sample
-from dilatant.data.workers import WorkerError
+from dilatant.data.workers import WithheldError, WorkerError
 
 Outcome = EncodedSample | UserError | WorkerError
 """Of a request, for whoever asked."""
@@ -33,12 +33,12 @@ def answer(
         places, arrays, nbytes = lay_out(sample)
         sizes = {unit: int(tokens) for unit, tokens in sample.sizes.items()}
         return Encoded(ticket, sample.id, sizes, places, nbytes, sample.made_seconds), arrays
+    except WithheldError as error:
+        return Failed(ticket, str(error), is_withheld=True), []
     except SampleError as error:
         return Refused(ticket, error.problem, error.sample, error.remedy), []
     except UserError as error:
         return Refused(ticket, str(error)), []
-    except WorkerError as error:
-        return Failed(ticket, str(error)), []
     except BaseException:
         return Failed(ticket, f"a data worker failed:\n{traceback.format_exc()}"), []
 
@@ -49,7 +49,7 @@ def outcome_of(message: Encoded | Refused | Failed, draw: int, buffer: memoryvie
     if isinstance(message, Encoded):
         return opened(message, draw, buffer)
     if isinstance(message, Failed):
-        return WorkerError(message.problem)
+        return (WithheldError if message.is_withheld else WorkerError)(message.problem)
     if message.sample:
         return SampleError(message.sample, message.problem, message.remedy)
     return UserError(message.problem)

@@ -113,10 +113,11 @@ class Refused(Struct, tag="refused"):
 
 
 class Failed(Struct, tag="failed"):
-    """problem: for people; a stack trace where nobody expected the failure."""
+    """problem: for people; a stack trace where nobody expected the failure. is_withheld: see `WithheldError`."""
 
     ticket: int
     problem: str
+    is_withheld: bool = False
 
 
 ToWorker = Hello | Ask | Forget

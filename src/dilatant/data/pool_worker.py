@@ -22,6 +22,7 @@ from msgspec import MsgspecError
 from dilatant.comm.fork_server import remove_behind_parent
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.data.encoding import Encoding
+from dilatant.data.freed_memory import keep_freed_memory
 from dilatant.data.pool import Dataset, Request
 from dilatant.data.pool_answer import answer
 from dilatant.data.pool_wire import (
@@ -64,6 +65,7 @@ def work(
     for asked in (signal.SIGINT, signal.SIGTERM):  # the owner decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
+    keep_freed_memory()
     warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
     threading.Thread(target=_answer_owner, args=(owner, folder, shared), daemon=True).start()
     _Worker(listener, job, decode_seconds, deaths).serve()

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 
 from dilatant.config.environment import compute_in_one_thread
+from dilatant.data.freed_memory import keep_freed_memory
 from dilatant.data.pool import Request
 from dilatant.data.pool_answer import answer
 from dilatant.data.pool_wire import Encoded, framed, packed
@@ -19,6 +20,7 @@ class Producer:
 
     def __init__(self, job: bytes) -> None:
         compute_in_one_thread()
+        keep_freed_memory()
         warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
         self._datasets, self._encoding = pickle.loads(job)
 

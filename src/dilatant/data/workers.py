@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 from dilatant.comm import fork_server
 from dilatant.config.environment import compute_in_one_thread
 from dilatant.config.errors import UserError
+from dilatant.data.freed_memory import keep_freed_memory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,6 +44,11 @@ MOST_WORKERS_PER_RANK = 8
 
 class WorkerError(RuntimeError):
     """A worker process died, or failed in a way that is no mistake in the data."""
+
+
+class WithheldError(WorkerError, UserError):
+    """A file that a disk or a file server does not give, or what was kept of it: the user's to mend, so no trace of
+    calls is shown; but no fault of the sample, which must not be left out for it."""
 
 
 def warm_up() -> None:
@@ -217,6 +223,7 @@ def _work(connection: Connection, payload: bytes, shared: str | None) -> None:
     for asked in (signal.SIGINT, signal.SIGTERM):  # the caller decides what they mean, and ends us
         signal.signal(asked, signal.SIG_IGN)
     compute_in_one_thread()
+    keep_freed_memory()
     warnings.simplefilter("ignore")  # a library's, of a file, name neither the sample nor what to do
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

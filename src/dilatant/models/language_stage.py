@@ -420,7 +420,7 @@ class LanguageStage(Stage):
             if query_of is None:
                 ids = input_ids.flatten().cpu().numpy()
                 query_of = number_queries(ids, self.outputs, self.queries.counts)
-            embeddings = self.queries.put(embeddings, query_of)
+            embeddings = self.queries.put(embeddings, query_of, self.context.ranks is not None)
         width = embeddings.shape[-1]
         deep = isinstance(self.carried, DeepStack)
         first = {name: each[:, :width] for name, each in rows.items()} if deep else rows

@@ -31,12 +31,17 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     """
     model = cast(PreTrainedModel, unit.model)  # or a module of the user's, of which nothing is asked below
     held = set(unit.layers[first:end])
-    layer_of = {weight.name: weight.layer for weight in unit.weights}
-    # A tied weight is drawn where it has its name.
-    held |= {layer_of[weight.tied_to] for weight in unit.weights if weight.tied_to and weight.layer in held}
+    named = {weight.name: weight for weight in unit.weights}
+    # A tied weight is drawn where it has its name, and nothing else of that layer.
+    tied = [named[weight.tied_to] for weight in unit.weights if weight.tied_to and weight.layer in held]
+    tied_paths = tuple(f"{weight.part}.{weight.key}" for weight in tied)
     pieces = [(layer, path, unit.get_submodule(path)) for layer, path in unit.pieces()]
     inside = {id(module) for _, _, piece in pieces for module in piece.modules()}
-    fresh = [(layer, path, piece) for layer, path, piece in pieces if layer in held and _is_meta(piece)]
+    fresh = [
+        (layer, path, piece)
+        for layer, path, piece in pieces
+        if _is_meta(piece) and (layer in held or any(place.startswith(f"{path}.") for place in tied_paths))
+    ]
     own = _of_own_making(unit, held, pieces)
     if own:  # it draws all that is in it, and what is computed once
         fresh = [entry for entry in fresh if entry[1].partition(".")[0] != "model"]
@@ -59,8 +64,8 @@ def materialize(unit: Unit, first: int, end: int, seed: int | None, given: Colle
     else:
         shared = []
     held_here = dict(model.named_parameters(remove_duplicate=False))
-    named = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
-    skipped = {id(held_here[key]): held_here[key] for key in named}.values()  # a tied weight once
+    skipping = [w.key for w in unit.weights if w.part == "model" and w.name in given and w.key in held_here]
+    skipped = {id(held_here[key]): held_here[key] for key in skipping}.values()  # a tied weight once
     with kept(skipped):
         drawn = here  # a tied weight may have come with another layer, in an earlier call
         for layer, path, piece in fresh:

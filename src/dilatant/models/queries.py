@@ -35,11 +35,12 @@ class Queries(nn.Module):
         """The queries of all units, one after another: [queries, width]."""
         return torch.cat([self.get_parameter(name) for name in self.counts])
 
-    def put(self, embeddings: Tensor, query_of: Tensor) -> Tensor:
+    def put(self, embeddings: Tensor, query_of: Tensor, shares_row: bool = False) -> Tensor:
         """`embeddings` [batch, tokens, width] with queries at their places. query_of: see `number_queries`, of the
-        flattened batch, on the host."""
+        flattened batch, on the host. shares_row: other ranks have other tokens of the same row. They meet in its
+        backward, so all of them must have one, also who has no place here."""
         at = torch.nonzero(query_of >= 0).squeeze(-1)
-        if not len(at):
+        if not len(at) and not shares_row:
             return embeddings
         device = embeddings.device
         rows = self.table()[query_of[at].to(device, non_blocking=True)].to(embeddings.dtype)
