@@ -44,7 +44,7 @@ from dilatant.training.inputs import Inputs, Steps
 from dilatant.training.latents import with_latents
 from dilatant.training.layout import TrainingPlan
 from dilatant.training.learning_rate import rate_factor
-from dilatant.training.master_weights import MOMENTS
+from dilatant.training.master_weights import MOMENTS, WithMasters
 from dilatant.training.model_flops import model_flops, peak_flops
 from dilatant.training.nonfinite import explain_nonfinite, is_finite
 from dilatant.training.optimizer import (
