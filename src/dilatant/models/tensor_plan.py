@@ -47,6 +47,7 @@ _DROPOUTS_OF_BLOCKS = ("activation_dropout",)
 _QUERY, _KEY_VALUE = ("q_proj", "query", "q"), ("k_proj", "v_proj", "key", "value", "k", "v")
 _QKV = ("qkv_proj", "qkv")
 _HALVES = ("gate_up_proj", "weights_in")
+_INTERLEAVED = "query_key_value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +263,8 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
         name = path.rpartition(".")[2]
         if rule not in (*_COLUMNS, *_ROWS, PARTIAL):
             yield f"layers such as {path!r} ({rule}) cannot be shared yet"
+        elif name == _INTERLEAVED:
+            yield f"{path!r} holds queries, keys and values of one head after another"
         elif rule == _GATHERED and name not in (*_QKV, *_HALVES):
             yield f"{path!r} is normalised over all heads"
         elif rule in (*_COLUMNS, *_ROWS) and not isinstance(plain_linear(block, path), nn.Linear):
