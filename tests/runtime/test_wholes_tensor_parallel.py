@@ -12,6 +12,7 @@ from dilatant.comm.comm import Comm
 from dilatant.config.model import LoraConfig
 from dilatant.models.families import FAMILIES
 from dilatant.models.lora import is_adapter
+from dilatant.models.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.holders import part
 from dilatant.runtime.runtime import Runtime
@@ -32,13 +33,15 @@ SQUARE: Layout = (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 2, 2))
 
 
 def plan_of(units: Any, towers: Layout, language: Layout) -> Plan:
-    """Each unit cut in the middle."""
+    """Each unit cut in the middle; one that ranks cannot share is on one of them."""
     plans = []
     for name, unit in units.items():
         layout = language if name == "language" else towers
         count = len(unit.layers)
         if unit.structure is None or count < 2 * len(layout):
             layout = layout[:1]
+        if degree_problems(unit, tensor_plan(unit), 2):  # Gemma 4's tower of sounds
+            layout = ((layout[0][0][:1], 1, 1),)
         cuts = [count * number // len(layout) for number in range(len(layout) + 1)]
         stages = tuple(
             Stage(first, end, ranks, tp=tp, cp=cp)

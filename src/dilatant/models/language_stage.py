@@ -223,8 +223,8 @@ class LanguageStage(Stage):
             logits = [row.unpadded(each) for each in router_logits]
             add_up = None if row.share is None else row.share.sum
             chosen = self.model.config.num_experts_per_tok
-            total = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
-            losses[self.routers] = total / data.counts[self.routers]
+            of_routers = router_loss(logits, row.sample_of, row.lengths, chosen, add_up)
+            losses[self.routers] = of_routers / data.counts[self.routers]
         if isinstance(output, Tensor):
             hidden = row.unpadded(output[0])
             if crossing is not None and looked_at is not None and crossing.passes(self._end_block):

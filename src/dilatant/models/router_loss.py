@@ -40,8 +40,7 @@ def router_loss(
     experts_a_token: int,
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Of a packed row, summed over its tokens and the routers: a scalar, fp32; with even use each adds
-    `experts_a_token`.
+    """Of a packed row, summed over its tokens: [routers], fp32; with even use each is `experts_a_token`.
 
     logits: of each router, [tokens, experts]. sample_of: int64 [tokens], the sample of each. lengths: tokens of each
     sample. add_up: where these are some of a row's tokens, the sum over all who have some; this is their share then.
@@ -49,12 +48,12 @@ def router_loss(
     device = logits[0].device
     sample_of = sample_of.to(device)
     sizes = torch.tensor(lengths, device=device)
-    total = torch.zeros((), device=device)
+    losses = []
     for each in logits:
         shares = each.float().softmax(dim=-1)
         chosen = torch.zeros_like(shares).scatter_(1, shares.topk(experts_a_token, dim=-1).indices, 1.0)
         by_sample = shares.new_zeros(len(lengths), shares.shape[1])
         use = by_sample.index_add(0, sample_of, chosen)
         use = (use if add_up is None else add_up(use)) / sizes[:, None]
-        total = total + shares.shape[1] * (use * by_sample.index_add(0, sample_of, shares)).sum()
-    return total
+        losses.append(shares.shape[1] * (use * by_sample.index_add(0, sample_of, shares)).sum())
+    return torch.stack(losses)

@@ -90,9 +90,10 @@ class StageOutput:
     """What a stage makes of samples.
 
     rows: [rows, width] of the samples in order, for every consumer alike or by consumer (the stage's own unit for the
-    next stage); None where there are none. losses: name → scalar, these samples' sum over the count of the global
-    batch. predicted: of the samples' targets, instead of a loss. sample_losses: name → [samples], what each adds to
-    that sum before it is divided, where that is known; they cannot be differentiated.
+    next stage); None where there are none. losses: name → these samples' sum over the count of the global batch, a
+    scalar, or parts of it of which each stage has some, [routers]. predicted: of the samples' targets, instead of a
+    loss. sample_losses: name → [samples], what each adds to that sum before it is divided, where that is known; they
+    cannot be differentiated.
     """
 
     rows: Tensor | Mapping[str, Tensor] | None = None

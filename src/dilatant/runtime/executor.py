@@ -232,7 +232,7 @@ class Executor:
             if loss.requires_grad:
                 outputs.append(loss)
                 weight = stage.loss_weights[name]
-                gradients.append(None if weight == 1.0 else torch.full_like(loss, weight))
+                gradients.append(None if weight == 1.0 and not loss.dim() else torch.full_like(loss, weight))
         self._recorder.computing()
         splits = action.kind == ActionKind.I
         if outputs:

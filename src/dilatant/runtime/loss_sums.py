@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -19,14 +20,16 @@ def sum_losses(
 ) -> tuple[dict[str, float], list[str]]:
     """Loss → the sum of what was computed of it here, and of what was before; and the ids of samples whose are not
     finite. exact: each is rounded, so that their sum does not depend on their order."""
-    scalars = [outcome.value.float() for outcome in outcomes if isinstance(outcome.value, Tensor)]
-    values = torch.stack(scalars).tolist() if outcomes else []
+    parts = [outcome.value.float().reshape(-1) for outcome in outcomes if isinstance(outcome.value, Tensor)]
+    values = iter(torch.cat(parts).tolist() if parts else ())
     sums: dict[str, float] = {}
     nonfinite: list[str] = []
-    for value, outcome in zip(values, outcomes, strict=True):
+    for part, outcome in zip(parts, outcomes, strict=True):
+        made = itertools.islice(values, len(part))
+        value = sum(map(rounded_loss, made) if exact else made)
         if not math.isfinite(value):
             nonfinite += [data.samples[sample].id for sample in outcome.samples]
-        sums[outcome.name] = sums.get(outcome.name, 0.0) + (rounded_loss(value) if exact else value)
+        sums[outcome.name] = sums.get(outcome.name, 0.0) + value
     for share in salvaged:
         for name, value in share.values.items():
             sums[name] = sums.get(name, 0.0) + (rounded_loss(value) if exact else value)

@@ -11,8 +11,8 @@ from dilatant.models.stage import Predictions
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward made for the step's result: of the loss of this name these samples' share (a scalar on the
-    device), or what a unit of this name predicts for them. by_sample: what each adds to the loss before it is divided,
+    """What a forward made for the step's result: of the loss of this name these samples' share (as of `StageOutput`),
+    or what a unit of this name predicts for them. by_sample: what each adds to the loss before it is divided,
     [samples], where that is known."""
 
     name: str

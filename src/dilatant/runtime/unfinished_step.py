@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dilatant.models.unit import Unit
 from dilatant.plan.plan import PlacedStage
+from dilatant.runtime.exact_sums import rounded_loss
 from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.salvage import Finished, Layer, LayerShare, LayerWeights, LossShare, Salvage, Salvaged
 
@@ -201,7 +202,8 @@ class UnfinishedStep:
             by_source = [0.0] * self._num_sources
             for outcome in outcomes:
                 assert isinstance(outcome.value, Tensor)
-                values[outcome.name] = values.get(outcome.name, 0.0) + float(outcome.value)
+                made = sum(map(rounded_loss, outcome.value.reshape(-1).tolist()))
+                values[outcome.name] = values.get(outcome.name, 0.0) + made
                 if outcome.name == self._anchor and outcome.by_sample is not None and self._num_sources > 1:
                     for sample, loss in zip(outcome.samples, outcome.by_sample.tolist(), strict=True):
                         by_source[sources[sample]] += loss
