@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_leaves_no_process_behind(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_node_that_is_started_again_joins_and_holds_layers(tmp_path: Path) -> None:
-    steps = 120
+    steps = 200
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=changes(f"train.steps={steps}"))
     project = make_project(tmp_path / "joined", CHAIN)
     arguments = changes("resilience.restarts=2", "parallel.units.language.replicas=2", f"train.steps={steps}")
