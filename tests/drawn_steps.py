@@ -56,7 +56,9 @@ def cases(
         (
             GENERATORS[index],
             width := NET_WIDTH if nets else draw(st.sampled_from([6, HIDDEN])),
-            draw(st.sampled_from(["linear", "mlp", "identity"] if width == HIDDEN else ["linear", "mlp"])),
+            draw(
+                st.sampled_from(["linear", "mlp", "transformer", *(["identity"] if width == HIDDEN else [])])
+            ),
             draw(st.sampled_from([1.0, 0.25, 3.0])),
         )
         for index in range(draw(st.sampled_from([1, 2] if nets else [0, 1, 1, 2])))

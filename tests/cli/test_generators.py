@@ -79,7 +79,8 @@ def test_layouts_and_resumes_draw_the_same_noise(drawing: Path, dilatant: Dilata
 def test_an_export_draws_what_was_trained_and_diffusers_alone_reads_it(
     drawing: Path, dilatant: Dilatant
 ) -> None:
-    config = configure(drawing, steps=120, optimizer={"learning_rate": 0.02})
+    joined = {"connector": "transformer", "connector_layers": 1}
+    config = configure(drawing, joined, steps=120, optimizer={"learning_rate": 0.02})
     assert dilatant("train", config, "--set", "parallel=single", "--set", "train.save_steps=null")[0] == 0
     export = drawing / "run" / "export"
     net = diffusers.SD3Transformer2DModel.from_pretrained(export / "image")
@@ -380,7 +381,8 @@ def test_features_of_a_frozen_encoder_are_learned_in_any_layout_and_given_out(
     drawing: Path, dilatant: Dilatant
 ) -> None:
     """What the net is shown are the encoder's own patches; without a decoder no picture is made."""
-    config = configure(drawing, {"config": OF_FEATURES, "target": {"encoder": CLIP}}, steps=2)
+    asked = {"config": OF_FEATURES, "target": {"encoder": CLIP}, "connector": "transformer"}
+    config = configure(drawing, asked, steps=2)
     code, _, err = dilatant("train", config, "--set", "parallel=single")
     assert code == 0, err
     apart = ("--set", "parallel={units: {language: {pp: 2}, image: {pp: 2}}, microbatches: 2}")

@@ -104,7 +104,8 @@ def losses_of_batch(
             if not sample.media.get(name):
                 continue
             places = (ids == place).nonzero()[:, 0].tolist()
-            rows = torch.stack([connector(heard[0][0, at]) for at in places]).unflatten(0, (-1, count))
+            items = torch.stack([heard[0][0, at] for at in places]).unflatten(0, (-1, count))
+            rows = torch.stack([connector(item) for item in items])
             wanted = {key: torch.as_tensor(array) for key, array in sample.media[name].items()}
             losses[name] = losses[name] + module(rows, **wanted).float().sum() / items[name]
     return losses

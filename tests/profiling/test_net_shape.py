@@ -15,7 +15,7 @@ from dilatant.cost.hardware import load_hardware
 from dilatant.models.generator import Generator, GeneratorUnit
 from dilatant.models.net_source import read_source
 from dilatant.models.picture_nets import build_diffusion, look_at
-from dilatant.profiling.net_shape import net_shape
+from dilatant.profiling.net_shape import connector_shape, net_shape
 from tiny_nets import NETS
 
 pytest.importorskip("diffusers", reason="nothing draws without diffusers")
@@ -69,6 +69,17 @@ def test_work_is_that_of_the_picture(family: str) -> None:
     # Twice as many rows tell of the same picture; four times as many numbers are four times the picture.
     assert 2 * shapes[4, 4].matmul < 1.6 * 2 * shapes[4, 2].matmul
     assert shapes[8, 2].matmul > 2.5 * shapes[4, 2].matmul
+
+
+def test_a_connector_whose_rows_see_each_other_costs_what_it_computes() -> None:
+    generator = Generator(nn.Linear(16, 1), 1, 16, "transformer", 4, connector_layers=3)
+    unit = GeneratorUnit("image", generator, "language", 8)
+    shape = connector_shape(unit)
+    assert shape.parameters == sum(p.numel() for p in unit.connector.parameters())
+    unit.connector.to_empty(device="cpu")
+    products = products_of_a_picture(unit.connector, partial(unit.connector, torch.randn(4, 8)))
+    attention = 3 * 2 * 4 * 4 * 8  # of each block: every row with every row, for scores and for values
+    assert 4 * shape.matmul == products + attention
 
 
 def test_an_autoencoder_costs_the_forward_alone() -> None:

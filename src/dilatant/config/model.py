@@ -96,8 +96,11 @@ class GeneratorConfig(Section):
     SanaTransformer2DModel, UNet2DConditionModel); the net starts from random weights."""
     kind: Literal["image"] = "image"
     """What it draws: images in an assistant's turns are its targets."""
-    connector: Literal["linear", "mlp", "identity"] = "mlp"
-    """What maps the language model's hidden states to the net's condition."""
+    connector: Literal["linear", "mlp", "identity", "transformer"] = "mlp"
+    """What maps the language model's hidden states to the net's condition. In a transformer, the rows of a picture see
+    each other."""
+    connector_layers: int = Field(2, ge=1)
+    """Blocks of a transformer as connector."""
     tokens_per_item: int = Field(4, ge=1)
     """Tokens in the text by which the language model says what a picture is to show."""
     token: str | None = None

@@ -143,6 +143,7 @@ def _generators(
             drawn.connector,
             drawn.tokens_per_item,
             drawn.loss_weight,
+            drawn.connector_layers,
         )
     return generators
 

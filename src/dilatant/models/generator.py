@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.data.sample import EncodedSample
+from dilatant.models.connector import TransformerConnector, build_connector
 from dilatant.models.diffusion import Diffusion
 from dilatant.models.net_cuts import BLOCKS, Cut, net_width
 from dilatant.models.net_slice import NetSlice, rows_between
-from dilatant.models.projector import build_projector
 from dilatant.models.random_draws import Spread
 from dilatant.models.stage import Boundary, Loss, Stage, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.unit import Unit
@@ -34,8 +34,9 @@ class Generator:
     token of the text at whose places the language model's last hidden states are taken, `tokens_per_item` of them for
     an item; None: learned queries stand there, a weight of the language model's embedding layer, and the id is one
     beyond the vocabulary. connector: "linear", "mlp",
-    "identity" or a module from the language model's width to `width`. The loss is the sum over all items of the global
-    batch over their number, and counts `loss_weight` times.
+    "identity", "transformer" of `connector_layers` blocks in which the rows of an item see each other, or a module from
+    the language model's width to `width`. The loss is the sum over all items of the global batch over their number, and
+    counts `loss_weight` times.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Generator:
     connector: str | nn.Module = "linear"
     tokens_per_item: int = 1
     loss_weight: float = 1.0
+    connector_layers: int = 2
 
 
 class GeneratorStage(Stage):
@@ -172,8 +174,13 @@ class GeneratorUnit(Unit, GeneratorStage):
         connector = generator.connector
         if isinstance(connector, str):
             with torch.device("meta"):
-                connector = build_projector(
-                    connector, width_in, generator.width, f"generator {name!r}: connector"
+                connector = build_connector(
+                    connector,
+                    width_in,
+                    generator.width,
+                    generator.tokens_per_item,
+                    generator.connector_layers,
+                    f"generator {name!r}: connector",
                 )
         assert generator.token_id is not None
         cut: Cut | None = getattr(generator.model, "cut", None)
@@ -205,7 +212,9 @@ class GeneratorUnit(Unit, GeneratorStage):
 
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         if not layer:
-            return torch.randn(tokens, self.width_in, device=device), {}
+            whole = max(1, tokens // self.tokens_per_item) * self.tokens_per_item
+            rows = whole if self.rows_see_each_other else tokens
+            return torch.randn(rows, self.width_in, device=device), {}
         if not isinstance(self.model, Diffusion):
             raise UserError(
                 f"{self.unit}: its module cannot be measured alone, for its targets are not known"
@@ -216,6 +225,11 @@ class GeneratorUnit(Unit, GeneratorStage):
             return torch.randn(items * self.rows_between, boundary.width, device=device), {}
         rows = torch.randn(items * self.tokens_per_item, self.width, device=device)
         return rows, self.model.example(items, device)
+
+    @property
+    def rows_see_each_other(self) -> bool:
+        """Whether its connector takes the rows of whole items."""
+        return isinstance(self.connector, TransformerConnector)
 
     def part_name(self, part: str) -> str:
         return f"{self.unit}.connector" if part == "connector" else f"{self.unit}.generator"

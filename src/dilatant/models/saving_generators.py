@@ -56,6 +56,7 @@ def save_generators(
         asked = language.queries is not None and name in language.queries.counts
         entries[name] = {
             "connector": given.connector if isinstance(given.connector, str) else None,
+            "connector_layers": given.connector_layers,
             "tokens_per_item": given.tokens_per_item,
             "token_id": None if asked else given.token_id,
             "loss_weight": given.loss_weight,
@@ -89,6 +90,7 @@ def load_generators(
             connector,
             entry["tokens_per_item"],
             entry["loss_weight"],
+            entry.get("connector_layers", 2),
         )
     return generators
 

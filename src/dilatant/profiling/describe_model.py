@@ -56,11 +56,10 @@ class LayerType:
         connector, whose tokens are rows of the language model."""
         if self.geometry is not None:
             return self.geometry.encoder_tokens
-        return (
-            self.unit.tokens_per_item
-            if isinstance(self.unit, GeneratorUnit) and self.role == GENERATOR
-            else None
-        )
+        if not isinstance(self.unit, GeneratorUnit):
+            return None
+        sees_items = self.role == GENERATOR or (self.role == CONNECTOR and self.unit.rows_see_each_other)
+        return self.unit.tokens_per_item if sees_items else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +209,9 @@ def _stem(unit: Unit, role: str, variant: str, geometry: EncoderGeometry | None)
     if role in (PROJECTOR, CONNECTOR):
         words = [role, type(getattr(unit, role)).__name__, str(unit.width)]
     tokens = "" if geometry is None else f" @{geometry.encoder_tokens}"
+    if role == CONNECTOR and isinstance(unit, GeneratorUnit) and unit.rows_see_each_other:
+        parameters = sum(parameter.numel() for parameter in unit.connector.parameters())
+        tokens = f" of {parameters} by {unit.tokens_per_item}"
     if role == GENERATOR and isinstance(unit, GeneratorUnit) and isinstance(unit.model, Diffusion):
         size = "x".join(map(str, unit.model.shape))
         tokens = f" @{size} by {unit.tokens_per_item}"

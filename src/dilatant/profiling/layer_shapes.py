@@ -25,7 +25,7 @@ from dilatant.profiling.describe_model import (
     LayerType,
     ModelDescription,
 )
-from dilatant.profiling.net_shape import net_shape
+from dilatant.profiling.net_shape import connector_shape, net_shape
 
 _WITHOUT_PAIRS = ("linear", "mamba", "recurrent", "conv", "ssm")
 """Words in a family's layer types for mixers whose work does not grow with the square of the tokens."""
@@ -86,6 +86,8 @@ def _shape(entry: LayerType) -> LayerShape:
     if entry.role == GENERATOR and isinstance(entry.unit.model, Diffusion):
         assert isinstance(entry.unit, GeneratorUnit)
         return net_shape(entry.unit, entry.index)
+    if entry.role == CONNECTOR and isinstance(entry.unit, GeneratorUnit) and entry.unit.rows_see_each_other:
+        return connector_shape(entry.unit)
     if entry.role in (ENCODER, CONNECTOR, GENERATOR):
         return replace(linear_shape(max(products // width, 1), width), parameters=parameters)
     heads, key_value_heads, size = _heads(entry)

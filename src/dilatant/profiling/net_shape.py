@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,24 @@ def net_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
         pixels = torch.randn(1, *model.pixels, device="meta")
         with torch.no_grad():
             encoded, _, _ = _counted(lambda: model.encode(pixels), model)
+    given_on = 0 if layer == last else hollow.rows_between * hollow.boundary(layer + 1, unit.unit).width
+    shape = _shape_of_item(unit, layer, products, kept, calls)
+    return replace(shape, output_width=given_on // items, forward_only=encoded // items)
+
+
+def connector_shape(unit: GeneratorUnit) -> LayerShape:
+    """The shape of a connector in which the rows of an item see each other, per row."""
+    connector = _hollow(unit).connector
+    rows = torch.randn(unit.tokens_per_item, unit.width_in, device="meta", requires_grad=True)
+    counted = _counted(lambda: connector(rows), connector)
+    return replace(_shape_of_item(unit, 0, *counted), output_width=unit.width)
+
+
+def _shape_of_item(unit: GeneratorUnit, layer: int, products: int, kept: int, calls: int) -> LayerShape:
+    """Per row of the language model, of what is counted for one item."""
     own = [weight for weight in unit.weights if weight.layer == unit.layers[layer]]
     sizes = {name: parameter.numel() for name, parameter in unit.named_logical_parameters()}
-    given_on = 0 if layer == last else hollow.rows_between * hollow.boundary(layer + 1, unit.unit).width
+    items = unit.tokens_per_item
     return LayerShape(
         matmul=products // items,
         leading=0,
@@ -55,9 +71,8 @@ def net_shape(unit: GeneratorUnit, layer: int) -> LayerShape:
         kept=kept / items,
         weight_kept=kept / items,
         traffic=2 * kept / items,
-        output_width=given_on // items,
+        output_width=0,
         launches=calls,
-        forward_only=encoded // items,
     )
 
 
