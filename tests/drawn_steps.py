@@ -143,7 +143,7 @@ def _draw_frozen(
     for name, _, connector, _ in generators:
         parts = [f"{name}.generator.inner"]
         if name in nets:
-            is_cut = nets[name][0] != "unet"
+            is_cut = nets[name][0] not in ("unet", "flux")
             parts = [f"{name}.embedding", f"{name}.layers.0"] if is_cut else [f"{name}.generator.net"]
         patterns += [name, f"{name}.generator", *parts]
         patterns += [f"{name}.connector"] if connector != "identity" else []

@@ -14,7 +14,7 @@ from dilatant.models.row_attention import place_rows, use_row_attention
 from dilatant.models.sources import parse_config
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.schedule import Assignment, Schedule
-from tiny_nets import NETS
+from tiny_nets import NETS, SIZES
 
 VOCABULARY = 30
 HIDDEN = 16
@@ -88,7 +88,7 @@ PLACES = 2
 """Tokens of the text that a generator takes for one item."""
 NET_WIDTH = 12
 """Of the condition of every net that draws pictures."""
-PIXELS = {"sd3": (1, 4, 4), "pixart": (3, 8, 8), "sana": (3, 8, 8), "unet": (3, 8, 8)}
+PIXELS = {"sd3": (1, 4, 4), "pixart": (3, 8, 8), "sana": (3, 8, 8), "unet": (3, 8, 8), "flux": (3, 8, 8)}
 TARGETS = 3
 """Numbers that it is to say about an item."""
 
@@ -253,7 +253,8 @@ def _net(case: Case, generator: str) -> torch.nn.Module:
 
     family, objective, _ = case.nets[generator]
     settings, vae = NETS[family]
-    seen = look_at(read_source(family, None, settings, vae), family)
+    size = SIZES.get(settings["_class_name"])
+    seen = look_at(read_source(family, None, settings, vae, None, size), family)
     return build_diffusion(seen, family, cast(Any, objective), 0.3, hollow=True)
 
 

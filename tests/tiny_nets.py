@@ -25,6 +25,11 @@ UNET: dict[str, Any] = {
     "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "block_out_channels": [4, 8], "layers_per_block": 1,
     "cross_attention_dim": 12, "attention_head_dim": 2, "norm_num_groups": 2,
 }  # fmt: skip
+FLUX: dict[str, Any] = {
+    "_class_name": "FluxTransformer2DModel", "in_channels": 16, "num_layers": 1, "num_single_layers": 1,
+    "attention_head_dim": 8, "num_attention_heads": 1, "joint_attention_dim": 12, "pooled_projection_dim": 6,
+    "axes_dims_rope": [2, 4, 2], "guidance_embeds": True,
+}  # fmt: skip
 KL: dict[str, Any] = {
     "_class_name": "AutoencoderKL", "in_channels": 3, "out_channels": 3, "latent_channels": 4,
     "block_out_channels": [4, 4], "down_block_types": ["DownEncoderBlock2D"] * 2,
@@ -36,5 +41,13 @@ CLIP: dict[str, Any] = {
 }  # fmt: skip
 OF_FEATURES: dict[str, Any] = {**SD3, "in_channels": 8, "out_channels": 8, "patch_size": 1}
 """A net that draws this vision model's features."""
-NETS = {"sd3": (SD3, None), "pixart": (PIXART, KL), "sana": (SANA, KL), "unet": (UNET, KL)}
+NETS = {
+    "sd3": (SD3, None),
+    "pixart": (PIXART, KL),
+    "sana": (SANA, KL),
+    "unet": (UNET, KL),
+    "flux": (FLUX, KL),
+}
 """Family → settings of a net and of its autoencoder."""
+SIZES = {"FluxTransformer2DModel": 4}
+"""Class of a net whose settings have no size → that of its pictures."""

@@ -22,7 +22,7 @@ from transformers import CLIPVisionModel
 from dilatant.models.sampling import Drawing
 from dilatant.training.drawing import draw_items
 from dilatant.training.export import load_exported
-from tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3
+from tiny_nets import CLIP, KL, NETS, OF_FEATURES, SD3, SIZES
 from tiny_wholes import save_as_the_hub_does
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
@@ -142,7 +142,7 @@ def judged_by_a_function_of_ones_own(folder: Path, export: Path, dilatant: Dilat
 
 
 @pytest.mark.parametrize(
-    "family", ["pixart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana", "unet"))]
+    "family", ["pixart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana", "unet", "flux"))]
 )
 def test_pretrained_nets_and_their_autoencoders_begin_as_they_are(
     family: str, drawing: Path, dilatant: Dilatant
@@ -155,7 +155,8 @@ def test_pretrained_nets_and_their_autoencoders_begin_as_they_are(
     net.save_pretrained(pipeline / ("unet" if family == "unet" else "transformer"))
     autoencoder.save_pretrained(pipeline / "vae")
     diffusers.DDPMScheduler(prediction_type="v_prediction").save_pretrained(pipeline / "scheduler")
-    config = configure(drawing, {"config": None, "id": "pipeline"}, steps=2)
+    size = SIZES.get(settings["_class_name"])
+    config = configure(drawing, {"config": None, "id": "pipeline", "sample_size": size}, steps=2)
     frozen = ("--set", "model.freeze=[image.generator]")
     code, _, err = dilatant("train", config, "--set", "parallel=single", *frozen)
     assert code == 0, err

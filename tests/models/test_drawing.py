@@ -19,7 +19,7 @@ from dilatant.models.materialize import materialize
 from dilatant.models.net_source import read_source, scheduler_settings
 from dilatant.models.picture_nets import build_diffusion, look_at
 from dilatant.models.sampling import Drawing, draw
-from tiny_nets import CLIP, KL, NETS, OF_FEATURES, PIXART, SD3, UNET
+from tiny_nets import CLIP, FLUX, KL, NETS, OF_FEATURES, PIXART, SD3, SIZES, UNET
 
 diffusers: Any = pytest.importorskip("diffusers", reason="nothing draws without diffusers")
 EXACT: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
@@ -31,7 +31,8 @@ def _built(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 
 
 
 def _unit(settings: Any, vae: Any = None, objective: Any = "flow", seed: int = 0) -> Any:
-    seen = look_at(read_source("net", None, settings, vae), "net")
+    size = SIZES.get(settings["_class_name"])
+    seen = look_at(read_source("net", None, settings, vae, None, size), "net")
     module = build_diffusion(seen, "net", objective, 0.1, hollow=True)
     generator = Generator(module, None, seen.width, "linear", 2)
     model = MultimodalModel({}, LANGUAGE_MODELS["llama"], seed=seed, generators={"image": generator})
@@ -147,6 +148,23 @@ def test_every_family_learns_in_any_split_of_a_batch(family: str) -> None:
     assert drawn.shape == (3, *net.pixels)
 
 
+def test_flux_is_given_what_its_pipeline_gives_it() -> None:
+    net, pipeline = _built(FLUX, KL).eval(), diffusers.FluxPipeline
+    seen, rows, times = torch.randn(2, 4, 4, 4), torch.randn(2, 3, 12), torch.tensor([250.0, 900.0])
+    with torch.no_grad():
+        said = net.net(
+            pipeline._pack_latents(seen, 2, 4, 4, 4),
+            encoder_hidden_states=rows,
+            pooled_projections=net.pool(rows.mean(dim=1)),
+            timestep=times / 1000,
+            img_ids=pipeline._prepare_latent_image_ids(2, 2, 2, "cpu", torch.float32),
+            txt_ids=torch.zeros(3, 3),
+            guidance=torch.ones(2),
+        ).sample
+        wanted = pipeline._unpack_latents(said, 32, 32, 8)
+        assert torch.equal(net.say(seen, times, rows), wanted)
+
+
 @pytest.mark.parametrize("settings", [SD3, PIXART], ids=["persistent", "not persistent"])
 def test_positions_that_are_computed_once_survive_the_meta_device(settings: Any) -> None:
     net = _built(settings, KL if settings is PIXART else None).net
@@ -239,6 +257,8 @@ def test_parts_of_a_net_are_the_net(family: str, dtype: torch.dtype) -> None:
         ({**UNET, "class_embed_type": "timestep"}, KL, "class_embed_type is 'timestep', which nobody tells it here"),
         ({**UNET, "sample_size": None}, KL, "has no sample_size"),
         ({**SD3, "num_attention_heads": -1}, None, "refuses these settings"),
+        ({**FLUX, "in_channels": 6}, KL, "in_channels is 6, which is no multiple of 4"),
+        ({**FLUX, "axes_dims_rope": [2, 2, 2]}, KL, "cannot draw pictures of its sample_size [128, 128]"),
     ],
 )  # fmt: skip
 def test_nets_that_cannot_draw_here_are_refused_before_anything_is_allocated(

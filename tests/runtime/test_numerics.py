@@ -250,7 +250,7 @@ def test_two_hundred_steps_give_the_loss_and_the_gradients_of_one_process(
     check_case(workers, case, zero, nodes)
 
 
-NETS = ("sd3", "pixart", "sana", "unet")
+NETS = ("sd3", "pixart", "sana", "unet", "flux")
 
 
 @pytest.mark.timeout(900)  # every process of the pool first imports diffusers, for 4 s of a core

@@ -93,7 +93,10 @@ class GeneratorConfig(Section):
     """A net or a whole pipeline in diffusers' layout: a local folder or an id on the hub."""
     config: dict[str, Any] | None = None
     """A diffusers config with its `_class_name` (SD3Transformer2DModel, PixArtTransformer2DModel,
-    SanaTransformer2DModel, UNet2DConditionModel); the net starts from random weights."""
+    SanaTransformer2DModel, FluxTransformer2DModel, UNet2DConditionModel); the net starts from random weights."""
+    sample_size: int | None = Field(None, ge=1)
+    """Height and width of the latents that a Flux draws (or of pixels, without an autoencoder), by default 128. Other
+    nets have it in their own config."""
     kind: Literal["image"] = "image"
     """What it draws: images in an assistant's turns are its targets."""
     connector: Literal["linear", "mlp", "identity", "transformer"] = "mlp"

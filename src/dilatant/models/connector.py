@@ -55,8 +55,8 @@ class _Block(nn.Module):
 def build_connector(kind: str, width_in: int, width: int, rows: int, layers: int, where: str) -> nn.Module:
     """A connector from `width_in` to `width`: [..., width_in] → [..., width].
 
-    kind: one of `build_projector`, each of whose rows is mapped by itself, or "transformer" of `layers` blocks, in which
-    the `rows` of an item see each other. Raises UserError.
+    kind: one of `build_projector`, which map each row by itself, or "transformer" of `layers` blocks, in which the
+    `rows` of an item see each other. Raises UserError.
     """
     if kind == "transformer":
         return TransformerConnector(width_in, width, rows, layers)

@@ -213,8 +213,8 @@ class GeneratorUnit(Unit, GeneratorStage):
     def example(self, layer: int, tokens: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
         if not layer:
             whole = max(1, tokens // self.tokens_per_item) * self.tokens_per_item
-            rows = whole if self.rows_see_each_other else tokens
-            return torch.randn(rows, self.width_in, device=device), {}
+            count = whole if self.rows_see_each_other else tokens
+            return torch.randn(count, self.width_in, device=device), {}
         if not isinstance(self.model, Diffusion):
             raise UserError(
                 f"{self.unit}: its module cannot be measured alone, for its targets are not known"

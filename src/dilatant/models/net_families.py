@@ -6,22 +6,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilatant.models.diffusion import MOMENTS
 from dilatant.models.net_cuts import PIXART, SANA, SD3, Cut, size_of_pictures
+
+FOLDED = 2
+"""Places on each side that Flux takes as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """A class of diffusers. width(config): of a row of its condition. pooled(config): of the condition that it is told
     once for a picture, None for none. say: how it is called, see `Diffusion`. problems(config): why we cannot. cut: how
-    it runs in parts; None where every block needs what the first ones made."""
+    it runs in parts; None where every block needs what the first ones made. folded: how many numbers on each side of
+    what it draws are one of the places it is given, whose channels are then `folded`² times as many. sample_size: where
+    its config has none."""
 
     width: Callable[[Any], int]
     say: Callable[..., Tensor]
     pooled: Callable[[Any], int | None] = lambda config: None
     problems: Callable[[Any], list[str]] = lambda config: []
     cut: Cut | None = None
+    folded: int = 1
+    sample_size: int | None = None
 
 
 def _say_sd3(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
@@ -40,6 +50,23 @@ def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tenso
     return net(seen, encoder_hidden_states=rows, timestep=times * scale, return_dict=False)[0]
 
 
+def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
+    """A guided net is told a guidance of 1: that of pictures as they are."""
+    height, width = (size // FOLDED for size in seen.shape[2:])
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).to(seen)
+    said = net(
+        F.pixel_unshuffle(seen, FOLDED).flatten(2).transpose(1, 2),
+        encoder_hidden_states=rows,
+        pooled_projections=pooled,
+        timestep=times / MOMENTS,
+        img_ids=F.pad(places.reshape(-1, 2), (1, 0)),
+        txt_ids=seen.new_zeros(rows.shape[1], 3),
+        guidance=torch.ones_like(times) if net.config.guidance_embeds else None,
+        return_dict=False,
+    )[0]
+    return F.pixel_shuffle(said.transpose(1, 2).unflatten(2, (height, width)), FOLDED)
+
+
 def _say_unet(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     return net(seen, times, encoder_hidden_states=rows, return_dict=False)[0]
 
@@ -47,6 +74,15 @@ def _say_unet(net: nn.Module, seen: Tensor, times: Tensor, rows: Tensor, pooled:
 def _unet_problems(config: Any) -> list[str]:
     names = ("addition_embed_type", "class_embed_type", "encoder_hid_dim_type", "time_cond_proj_dim")
     return [f"{name} is {config[name]!r}, which nobody tells it here" for name in names if config.get(name)]
+
+
+def _flux_problems(config: Any) -> list[str]:
+    problems = []
+    if config.patch_size != 1:
+        problems.append(f"patch_size is {config.patch_size}; its channels hold patches already, so it is 1")
+    if config.in_channels % FOLDED**2:
+        problems.append(f"in_channels is {config.in_channels}, which is no multiple of {FOLDED**2}")
+    return problems
 
 
 def _sana_problems(config: Any) -> list[str]:
@@ -65,6 +101,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "SanaTransformer2DModel": Family(
         lambda config: config.caption_channels, _say_sana, problems=_sana_problems, cut=SANA
+    ),
+    "FluxTransformer2DModel": Family(
+        lambda config: config.joint_attention_dim,
+        _say_flux,
+        lambda config: config.pooled_projection_dim,
+        problems=_flux_problems,
+        folded=FOLDED,
+        sample_size=128,
     ),
     "UNet2DConditionModel": Family(
         lambda config: _one(config.cross_attention_dim), _say_unet, problems=_unet_problems

@@ -27,7 +27,7 @@ class PictureSource:
     """What a net is made of. settings, vae_settings: of diffusers, with `_class_name`. folder, vae_folder: what their
     pretrained weights are in, as (id or folder, subfolder); None begins at random. features: of what vision model's it
     draws, instead of an autoencoder's latents. objective: what the net was trained
-    for, as far as its source says."""
+    for, as far as its source says. sample_size: height and width of what it draws, if not the net's own."""
 
     settings: Mapping[str, Any]
     folder: tuple[str, str] | None = None
@@ -35,6 +35,7 @@ class PictureSource:
     vae_folder: tuple[str, str] | None = None
     features: FeatureSource | None = None
     objective: Objective | None = None
+    sample_size: int | None = None
 
     @property
     def has_weights(self) -> bool:
@@ -49,10 +50,11 @@ def read_source(
     config: Mapping[str, Any] | None,
     vae: str | Mapping[str, Any] | None,
     encoder: str | Mapping[str, Any] | None = None,
+    sample_size: int | None = None,
 ) -> PictureSource:
     """The settings of a net: of a folder or hub id, one net's or a whole pipeline's, or given. vae: an id, a folder or
     settings; None takes the pipeline's own, if there is one. encoder: a vision model of transformers, whose features
-    are drawn instead. Raises UserError."""
+    are drawn instead. sample_size: as of `PictureSource`. Raises UserError."""
     if config is not None:
         settings, folder, objective, own_vae = dict(config), None, None, None
     else:
@@ -64,7 +66,7 @@ def read_source(
     vae_settings, vae_folder = None, None
     if encoder is not None:
         seen = FeatureSource.read(encoder, f"{where}.target.encoder")
-        return PictureSource(settings, folder, None, None, seen, objective)
+        return PictureSource(settings, folder, None, None, seen, objective, sample_size)
     if isinstance(vae, str):
         vae_settings, vae_folder = _settings_of(f"{where}.vae", vae, ("vae",))
     elif vae is not None:
@@ -72,13 +74,13 @@ def read_source(
     elif own_vae is not None:
         assert id is not None
         vae_settings, vae_folder = own_vae, (id, "vae")
-    return PictureSource(settings, folder, vae_settings, vae_folder, None, objective)
+    return PictureSource(settings, folder, vae_settings, vae_folder, None, objective, sample_size)
 
 
 def source_of_entry(entry: GeneratorConfig, where: str) -> PictureSource:
     """What the config says of a generator. Raises UserError."""
     encoder = None if entry.target is None else entry.target.encoder
-    return read_source(where, entry.id, entry.config, entry.vae, encoder)
+    return read_source(where, entry.id, entry.config, entry.vae, encoder, entry.sample_size)
 
 
 def _settings_of(

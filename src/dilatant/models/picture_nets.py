@@ -56,18 +56,24 @@ def look_at(source: PictureSource, where: str) -> PictureNet:
     config = net.config
     channels = int(config.in_channels)
     out = int(getattr(config, "out_channels", None) or channels)
+    own_size = getattr(config, "sample_size", None)
+    size = own_size or source.sample_size or family.sample_size
     problems = [f"{name}: {problem}" for problem in family.problems(config)]
     if out not in (channels, 2 * channels):
         problems.append(f"{name} takes {channels} channels and gives {out}; it must give as many, or twice")
     for width in (family.width(config), family.pooled(config)):
         if width is not None and not (isinstance(width, int) and 1 <= width <= WIDEST):
             problems.append(f"{name} takes conditions {width!r} wide; widths are 1 to {WIDEST:,}")
-    if config.sample_size is None:
+    if own_size is not None and source.sample_size not in (None, own_size):
+        problems.append(f"{name} has a sample_size of its own, {own_size}; leave out {source.sample_size}")
+    if size is None:
         problems.append(f"{name} has no sample_size, which says how large its pictures are")
+    elif any(side % family.folded for side in _pair(size)):
+        problems.append(f"{name} needs a sample_size that {family.folded} divides, not {size}")
     if problems:
         raise list_problems(f"{where} cannot be trained:", problems)
-    height, width = _pair(config.sample_size)
-    shape = (channels, height, width)
+    height, width = _pair(size)
+    shape = (channels // family.folded**2, height, width)
     _draw_nothing(net, family, shape, where)
     if drawn is not None and drawn[0] != shape:
         raise UserError(

@@ -63,6 +63,7 @@ def save_generators(
             "objective": unit.model.objective,
             "drop": unit.model.drop,
             "features": unit.model.draws_features,
+            "sample_size": None if "sample_size" in net.config else unit.model.shape[1],
         }
     return entries
 
@@ -77,7 +78,8 @@ def load_generators(
         where = f"{folder}: {name}"
         drawn = folder / name / _TARGET
         encoder = str(drawn) if entry.get("features") else None
-        seen = look_at(read_source(where, str(folder / name), None, None, encoder), where)
+        size = entry.get("sample_size")
+        seen = look_at(read_source(where, str(folder / name), None, None, encoder, size), where)
         connector = entry["connector"] or connectors.get(name)
         if connector is None:
             raise UserError(
