@@ -102,6 +102,8 @@ def test_trained_in_stages_and_exported_it_is_the_model_that_transformers_loads(
         tree["model"]["processor"] = limits
     config = write(project, tree)
     code, _, err = dilatant("train", config)
+    if "in this version of transformers; install a later one" in err:
+        pytest.skip(f"{family} was not trained: {err}")
     assert code == 0, err
     exported = type(source).from_pretrained(project / "run" / "export")
     assert type(exported) is type(source)

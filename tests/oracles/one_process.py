@@ -105,7 +105,7 @@ def losses_of_batch(
                 continue
             places = (ids == place).nonzero()[:, 0].tolist()
             items = torch.stack([heard[0][0, at] for at in places]).unflatten(0, (-1, count))
-            rows = torch.stack([connector(item) for item in items])
+            rows = torch.stack([connector(item) for item in heard_at])
             wanted = {key: torch.as_tensor(array) for key, array in sample.media[name].items()}
             losses[name] = losses[name] + module(rows, **wanted).float().sum() / items[name]
     return losses

@@ -15,9 +15,11 @@ from dilatant.config.errors import UserError
 def count_tokens(config: Any, input_name: str, row_shape: tuple[int, ...]) -> int:
     """Tokens that an encoder returns for one row of `row_shape`. Raises UserError if it cannot be told."""
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"):
             model = AutoModel.from_config(config)
-            return model(**{input_name: torch.empty(1, *row_shape)}).last_hidden_state.shape[1]
+            row = torch.empty(1, *row_shape)
+        with torch.no_grad():  # some count patches with tensors of the default device, which must have values
+            return model(**{input_name: row}).last_hidden_state.shape[1]
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -31,10 +33,12 @@ def unused_parameters(model: PreTrainedModel, input_name: str, row_shape: tuple[
     Empty for a family whose forward does not run on the meta device.
     """
     try:
-        with torch.device("meta"), torch.enable_grad():
+        with torch.device("meta"):
             skeleton = type(model)(copy.deepcopy(model.config))
             skeleton.set_attn_implementation("eager")  # a kernel need not know the meta device
-            hidden = skeleton(**{input_name: torch.empty(1, *row_shape)}).last_hidden_state
+            row = torch.empty(1, *row_shape)
+        with torch.enable_grad():
+            hidden = skeleton(**{input_name: row}).last_hidden_state
     except Exception:
         return frozenset()
     reached = _leaves(hidden)
