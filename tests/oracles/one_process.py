@@ -104,7 +104,7 @@ def losses_of_batch(
             if not sample.media.get(name):
                 continue
             places = (ids == place).nonzero()[:, 0].tolist()
-            items = torch.stack([heard[0][0, at] for at in places]).unflatten(0, (-1, count))
+            heard_at = torch.stack([heard[0][0, at] for at in places]).unflatten(0, (-1, count))
             rows = torch.stack([connector(item) for item in heard_at])
             wanted = {key: torch.as_tensor(array) for key, array in sample.media[name].items()}
             losses[name] = losses[name] + module(rows, **wanted).float().sum() / items[name]
