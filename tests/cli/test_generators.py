@@ -166,6 +166,12 @@ def test_pretrained_nets_and_their_autoencoders_begin_as_they_are(
         there = type(model).from_pretrained(folder).state_dict()
         for key, tensor in model.state_dict().items():
             assert torch.equal(there[key], tensor), key
+    asked = ("--prompt", "draw l", "--out", drawing / "l.png")
+    code, _, err = dilatant("generate", drawing / "run" / "export", *asked)
+    assert code == 0, err
+    assert "nothing was drawn: the answer does not hold '<draw>'" in " ".join(err.split())
+    loaded = load_exported(drawing / "run" / "export").model["image"].model.encoder.state_dict()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in autoencoder.state_dict().items())
 
 
 def test_a_token_of_the_vocabulary_asks_as_well_as_queries(drawing: Path, dilatant: Dilatant) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -138,6 +139,11 @@ def generate(
         part if isinstance(part, str) else f"[{next(named, 'a picture; give --out')}]" for part in parts
     )
     print(json.dumps({"answer": shown, "images": [*map(str, paths)]}) if as_json else shown)
+    if out is not None and not pictures:
+        starts = " or ".join(repr(target.start) for target in exported.encoding.targets)
+        warnings.warn(
+            f"nothing was drawn: the answer does not hold {starts}, which announces it", stacklevel=1
+        )
 
 
 def _answer_all(

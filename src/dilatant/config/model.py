@@ -137,6 +137,10 @@ class GeneratorConfig(Section):
             if isinstance(settings, dict) and "_class_name" not in settings:
                 example = "AutoencoderKL" if key == "vae" else "SD3Transformer2DModel"
                 raise ValueError(f"{key!r} needs '_class_name', for example _class_name: {example}")
+        if "connector_layers" in self.model_fields_set and self.connector != "transformer":
+            raise ValueError(
+                "'connector_layers' are those of `connector: transformer`; leave them out or set it"
+            )
         if self.target is not None and (self.vae is not None or self.cache_latents):
             raise ValueError(
                 "'vae' and 'cache_latents' are for pictures; with 'target' the net draws features"

@@ -9,6 +9,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,8 +211,11 @@ def _pretrained(
     if folder is None or settings is None:
         return None
     kind = _class_of(settings, where, (*FAMILIES, *AUTOENCODERS))
+    place, below = folder
+    if Path(place).is_dir():  # diffusers takes weights of the folder above, where there are any
+        place, below = str(Path(place, below)), ""
     try:
-        return kind.from_pretrained(folder[0], subfolder=folder[1] or None, torch_dtype=dtype)
+        return kind.from_pretrained(place, subfolder=below or None, torch_dtype=dtype)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{where}: the weights of {folder[0]!r} cannot be loaded: {reason}") from None
