@@ -60,12 +60,14 @@ class ChatTokenizer:
     eos_id: int | None
     fingerprint: str
 
-    def tokens(self, messages: Sequence[Message], for_generation: bool = False) -> ChatTokens:
+    def tokens(
+        self, messages: Sequence[Message], for_generation: bool = False, tools: str = ""
+    ) -> ChatTokens:
         """Token ids of a conversation; with `for_generation` it ends where the assistant's answer would start.
 
-        Raises UserError when the template refuses the conversation.
+        tools: as of `Sample`. Raises UserError when the template refuses the conversation.
         """
-        text, spans = self._render_with_spans(messages, for_generation)
+        text, spans = self._render_with_spans(messages, for_generation, tools)
         cuts = sorted({edge for span in spans for edge in span})
         edges = {cut: number for number, cut in enumerate(cuts)}
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
@@ -85,31 +87,40 @@ class ChatTokenizer:
                 ids, answered = np.insert(ids, end, self.eos_id), np.insert(answered, end, True)
         return ChatTokens(ids, answered)
 
+    def last_answer(self, messages: Sequence[Message], tools: str = "") -> str:
+        """The assistant's last answer as the template writes it, calls of tools with it, without the token that ends
+        it. Raises UserError as `tokens`."""
+        text, spans = self._render_with_spans(messages, False, tools)
+        start, end = spans[-1]
+        answer = text[start:end].rstrip()
+        closing = next((token for token in self._closing_tokens if answer.endswith(token)), "")
+        return answer.removesuffix(closing)
+
     def _render_with_spans(
-        self, messages: Sequence[Message], for_generation: bool
+        self, messages: Sequence[Message], for_generation: bool, tools: str
     ) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the characters of it that the assistant writes."""
         if self.template.tagged:
-            text, tagged = self.template.render(messages, for_generation, track=True)
+            text, tagged = self.template.render(messages, for_generation, track=True, tools=tools)
             return text, [(start, end + self._closing(text[:end], text[end:])) for start, end in tagged]
-        text, _ = self.template.render(messages, for_generation)
+        text, _ = self.template.render(messages, for_generation, tools=tools)
         spans = []
         for position, message in enumerate(messages):
             if message.role == "assistant":
-                spans.append(self._answer_span(text, messages, position, for_generation))
+                spans.append(self._answer_span(text, messages, position, for_generation, tools))
         return text, _disjoint(spans)
 
     def _answer_span(
-        self, text: str, messages: Sequence[Message], position: int, for_generation: bool
+        self, text: str, messages: Sequence[Message], position: int, for_generation: bool, tools: str
     ) -> tuple[int, int]:
         """Where one answer lies in `text`: from what the model is given before it writes, to its end-of-turn token.
 
         The same conversation with a probe for the answer tells what the template puts around it, whatever the
-        template does to the answer itself (trimming, hiding earlier thoughts).
+        template does to the answer itself (trimming, hiding earlier thoughts, writing calls behind it).
         """
         probed = [*messages]
         probed[position] = Message("assistant", PROBE)
-        around, _ = self.template.render(probed, for_generation)
+        around, _ = self.template.render(probed, for_generation, tools=tools)
         if around.count(PROBE) != 1:
             raise UserError(
                 "the chat template does not write an assistant's turn once, so its tokens cannot be told from the "
@@ -124,7 +135,7 @@ class ChatTokenizer:
         start, end = len(before), len(text) - len(after)
         # What the template writes between the generation prompt and the answer, the model has to write too.
         if any(message.role == "user" for message in messages[:position]):
-            prompt, _ = self.template.render(messages[:position], True)
+            prompt, _ = self.template.render(messages[:position], True, tools=tools)
             if len(prompt) < start and text.startswith(prompt):
                 start = len(prompt)
         return start, end + self._closing(text[:end], after)

@@ -20,17 +20,21 @@ from dilatant.config.errors import UserError
 from dilatant.data import template_trial
 from dilatant.data.open_media import open_regular
 from dilatant.data.sample import MediaKind
+from dilatant.data.tools import CALLS
 
 PLAIN_TEMPLATE = (
     "{{ bos_token | default('', true) }}"
+    "{% if tools %}{{ (tools | tojson) + '\\n' }}{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + (eos_token | default('', true)) }}{% endgeneration %}"
+    "{% generation %}{{ message['content'] }}"
+    "{% if message['tool_calls'] %}{{ message['tool_calls'] | map(attribute='function') | list | tojson }}{% endif %}"
+    "{{ eos_token | default('', true) }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '\\n' }}{% endif %}"
     "{% endfor %}"
 )
-"""Turns as they are, a line break after a question, the end token after an answer. No role names: a model trained
-from scratch has none to know."""
+"""Turns as they are, a line break after a question, the end token after an answer; tools and calls as JSON. No role
+names: a model trained from scratch has none to know."""
 
 PROBE = "\U0010fffb"
 """A character that no text holds: where it comes out, the template has written what it was given."""
@@ -44,10 +48,11 @@ TRIAL_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A turn as text; every `MEDIA` character in it is one item."""
+    """A turn as text; every `MEDIA` character in it is one item. extras: as of `Turn`."""
 
     role: str
     text: str
+    extras: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +70,30 @@ class ChatTemplate:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
     def render(
-        self, messages: Sequence[Message], for_generation: bool, track: bool = False
+        self, messages: Sequence[Message], for_generation: bool, track: bool = False, tools: str = ""
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and with `track` the characters of it inside generation tags.
 
-        Raises UserError when the template refuses the conversation.
+        tools: as of `Sample`. Raises UserError when the template refuses the conversation, or says nothing of tools.
         """
+        named = {key for message in messages for key, _ in message.extras} | ({"tools"} if tools else set())
+        unsaid = [key for key in ("tools", CALLS) if key in named and key not in self.text]
+        if unsaid:
+            raise UserError(
+                f"the chat template does not write {unsaid[0]!r}; choose one that does, or remove them"
+            )
         conversation = [
             {
                 "role": message.role,
                 "content": [{"type": "text", "text": message.text}] if self.typed else message.text,
+                **{key: json.loads(value) for key, value in message.extras},
             }
             for message in messages
         ]
         spans: list[tuple[int, int]] = []
-        text = self._write(conversation, for_generation, spans if track else None)
-        if len(text) > LONGEST_TEMPLATE + 4 * sum(len(message.text) for message in messages):
+        text = self._write(conversation, for_generation, spans if track else None, tools)
+        given = len(tools) + sum(len(m.text) + sum(len(value) for _, value in m.extras) for m in messages)
+        if len(text) > LONGEST_TEMPLATE + 4 * given:
             raise UserError(
                 f"the chat template makes {len(text):,} characters of the conversation; use another"
             )
@@ -91,6 +104,7 @@ class ChatTemplate:
         conversation: list[dict[str, Any]],
         for_generation: bool = False,
         spans: list[tuple[int, int]] | None = None,
+        tools: str = "",
     ) -> str:
         """The text of a conversation; the characters inside generation tags are added to `spans`, if given."""
         from transformers.utils import chat_template_utils
@@ -99,6 +113,7 @@ class ChatTemplate:
         try:
             texts, found = render(
                 [conversation],
+                tools=json.loads(tools) if tools else None,
                 chat_template=self.text,
                 add_generation_prompt=for_generation,
                 return_assistant_tokens_mask=spans is not None,

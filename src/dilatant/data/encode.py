@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dilatant.data.anyres_image_unit import ALONE, SHAPES, AnyresImageUnit
 from dilatant.data.encoding import NO_LOSS, QUESTION, TOKENS, Encoding, grid_part
 from dilatant.data.errors import MediaError, SampleError
+from dilatant.data.media_places import place_media
 from dilatant.data.pixels import EncoderInput, joined
 from dilatant.data.sample import (
     EncodedSample,
@@ -68,12 +69,14 @@ def _without_answer(sample: Sample, encoding: Encoding) -> tuple[Sample, str]:
     turns, answer, unplaced = sample.turns, "", sample.unplaced
     if turns and turns[-1].role == "assistant":
         answer = "".join(part for part in turns[-1].content if isinstance(part, str))
+        if turns[-1].extras:
+            answer = encoding.chat.last_answer(place_media(sample, encoding)[0], sample.tools)
         turns = turns[:-1]
         if encoding.targets:
             unplaced = _without_drawn(unplaced, answer, encoding)
     if not turns:
         raise SampleError(sample.id, "has no question, so nothing to answer", "remove it from data.eval")
-    return Sample(sample.id, turns, unplaced), answer
+    return Sample(sample.id, turns, unplaced, sample.tools), answer
 
 
 def _without_drawn(unplaced: tuple[Media, ...], answer: str, encoding: Encoding) -> tuple[Media, ...]:
@@ -147,6 +150,7 @@ def _refusals(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[Sa
 
 def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Iterator[SampleError]:
     answers = [part for turn in sample.turns if turn.role == "assistant" for part in turn.content]
+    calls = any(turn.extras for turn in sample.turns if turn.role == "assistant")
     if encoding.train_on == "assistant" and not layout.targets.any():
         if answers and layout.is_cut:
             yield SampleError(
@@ -156,7 +160,7 @@ def _nothing_to_learn(sample: Sample, encoding: Encoding, layout: Layout) -> Ite
             )
             return
         yield SampleError(sample.id, "has no assistant answer, so nothing to learn", "add one or remove it")
-    elif answers and not any(isinstance(part, Media) or part.strip() for part in answers):
+    elif answers and not calls and not any(isinstance(part, Media) or part.strip() for part in answers):
         yield SampleError(sample.id, "has only empty answers", "write one or remove it")
 
 

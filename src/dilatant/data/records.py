@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from dilatant.data.errors import SampleError
 from dilatant.data.json_value import json_value
 from dilatant.data.sample import FileSlice, Media, MediaKind, Role, Sample, Turn
+from dilatant.data.tools import CALLS, about_answer, parse_calls, parse_tools
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -29,6 +30,11 @@ ROLES: Mapping[str, Role] = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
 }
 PAIR: tuple[Role, Role] = ("user", "assistant")
 MEDIA_COLUMNS: Mapping[MediaKind, tuple[str, ...]] = {
@@ -80,10 +86,11 @@ def parse_record(
     """
     fields = _renamed(record, columns or {})
     listed = _ListedMedia(record, fields)
-    if _present(fields, "messages"):
-        turns = _turns(record, fields["messages"], listed)
-    elif _present(fields, "conversations"):
-        turns = _turns(record, fields["conversations"], listed)
+    tools = ""
+    chat = next((name for name in ("messages", "conversations") if _present(fields, name)), None)
+    if chat is not None:
+        turns = _turns(record, fields[chat], listed)
+        tools = parse_tools(record.id, fields.get("tools"))
     elif _present(fields, "texts"):
         turns = _pairs(record, fields["texts"])
     elif _is_chat(fields.get("prompt")) and _present(fields, "completion"):
@@ -94,7 +101,7 @@ def parse_record(
         turns = (Turn("system", (fields["system"],)), *turns)
     if not turns:
         raise SampleError(record.id, "the conversation is empty", "remove the record")
-    return Sample(record.id, turns, tuple(listed))
+    return Sample(record.id, turns, tuple(listed), tools)
 
 
 def parse_prompt(record: Record) -> Sample:
@@ -220,9 +227,16 @@ def _turns(record: Record, messages: Any, listed: _ListedMedia) -> tuple[Turn, .
         if role is None:
             raise SampleError(record.id, f"{where} has the role {name!r}", f"use one of {', '.join(ROLES)}")
         content = message.get("content", message.get("value"))
+        extras = about_answer(message) if role == "tool" else ()
+        calls = message.get(CALLS) if role == "assistant" else None
+        if str(name).lower() == "function_call":
+            content, calls = "", content
+        if calls:
+            extras = ((CALLS, parse_calls(record.id, where, calls)),)
+            content = "" if content is None else content
         if content is None:
             raise SampleError(record.id, f"{where} has no 'content'", "add it, or remove the message")
-        turns.append(Turn(role, _content(record, where, content, listed)))
+        turns.append(Turn(role, _content(record, where, content, listed), extras))
     return tuple(turns)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dilatant.data.pixels import EncoderInput
 
 MediaKind = Literal["image", "audio", "video"]
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,12 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a conversation. `content` keeps text and media in reading order."""
+    """One message of a conversation. `content` keeps text and media in reading order. extras: what else chat templates
+    read of it, key → JSON text: `tool_calls` of an assistant, and which of them a tool answers."""
 
     role: Role
     content: tuple[str | Media, ...]
+    extras: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,13 @@ class Sample:
 
     unplaced: media that the record lists beside the conversation. Markers in the text say where they belong, and
     which marker means which encoder is the model's affair, so they are placed when the sample is encoded.
+    tools: what the assistant may call, JSON text for chat templates; "" for nothing.
     """
 
     id: str
     turns: tuple[Turn, ...]
     unplaced: tuple[Media, ...] = ()
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from dilatant.data.pieces import Progress
 from dilatant.data.reader import Reader
 from dilatant.data.refusals import Refusals
 
-FORMAT = 2
+FORMAT = 3
 WATCHED_MEDIA = 1000
 """Most media files of refused samples that are looked at when the index is opened."""
 

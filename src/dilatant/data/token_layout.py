@@ -74,7 +74,7 @@ def lay_out(sample: Sample, encoding: Encoding, for_generation: bool = False) ->
     """Token ids with every media item expanded, from sizes alone."""
     messages, placed, prepended = place_media(sample, encoding)
     try:
-        tokens = encoding.chat.tokens(messages, for_generation)
+        tokens = encoding.chat.tokens(messages, for_generation, sample.tools)
     except UserError as error:
         raise SampleError(sample.id, str(error)) from None
     for target in encoding.targets:
