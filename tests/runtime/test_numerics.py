@@ -39,11 +39,12 @@ BF16 = 2**-9
 @dataclass(frozen=True)
 class Allowed:
     """relative: of the norm of a gradient. absolute: of the largest gradient, for every number. loss: of the
-    language model's loss."""
+    language model's loss. drawn: of a generator's."""
 
     relative: float
     absolute: float
     loss: float
+    drawn: float
 
     @classmethod
     def of_case(cls, case: Case) -> Allowed:
@@ -51,13 +52,16 @@ class Allowed:
         passed about 15 roundings a block forward and as many backward, and as many more before and behind the blocks;
         errors that are independent and uniform up to BF16 add to sqrt(roundings / 3) * BF16, of two runs sqrt(2) times
         that, and twice that is hardly ever met. What cancels has the errors of what it cancels, a bf16 rounding of
-        numbers as large as the largest gradient. So does a generator's loss, a square of a difference; the language
-        model's is a mean over targets of fp32 numbers, of logits that were rounded."""
+        numbers as large as the largest gradient. A generator's loss is a square, whose error is twice its root's,
+        relatively; the language model's is a mean over targets of fp32 numbers, of logits that were rounded."""
         if case.dtype == torch.float32:
-            return cls(RELATIVE, ABSOLUTE, RELATIVE)
+            return cls(RELATIVE, ABSOLUTE, RELATIVE, RELATIVE)
         blocks = case.language_layers + max((layers for _, _, layers, _, _ in case.encoders), default=0)
+        if any(connector == "transformer" for _, _, connector, _ in case.generators):
+            blocks += 2  # `Generator.connector_layers`
         roundings = 30 * (blocks + 2)
-        return cls(2 * (2 * roundings / 3) ** 0.5 * BF16, BF16, BF16)
+        relative = 2 * (2 * roundings / 3) ** 0.5 * BF16
+        return cls(relative, BF16, BF16, 2 * relative)
 
     def of(self, expected: torch.Tensor, largest: float) -> float:
         return self.relative * expected.norm().item() + self.absolute * largest * expected.numel() ** 0.5
@@ -158,8 +162,10 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
             # Updates differ by what gradients do, relatively, and so does what they have made of a loss. Twice: the
             # moments that scale them differ, too.
             moved.update({name: 2 * abs(value - before[1][name]) for name, value in expected_parts.items()})
+            drawn = {name for name, *_ in case.generators}
             limits = {
-                name: allowed.relative * (value + moved[name]) for name, value in expected_parts.items()
+                name: (allowed.drawn if name in drawn else allowed.relative) * (value + moved[name])
+                for name, value in expected_parts.items()
             }
             before = expected_loss, expected_parts
             assert {*parts} == {*expected_parts}
