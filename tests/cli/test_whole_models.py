@@ -148,7 +148,7 @@ def sees_clips(family: str) -> bool:
     ("family", "degree"),
     [
         *(("llava", "tp"), ("gemma3", "tp"), ("qwen2_5_vl", "tp"), ("internvl", "tp")),
-        *(("gemma4", "cp"), ("qwen2_5_vl", "cp"), ("qwen3_5", "cp")),
+        *(("gemma4", "cp"), ("qwen2_5_vl", "cp"), ("qwen3_5", "cp"), ("qwen2_audio", "cp")),
     ],
 )
 def test_ranks_that_share_the_text_model_train_it_alike(
@@ -156,11 +156,16 @@ def test_ranks_that_share_the_text_model_train_it_alike(
 ) -> None:
     save_as_the_hub_does(family, project / "whole")
     losses = []
-    vision = {"pp": 2, "cp": 2} if degree == "cp" else {}  # images of unlike sizes among ranks
-    sounds = {"audio": {}} if family == "gemma4" else {}
-    apart = {"units": {"vision": vision, **sounds, "language": {degree: 2}}, "microbatches": 2}
+    towers = [unit for unit in ("vision", "audio") if unit in FAMILIES[family].towers]
+    if "audio" in towers:
+        write_sounds(project, every=1 if towers == ["audio"] else 2)
+    of_tower = {"pp": 2, "cp": 2} if degree == "cp" else {}  # images and sounds of unlike sizes among ranks
+    apart = {"units": {**dict.fromkeys(towers, of_tower), "language": {degree: 2}}, "microbatches": 2}
     for parallel in (apart, "single"):
-        config = write(project, config_of(project, parallel=parallel))
+        tree = config_of(project, parallel=parallel)
+        tree["model"]["freeze"] = [f"{towers[0]}.encoder"]
+        tree["data"]["max_length"] = 320
+        config = write(project, tree)
         code, _, err = dilatant("train", config, "--set", "train.steps=3", "--overwrite")
         assert code == 0, err
         lines = (project / "run" / "metrics.jsonl").read_text().splitlines()

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -141,7 +140,7 @@ class NativeStage(SharesSamples, EncoderStage):
         return torch.cat([hidden, *taps, *made], dim=-1)
 
 
-class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
+class NativeEncoderUnit(PackedEncoderUnit):
     """A tower of native resolution: layers `embedding`, `layers.<i>`, `projector`, which is its merger (see `merging`
     for Qwen's). One that keeps its merger has it as layer `merger`, and another module as projector."""
 
@@ -232,9 +231,6 @@ class NativeEncoderUnit(SharesSamples, PackedEncoderUnit):
             dtype=self.row_dtype,
             rows_of=partial(_rows, self.unit, self.merged if is_merged else 1),
         )
-
-    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        return np.zeros(rows, np.int64)
 
     def stage(self, first: int, end: int) -> NativeStage:
         self._check_stage(first, end)

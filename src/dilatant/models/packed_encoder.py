@@ -8,10 +8,11 @@ from torch import Tensor
 
 from dilatant.models.encoder import EncoderStage, EncoderUnit
 from dilatant.models.random_draws import Spread
+from dilatant.models.shared_samples import SharesSamples
 from dilatant.models.stage import StageOutput, StepData
 
 
-class PackedEncoderUnit(EncoderUnit):
+class PackedEncoderUnit(SharesSamples, EncoderUnit):
     """The whole unit runs as the stage that holds all of it."""
 
     packs = True

@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.data.sample import EncodedSample
 from dilatant.models.stage import Stage, StepData
 
 
 class SharesSamples(Stage):
     """Mixed into a stage or unit: all items of a sample are one item for ranks, and they get about as many tokens."""
 
-    shares_samples = True
-
     def items(self, sizes: Mapping[str, int]) -> int:
         return int(sizes.get(self.unit, 0) > 0)
+
+    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
+        return np.zeros(rows, np.int64)
 
     def item_owners(self, sizes: Sequence[Mapping[str, int]], size: int) -> list[NDArray[np.integer]]:
         return share_by_size([each.get(self.unit, 0) for each in sizes], size)

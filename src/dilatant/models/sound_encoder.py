@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from dilatant.config.errors import UserError
 from dilatant.data.encoding import grid_part
 from dilatant.data.sample import EncodedSample
 from dilatant.data.sound_unit import FRAMES
@@ -26,6 +24,7 @@ from dilatant.models.encoder import Callbacks, EncoderStage
 from dilatant.models.geometry import EncoderGeometry
 from dilatant.models.packed_encoder import PackedEncoderUnit
 from dilatant.models.random_draws import Spread
+from dilatant.models.shared_samples import SharesSamples
 from dilatant.models.stage import Boundary, StageOutput, StepData, in_dtype_of, media_of
 from dilatant.models.structure import find_structure
 from dilatant.models.weights import name_weights
@@ -52,13 +51,14 @@ class Held(nn.Module):
         return self.get_submodule(self._name)(hidden)
 
 
-class SoundStage(EncoderStage):
+class SoundStage(SharesSamples, EncoderStage):
     """Layers of a tower and its projector, run on all frames of the samples in one row."""
 
     blocks_path = "layers"
 
     def run(self, data: StepData, samples: tuple[int, ...], inbound: Mapping[str, Tensor]) -> StageOutput:
-        if not any(data.samples[sample].sizes.get(self.unit, 0) for sample in samples):
+        samples = self.chosen(data, samples)
+        if not samples:
             return StageOutput()
         if self.is_first:
             return StageOutput(self(media_of(data, samples, self)))
@@ -155,11 +155,6 @@ class SoundEncoderUnit(PackedEncoderUnit):
             width=self.width_out if is_output else self.geometry.width,
             dtype=self.row_dtype,
             rows_of=partial(_halved, self.unit, self.placeholder_id) if halved else partial(_rows, self.unit),
-        )
-
-    def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
-        raise UserError(
-            f"{self.unit}: its sounds have unlike lengths, and ranks cannot share them; give it cp: 1"
         )
 
     def stage(self, first: int, end: int) -> SoundStage:

@@ -40,8 +40,6 @@ class Unit(Stage):
     """What one item is for an encoder."""
     packs: bool = False
     """Whether its items, of unlike sizes, are packed in one row."""
-    shares_samples: bool = False
-    """Whether ranks can share these (see `SharesSamples`)."""
     width: int
     """Numbers in a hidden state of its blocks."""
     shared_by: int = 1

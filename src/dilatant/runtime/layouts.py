@@ -51,8 +51,6 @@ def layout_problems(plan: Plan, units: Mapping[str, Unit]) -> list[str]:
 def context_problems(unit: Unit) -> list[str]:
     """Why ranks cannot share the tokens of a unit; items of encoders and generators they always can."""
     remedy = "give it cp: 1 and more stages, replicas or tp"
-    if unit.packs and not unit.shares_samples:
-        return [f"{unit.unit}: its items have unlike sizes, and ranks cannot share them yet; {remedy}"]
     if not isinstance(unit, LanguageUnit):
         return []
     problems = []
