@@ -33,6 +33,7 @@ _WITHOUT = (
     "output_bytes",
     "row_bytes",
     "row_working_bytes",
+    "common_bytes",
 )
 
 

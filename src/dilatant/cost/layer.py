@@ -27,6 +27,7 @@ class LayerCost:
     `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
     `expert_exchange` is what tokens take in one pass on their way to experts on other ranks and back, if every one
     left its rank.
+    `common_bytes` are what all blocks of a stage are handed and keep together (rotary tables): of the stage once.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of no more than a chunk at once. `row_bytes` and `row_working_bytes` are the parts of
     `activation_bytes` and `working_bytes` that are of whole rows even then (a head's norm).
@@ -49,6 +50,7 @@ class LayerCost:
     expert_exchange: Quadratic = ZERO
     row_bytes: Quadratic = ZERO
     row_working_bytes: Quadratic = ZERO
+    common_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
     splits: bool = True
@@ -73,7 +75,8 @@ def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
 @dataclass(frozen=True, slots=True)
 class LayerWork:
     """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: what
-    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it)."""
+    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it).
+    `common_bytes` are the part of `kept_bytes` that the blocks of a stage keep together."""
 
     forward: Quadratic
     input_gradient: Quadratic
@@ -81,6 +84,7 @@ class LayerWork:
     kept_bytes: Quadratic
     weight_bytes: Quadratic
     transient_bytes: Quadratic
+    common_bytes: Quadratic = ZERO
 
     @property
     def backward(self) -> Quadratic:
@@ -127,7 +131,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
     recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
         input_gradient = input_gradient + cost.recompute
-        kept = cost.checkpoint_bytes
+        kept = cost.checkpoint_bytes + cost.common_bytes
     if recompute == "block_keep_attention":
         input_gradient = _positive(input_gradient, cost.attention)
         kept = kept + cost.attention_bytes
@@ -140,6 +144,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
         transient_bytes=cost.working_bytes + whole if recomputed else cost.working_bytes,
+        common_bytes=cost.common_bytes,
     )
 
 

@@ -33,7 +33,8 @@ class LayerProbe:
     `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
     tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
     recomputed: the rank's tokens under tensor parallelism. `before_chunks(layer)` is the part of it that runs on whole
-    rows where the rest runs in chunks.
+    rows where the rest runs in chunks. `blocks(layer)` are those in it that are handed tensors which all blocks of a
+    stage have in common.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class LayerProbe:
     square: bool = True
     checkpoint_share: float = 1.0
     before_chunks: Callable[[nn.Module], Callable[..., Any]] | None = None
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Measurement:
     frozen_bytes: int = 0
     row_bytes: int = 0
     row_working_bytes: int = 0
+    common_bytes: int = 0
 
 
 def profile_layers(
@@ -131,6 +134,7 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         "output_bytes",
         "row_bytes",
         "row_working_bytes",
+        "common_bytes",
     )
     timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
     untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
@@ -243,7 +247,32 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         output_bytes=output,
         row_bytes=of_row,
         row_working_bytes=working_of_row,
+        common_bytes=0
+        if probe.blocks is None
+        else _common_bytes(probe.blocks(layer), lambda: forward(to_input=True)),
     )
+
+
+def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> int:
+    """Bytes of the floating-point tensors that the blocks are given by keyword."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    sizes: dict[int, int] = {}
+
+    def note(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        for value in tree_leaves(given):
+            if torch.is_tensor(value) and value.is_floating_point():
+                storage = value.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(sizes.values())
 
 
 class _Clock:

@@ -47,7 +47,8 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
-    """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]`, `static_bytes [layers]` where nobody
+    """One unit at one (tp, cp): `seconds [layers, kinds, 3]`, bytes `[layers, 3]` (of `kept_bytes`, a stage has
+    `common_bytes` once), `static_bytes [layers]` where nobody
     shares optimizer state, of which `shared_bytes [layers]` can be; `tied_bytes`, `tied_shared_bytes [layers]` are
     those that a holder of the first layer has anyway; `backward [layers]`: does it or anything before it train?
     """
@@ -57,6 +58,7 @@ class LayerTable:
     weight_bytes: NDArray[np.float64]
     transient_bytes: NDArray[np.float64]
     output_bytes: NDArray[np.float64]
+    common_bytes: NDArray[np.float64]
     static_bytes: NDArray[np.float64]
     shared_bytes: NDArray[np.float64]
     tied_bytes: NDArray[np.float64]
@@ -89,7 +91,7 @@ def layer_table(
 
     Raises UserError when the cost model lacks a layer type or degree.
     """
-    seconds, kept, weight, transient, output, static, shared = [], [], [], [], [], [], []
+    seconds, kept, weight, transient, output, common, static, shared = ([] for _ in range(8))
     tied = [layer.held_before(tp) for layer in unit.layers]
     again = recompute or (unit.recompute or "none",) * len(unit.layers)
     ahead = trainable_before(unit.trainable, upstream)
@@ -105,6 +107,7 @@ def layer_table(
         weight.append(_triple(work.weight_bytes))
         transient.append(_triple(work.transient_bytes))
         output.append(_triple(cost.output_bytes))
+        common.append(_triple(work.common_bytes))
         static.append(
             rules.held(layer.held(tp, ep), layer.held_trained(tp, ep)) - rules.spared(layer.four_bit)
         )
@@ -116,6 +119,7 @@ def layer_table(
         "weight_bytes": weight,
         "transient_bytes": transient,
         "output_bytes": output,
+        "common_bytes": common,
         "static_bytes": static,
         "shared_bytes": shared,
         "tied_bytes": [rules.of(own, layer.trainable) for own, layer in zip(tied, unit.layers)],
@@ -152,7 +156,8 @@ def stage_costs(
             )
         table, layers = tables[key], slice(entry.stage.first, entry.stage.end)
         seconds[entry.index] = table.seconds[layers].sum(axis=0)
-        kept[entry.index] = table.kept_bytes[layers].sum(axis=0)
+        common = table.common_bytes[layers]
+        kept[entry.index] = table.kept_bytes[layers].sum(axis=0) - common.sum(axis=0) + common.max(axis=0)
         if table.backward[
             entry.stage.end - 1
         ]:  # what went to the next stage stays, as the root of the backward
