@@ -27,6 +27,9 @@ class LayerCost:
     `working_bytes` are what a backward holds for a while besides activations: gradients of some of them.
     `expert_exchange` is what tokens take in one pass on their way to experts on other ranks and back, if every one
     left its rank.
+    `common_bytes` are what all blocks of a stage are handed and keep together (rotary tables): of the stage once.
+    `forward_bytes` are what a forward without a backward takes, input included; `frozen_working_bytes` are
+    `working_bytes` where the layer is frozen. Zero: as where it trains.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of no more than a chunk at once. `row_bytes` and `row_working_bytes` are the parts of
     `activation_bytes` and `working_bytes` that are of whole rows even then (a head's norm).
@@ -49,6 +52,9 @@ class LayerCost:
     expert_exchange: Quadratic = ZERO
     row_bytes: Quadratic = ZERO
     row_working_bytes: Quadratic = ZERO
+    common_bytes: Quadratic = ZERO
+    forward_bytes: Quadratic = ZERO
+    frozen_working_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
     splits: bool = True
@@ -73,7 +79,8 @@ def with_experts_on_ranks(cost: LayerCost, ep: int) -> LayerCost:
 @dataclass(frozen=True, slots=True)
 class LayerWork:
     """What the frozen rule leaves of one layer. `transient_bytes` are held only while the layer runs: what
-    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it)."""
+    its backward works with, and all its activations where they are not kept (no backward, or recomputed in it).
+    `common_bytes` are the part of `kept_bytes` that the blocks of a stage keep together."""
 
     forward: Quadratic
     input_gradient: Quadratic
@@ -81,6 +88,7 @@ class LayerWork:
     kept_bytes: Quadratic
     weight_bytes: Quadratic
     transient_bytes: Quadratic
+    common_bytes: Quadratic = ZERO
 
     @property
     def backward(self) -> Quadratic:
@@ -114,7 +122,8 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
     keeps nothing. Recomputation is charged to the input-gradient half, which runs first.
     """
     if not trainable and not before:
-        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, cost.activation_bytes)
+        held = cost.activation_bytes if cost.forward_bytes == ZERO else cost.forward_bytes
+        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, held)
     if before:
         input_gradient = cost.input_gradient
         weight_gradient = cost.weight_gradient if trainable else ZERO
@@ -123,11 +132,14 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
         weight_gradient = _positive(cost.first_trainable, input_gradient)
     kept = whole = cost.activation_bytes if trainable or cost.frozen_bytes == ZERO else cost.frozen_bytes
+    working = cost.working_bytes
+    if not trainable and cost.frozen_working_bytes != ZERO:
+        working = cost.frozen_working_bytes
     # What keeps no less where it is recomputed (a head, an embedding) is not.
     recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
         input_gradient = input_gradient + cost.recompute
-        kept = cost.checkpoint_bytes
+        kept = cost.checkpoint_bytes + cost.common_bytes
     if recompute == "block_keep_attention":
         input_gradient = _positive(input_gradient, cost.attention)
         kept = kept + cost.attention_bytes
@@ -139,7 +151,8 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        transient_bytes=cost.working_bytes + whole if recomputed else cost.working_bytes,
+        transient_bytes=working + whole if recomputed else working,
+        common_bytes=cost.common_bytes,
     )
 
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
@@ -33,7 +34,8 @@ class LayerProbe:
     `tokens` are counts of its own to measure at. Without `square` nothing grows with the square of the tokens: more
     tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
     recomputed: the rank's tokens under tensor parallelism. `before_chunks(layer)` is the part of it that runs on whole
-    rows where the rest runs in chunks.
+    rows where the rest runs in chunks. `blocks(layer)` are those in it that are handed tensors which all blocks of a
+    stage have in common.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class LayerProbe:
     square: bool = True
     checkpoint_share: float = 1.0
     before_chunks: Callable[[nn.Module], Callable[..., Any]] | None = None
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class Measurement:
     frozen_bytes: int = 0
     row_bytes: int = 0
     row_working_bytes: int = 0
+    common_bytes: int = 0
+    forward_bytes: int = 0
+    frozen_working_bytes: int = 0
 
 
 def profile_layers(
@@ -131,6 +137,9 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         "output_bytes",
         "row_bytes",
         "row_working_bytes",
+        "common_bytes",
+        "forward_bytes",
+        "frozen_working_bytes",
     )
     timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
     untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
@@ -220,6 +229,10 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     for parameter in parameters:
         parameter.requires_grad_(False)
     frozen, _, _ = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    working_frozen = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    with torch.no_grad():
+        alone = _most_bytes(clock.device, lambda: forward(to_input=False))
+    own = 0 if source is None else int(args[source].numel() * args[source].element_size())
     for parameter in parameters:
         parameter.requires_grad_(True)
     for parameter in parameters:
@@ -237,13 +250,38 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         working_bytes=working,
         frozen_bytes=frozen,
         weight_bytes=weight,
-        checkpoint_bytes=0
-        if source is None
-        else int(args[source].numel() * args[source].element_size() * probe.checkpoint_share),
+        checkpoint_bytes=int(own * probe.checkpoint_share),
         output_bytes=output,
         row_bytes=of_row,
         row_working_bytes=working_of_row,
+        common_bytes=0
+        if probe.blocks is None
+        else _common_bytes(probe.blocks(layer), lambda: forward(to_input=True)),
+        forward_bytes=alone + own,
+        frozen_working_bytes=working_frozen,
     )
+
+
+def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> int:
+    """Bytes of the floating-point tensors that the blocks are given by keyword."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    sizes: dict[int, int] = {}
+
+    def note(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        for value in tree_leaves(given):
+            if torch.is_tensor(value) and value.is_floating_point():
+                storage = value.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(sizes.values())
 
 
 class _Clock:
@@ -284,18 +322,24 @@ def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) ->
         if not output.requires_grad:
             return 0
         gradient = torch.ones_like(output)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            output.backward(gradient)
-            most = torch.cuda.max_memory_allocated(device) - before
-        else:
-            from dilatant.cost.allocations import Allocations
-
-            with Allocations() as made:
-                output.backward(gradient)
-            most = made.peak
+        most = _most_bytes(device, partial(output.backward, gradient))
     return most
+
+
+def _most_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """The most bytes at once that there are while it runs beyond those that there were before."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    from dilatant.cost.allocations import Allocations
+
+    with Allocations() as made:
+        run()
+    return made.peak
 
 
 def _first_tensor(result: Any, kind: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dilatant.models.tensor_parallel import share_tokens
 from dilatant.models.tensor_plan import tensor_plan
 from dilatant.models.tensor_regions import Region
 from dilatant.models.unit import Unit
-from dilatant.profiling.describe_model import HEAD, LayerType
+from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears
 
 
@@ -35,6 +35,7 @@ def layer_probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> L
         keep=keep_attention,
         checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
         before_chunks=_before_head if entry.role == HEAD else None,
+        blocks=_blocks if entry.role == BLOCK and isinstance(entry.unit, LanguageUnit) else None,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
     )
 
@@ -59,6 +60,11 @@ def _before_head(layer: nn.Module) -> Callable[..., Tensor]:
         return cast(Tensor, output.hidden)
 
     return run
+
+
+def _blocks(layer: nn.Module) -> Sequence[nn.Module]:
+    stage = cast(LanguageStage, cast(OneLayer, layer).stage)
+    return [*cast(nn.ModuleList, stage.model.get_submodule(stage.blocks_path))]
 
 
 def _build(entry: LayerType, device: torch.device, dtype: torch.dtype) -> OneLayer:
