@@ -22,6 +22,8 @@ from dilatant.resilience.protocol.agent import (
     End,
     Event,
     Fence,
+    HandedOver,
+    HandOver,
     Made,
     Prepared,
     Rebuild,
@@ -94,6 +96,10 @@ class Worker:
             world.check_held(self.held, "activated")
             self.ends = False
             self.begin()
+        elif isinstance(command, HandOver):
+            self.generation = command.generation
+            world.handed_over += 1
+            self.say(world.random.uniform(0.05, 2.0), HandedOver(command.generation))
         elif isinstance(command, SaveAndEnd):
             self.is_asked_to_end = True
         elif isinstance(command, Apply):
@@ -218,7 +224,7 @@ class World:
             resend_seconds=1.0,
             initial=self.size,
             fewest=draw.choice((1, 1, 1, self.size)),
-            drain_seconds=draw.choice((1.0, 30.0)),
+            drain_seconds=draw.choice((1.0, 3.0, 30.0)),
         )
         self.drop = draw.choice((0.0, 0.02, 0.15))
         self.double = draw.choice((0.0, 0.1))
@@ -250,7 +256,7 @@ class World:
         self.memberships: dict[int, tuple[str, ...]] = {}
         self.histories: dict[tuple[int, int], Any] = {}
         self.saved: tuple[tuple[int, int, int], ...] = ()
-        self.rollbacks = self.generations = self.crashed = 0
+        self.rollbacks = self.generations = self.crashed = self.handed_over = 0
         self.newest_applied_in = 0
         self.ended_at: dict[int, int] = {}
         self.ended = ""
