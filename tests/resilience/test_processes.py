@@ -31,6 +31,7 @@ from dilatant.resilience.wire import (
     Link,
     LinkClosed,
     StoreAt,
+    Warm,
     accept,
     connect,
     listen,
@@ -99,6 +100,23 @@ def test_steps_are_committed_through_real_processes(cluster: tuple[Child, list[C
         thread.join(30)
     assert done == [5, 5]
     assert stopped(folder) == "finished"
+
+
+def test_an_agent_that_nobody_answers_any_more_ends_with_the_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    settings = Settings(lease_seconds=0.2)
+    agent = Child(AGENT, Start("127.0.0.1", port, TOKEN.hex(), settings, str(tmp_path), "late"))
+    worker = subprocess.Popen(["sleep", "60"])
+    link = connect("127.0.0.1", agent.port, TOKEN)
+    link.send(Hello(0, worker.pid))
+    link.send(Warm())
+    with pytest.raises(subprocess.TimeoutExpired):
+        agent.process.wait(0.6)
+    (tmp_path / STATE).write_bytes(msgspec.json.encode(Record(2, 5, ("n0",), "finished")))
+    assert agent.process.wait(30) == 0
+    assert worker.wait(5) != 0  # it ends its workers
+    link.close()
 
 
 @pytest.mark.slow

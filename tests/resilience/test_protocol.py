@@ -13,6 +13,7 @@ from dilatant.resilience.protocol.agent import (
     Died,
     End,
     Fence,
+    HandOver,
     Made,
     Prepared,
     Rebuild,
@@ -312,10 +313,45 @@ def test_who_cannot_leave_in_time_is_given_up() -> None:
     agent.settings = replace(SETTINGS, drain_seconds=30.0)
     agent.leave()
     agent.tick(100.0)
-    agent.tick(130.0)
+    agent.tick(122.5)
+    assert not agent.status().overdue
+    agent.tick(122.6)
+    assert agent.status().overdue
     assert not agent.status().failed
+    give = Order("n0", 1, 4, Task.GIVE, 2)
+    assert agent.obey(give, 122.7) == [HandOver(2)]
+    assert agent.obey(replace(give, serial=5, generation=3), 122.8) == []
     agent.tick(130.1)
-    assert agent.status().failed
+    assert agent.status().failed  # so that nobody waits for it any longer
+
+
+def test_who_cannot_wait_for_the_end_of_the_step_hands_over_before_the_others_go_on() -> None:
+    for ends in ("given", "lost", "failed"):
+        coordinator, nodes = running(3)
+        say(coordinator, nodes, "n0", leaving=True)
+        assert coordinator.task is Task.RUN
+        tasks = {e.node: e.task for e in say(coordinator, nodes, "n0", overdue=True) if isinstance(e, Order)}
+        assert tasks == {"n0": Task.GIVE, "n1": Task.FENCE, "n2": Task.FENCE}
+        say(coordinator, nodes, "n1", "n2", generation=2, phase=Phase.FENCED, base=1)
+        say(coordinator, nodes, "n0", generation=2, phase=Phase.GIVING)
+        assert coordinator.task is Task.FENCE
+        if ends == "given":
+            effects = say(coordinator, nodes, "n0", phase=Phase.GIVEN)
+        elif ends == "lost":
+            effects = coordinator.lost("n0", 0.0)
+        else:
+            effects = say(coordinator, nodes, "n0", failed="its time is over")
+        tasks = {e.node: e.task for e in effects if isinstance(e, Order)}
+        assert tasks == {"n0": Task.OUT, "n1": Task.REBUILD, "n2": Task.REBUILD}
+        assert coordinator.members == ("n1", "n2")
+
+
+def test_a_step_that_all_have_prepared_counts_before_who_is_overdue_goes() -> None:
+    coordinator, nodes = running(2)
+    say(coordinator, nodes, "n0", prepared=0, leaving=True)
+    say(coordinator, nodes, "n1", prepared=0)
+    assert coordinator.committed == 1
+    assert coordinator.members == ("n1",)
 
 
 def test_workers_are_told_once_to_save_and_end_before_they_do_anything_else() -> None:

@@ -15,6 +15,7 @@ def test_steps_count_once_on_all_survivors_whatever_is_lost(first: int) -> None:
     assert sum(world.generations for world in worlds) > 1_500
     assert sum(world.ended == "finished" for world in worlds) > 650
     assert sum(world.gone_for_good and world.ended == "finished" for world in worlds) > 20
+    assert sum(world.handed_over for world in worlds) > 10
     assert sum("are left of the" in world.ended and world.generations > 1 for world in worlds) > 70
 
 

@@ -224,5 +224,23 @@ def test_a_rank_lost_late_in_a_step_costs_what_it_had_alone(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
+def test_a_node_that_cannot_wait_for_the_end_of_a_step_hands_over_its_gradients(tmp_path: Path) -> None:
+    """Steps of a second and more; the node has to go within one."""
+    size = changes("train.steps=5", "train.global_batch_size=512", "parallel.microbatches=32")
+    alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
+    ended = run_with_faults(
+        make_project(tmp_path / "left", COPIES),
+        Fault(2, "agent:1", signal.SIGTERM, later=0.3),
+        arguments=(*size, *changes("resilience.drain_seconds=1")),
+    )
+    assert ended.exit_code == 0, ended.output
+    assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    assert any("node1 leaves before the end of the step" in event["reason"] for event in ended.events)
+    rebuilds = (tmp_path / "left" / "run" / "resilience" / "rebuilds.jsonl").read_text().splitlines()
+    last = json.loads(rebuilds[-1])
+    assert (last["ranks_handed_over"], last["salvaged_pairs"] > 0) == (1, True)
+
+
 def changes(*texts: str) -> tuple[str, ...]:
     return tuple(word for text in texts for word in ("--set", text))

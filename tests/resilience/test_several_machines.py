@@ -63,7 +63,7 @@ def test_another_machine_leads_when_the_leader_is_gone_for_good(machines: Machin
     assert machines.status.stopped == "finished"
     assert machines.members() == {*"bc"}
     assert "this machine leads the run now" in machines.output
-    assert any((machines.run / "checkpoints").iterdir())  # of which `dilatant export` makes the model
+    assert any((machines.run / "export").iterdir())
 
 
 @pytest.mark.slow

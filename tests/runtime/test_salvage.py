@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommAborted
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
+from dilatant.resilience.handover import hand_over, handed_over
 from dilatant.resilience.replan import replan
 from dilatant.resilience.salvage import salvage_step
 from dilatant.runtime.runtime import Runtime
@@ -46,8 +50,9 @@ class _Ending:
 
 
 def _run(
-    worker: Worker, case: Case, lost: list[Lost], zero: str, exact: bool = False
+    worker: Worker, case: Case, lost: list[Lost], zero: str, exact: bool = False, folder: Path | None = None
 ) -> dict[str, Any] | None:
+    """folder: where ranks that are lost leave what they have finished."""
     samples = build_samples(case)
     rank, size, plan = worker.rank, worker.size, case.plan
     old: Runtime | None = None
@@ -70,7 +75,8 @@ def _run(
             exact=exact,
         )
         if generation:
-            salvage_step(comm, 0, old, runtime)
+            left = [] if folder is None else handed_over(folder, generation - 1, 0, rank, size)
+            salvage_step(comm, 0, old, runtime, left)
             runtime.clear_gradients()
             step = runtime.plan_step(samples)
             shares.append(1.0 if step.salvaged is None else len(step.salvaged.missing) / len(samples))
@@ -88,8 +94,14 @@ def _run(
             runtime.execute(samples, step, step_number=0)
         runtime.close()
         comm.close()
+        gone = f"gone in {generation}"
         if victim == rank:
+            if folder is not None:
+                hand_over(folder, generation, runtime)
+                worker.store.set(gone, b"")
             return None
+        if folder is not None:
+            worker.store.wait([gone], timedelta(seconds=60))
         old = runtime
         survivors = {each: each - (each > victim) for each in range(size) if each != victim}
         plan = replan(plan, "language", survivors, (), 1, 4)
@@ -110,11 +122,14 @@ def _run(
 
 
 def check(
-    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, exact: bool = False
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, exact: bool = False, gives: bool = False
 ) -> list[dict[str, Any]]:
     losses, gradients, _ = expected(case)
     allowed = Allowed.of_case(case)
-    results = [r for r in workers.run(_run, len(case.plan.ranks), case, lost, zero, exact) if r is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        left_in = Path(folder) if gives else None
+        ended = workers.run(_run, len(case.plan.ranks), case, lost, zero, exact, left_in)
+    results = [result for result in ended if result is not None]
     largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
     norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
     for result in results:
@@ -197,6 +212,21 @@ def test_what_ranks_had_together_counts_only_where_they_are_together_again() -> 
     assert decide([told(0, (1, 2)), None], 5, both, WEIGHTS) is None
 
 
+def test_what_a_rank_leaves_counts_once_and_what_is_tied_goes_to_one_rank() -> None:
+    told = [_told(0, 0, 3, (0, 1, 2))]
+    alone = Plan((UnitPlan("unit", (Replica((Stage(0, 3, (0,)),)),)),))
+    kept = decide(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (4, 5)))])
+    assert kept is not None
+    assert _missing(kept) == {3, 6, 7}
+    assert {(move.source, move.target) for move in kept.moves} == {(0, 0), (1, 0)}
+    assert len(kept.moves) == 2 * 4  # a tied weight once
+    assert sum(share.values["unit"] for _, share in kept.losses) == 2.0
+    assert decide(told, 5, alone, WEIGHTS, [(0, _told(1, 0, 3, (2, 4)))]) is None
+    late = decide(told, 5, alone, WEIGHTS, [(0, replace(_told(1, 0, 3, (4, 5)), step=4))])
+    assert late is not None
+    assert _missing(late) == {3, 4, 5, 6, 7}
+
+
 def test_what_ranks_tell_of_a_step_arrives_as_it_was() -> None:
     told = replace(_told(1, 0, 3, (0, 4)), unused=frozenset({"middle"}))
     assert Finished.from_json(told.to_json()) == told
@@ -206,7 +236,7 @@ def _several(case: Case) -> bool:
     return len(case.plan.ranks) > 1
 
 
-def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str) -> None:
+def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool) -> None:
     """The same bits as one rank that nothing happens to."""
     layers = {name: len(unit.layers) for name, unit in build_model(case, "meta").units.items()}
     alone = Plan(
@@ -216,7 +246,7 @@ def check_exact(workers: WorkerPool, case: Case, lost: list[Lost], zero: str) ->
         )
     )
     (wanted,) = check(workers, replace(case, plan=alone), [], "none", exact=True)
-    for result in check(workers, case, lost, zero, exact=True):
+    for result in check(workers, case, lost, zero, exact=True, gives=gives):
         assert result["loss"] == wanted["loss"]
         assert result["losses"] == wanted["losses"]
         assert result["norm"] == wanted["norm"]
@@ -232,34 +262,54 @@ LOSSES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), min_size=1, 
 
 
 @settings(max_examples=2, **COMMON)
-@given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+@given(
+    case=cases().filter(_several),
+    lost=LOSSES,
+    zero=st.sampled_from(["none", "node", "all"]),
+    gives=st.booleans(),
+)
 def test_a_step_that_lost_ranks_has_the_gradients_of_one_that_did_not(
-    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
-    check(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+    check(workers, case, lost[: len(case.plan.ranks) - 1], zero, gives=gives)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, **COMMON)
-@given(case=cases().filter(_several), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+@given(
+    case=cases().filter(_several),
+    lost=LOSSES,
+    zero=st.sampled_from(["none", "node", "all"]),
+    gives=st.booleans(),
+)
 def test_many_steps_that_lost_ranks_have_the_gradients_of_others(
-    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
-    check(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+    check(workers, case, lost[: len(case.plan.ranks) - 1], zero, gives=gives)
 
 
 @settings(max_examples=1, **COMMON)
-@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+@given(
+    case=cases().filter(_plain),
+    lost=LOSSES,
+    zero=st.sampled_from(["none", "node", "all"]),
+    gives=st.booleans(),
+)
 def test_a_deterministic_step_has_the_bits_of_one_rank_whatever_is_lost(
-    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
-    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero, gives)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, **COMMON)
-@given(case=cases().filter(_plain), lost=LOSSES, zero=st.sampled_from(["none", "node", "all"]))
+@given(
+    case=cases().filter(_plain),
+    lost=LOSSES,
+    zero=st.sampled_from(["none", "node", "all"]),
+    gives=st.booleans(),
+)
 def test_many_deterministic_steps_have_the_bits_of_one_rank(
-    workers: WorkerPool, case: Case, lost: list[Lost], zero: str
+    workers: WorkerPool, case: Case, lost: list[Lost], zero: str, gives: bool
 ) -> None:
-    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero)
+    check_exact(workers, case, lost[: len(case.plan.ranks) - 1], zero, gives)

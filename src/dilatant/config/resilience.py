@@ -36,8 +36,8 @@ class ResilienceConfig(Section):
     progress_seconds: float = Field(60.0, gt=0)
     """A process that has computed a step for longer than this, and than five of the longest steps before, hangs."""
     drain_seconds: float = Field(600.0, gt=0)
-    """What a node that was asked to leave waits for the end of the step; then the others repeat the step without it. A
-    cloud gives 30 to 120 s before it takes a machine."""
+    """What a node has that was asked to leave: it goes at the end of the step, or with a quarter of the time left hands
+    over what it has finished of it. A cloud gives 30 to 120 s before it takes a machine."""
     evict_slower: float | None = Field(None, gt=1)
     """A node with a process so many times slower than others that do the like is left out, as one that was asked to
     leave, one at a time and while `fewest_nodes` remain. Before that, and without this, slow ones get fewer samples."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dilatant.report.durable import write_durably
+from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.job import Ask, Job
 from dilatant.resilience.process import Start, end_with_parent, read_start, say
 from dilatant.resilience.protocol.agent import Agent, Command, Died, Event
@@ -70,6 +71,7 @@ class Service:
         self._leader_host = start.host
         self._leader_heard = time.monotonic()
         self._reported = 0.0
+        self._record_read = time.monotonic()
         self._alone_since: float | None = None
         self._is_asked_to_leave = threading.Event()
         self.leaves = False
@@ -85,7 +87,7 @@ class Service:
             self._miss_ended()
         self._introduce()
         threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
-        while not self._agent.ended and not self._misses_coordinator():
+        while not (self._agent.ended or self.ended or self._misses_coordinator()):
             for heard in self._connections.wait(beat / 2):
                 self._hear(heard)
             if self._is_asked_to_leave.is_set():
@@ -95,9 +97,10 @@ class Service:
             self._miss_silent()
             self._miss_ended()
             self._miss_leader()
+            self._miss_end()
             if self._agent.changed or time.monotonic() - self._reported > beat:
                 self._report()
-        self.ended, self.is_out = self._agent.ended or NO_COORDINATOR, self._agent.is_out
+        self.ended, self.is_out = self._agent.ended or self.ended or NO_COORDINATOR, self._agent.is_out
         self._end_workers()
 
     def leave(self) -> None:
@@ -178,6 +181,16 @@ class Service:
         if time.monotonic() - self._leader_heard > job.leader_patience_seconds + job.settings.return_seconds:
             self._connections.drop(link)
             self._hear(Received(link, None))
+
+    def _miss_end(self) -> None:
+        """Nobody answers a node that came, or came back, after the run's end; the run folder says so."""
+        now, lease = time.monotonic(), self._start.settings.lease_seconds
+        if self._coordinator is not None or not self._start.folder or now - self._record_read < lease:
+            return
+        self._record_read = now
+        with suppress(OSError, ValueError):
+            record = read_record(Path(self._start.folder))
+            self.ended = "" if record is None else record.stopped
 
     def _follow(self, host: str, port: int) -> None:
         """Who leads now has a store of its own."""

@@ -92,8 +92,7 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
         if service.ended == NO_COORDINATOR:
             print(
                 f"error: nobody leads the run any more ({options.host}:{options.port} is gone"
-                f"{', and most machines with it' if job.standby else ''}); `dilatant resume` goes on from its newest "
-                "checkpoint",
+                f"{', and most machines with it' if job.standby else ''}); {_what_is_left(Path(job.folder).parent)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -104,6 +103,14 @@ def _take_part_again(options: AgentOptions, token: bytes, stack: ExitStack) -> i
         if attempt >= job.restarts:
             return 1
     raise AssertionError
+
+
+def _what_is_left(run: Path) -> str:
+    """Of a run that nobody leads any more."""
+    names = (path.name for path in run.glob("checkpoints/step-*"))
+    saved = [name for name in names if re.fullmatch(r"step-\d+", name)]  # others are of abandoned branches
+    newest = max(saved, key=lambda name: int(name[5:]), default="its beginning, for nothing is saved")
+    return f"`dilatant resume {run}` goes on from {newest}"
 
 
 def _ask(options: AgentOptions, token: bytes, seconds: float) -> Job:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommTimeout
@@ -23,6 +24,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder, last_step
+from dilatant.resilience.handover import clear_handed_over, hand_over, handed_over
 from dilatant.resilience.history import write_history
 from dilatant.resilience.layer_seconds import layer_seconds
 from dilatant.resilience.protocol.agent import Rebuild
@@ -127,6 +129,7 @@ class _Rank:
             self._unblock,
             config.resilience.lease_seconds / 4,
             self._stop.request,
+            self._hand_over,
         )
         self._initial = TrainingPlan.from_json(plan_json)
         try:
@@ -266,7 +269,7 @@ class _Rank:
             order, planned, order.base != NO_STATE, None if held is None else held.trainer
         )
         watch.lap("build")
-        copied, pairs = 0, (0, 0)
+        copied, pairs, given = 0, (0, 0), 0
         if order.base == NO_STATE:
             self._begin(trainer, planned)
         else:
@@ -274,7 +277,7 @@ class _Rank:
                 old = None if held is None else held.trainer
                 copied = self._take_over(trainer, old)
                 watch.lap("copy")
-                pairs = self._salvage(order, trainer, old)
+                pairs, given = self._salvage(order, trainer, old)
                 watch.lap("salvage")
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
@@ -287,6 +290,7 @@ class _Rank:
             "salvaged_share": kept / max(1, kept + again),
             "salvaged_pairs": kept,
             "missing_pairs": again,
+            "ranks_handed_over": given,
         }
         if order.base != NO_STATE:
             costs = {f"{part}_seconds": seconds for part, seconds in watch.laps.items()}
@@ -399,6 +403,8 @@ class _Rank:
     def _begin(self, trainer: Trainer, planned: TrainingPlan) -> None:
         """With nobody's state: as the run was asked to, or once it has begun at its newest checkpoint."""
         begun = self._store.check([_BEGUN])
+        if trainer.rank == 0:
+            clear_handed_over(self._handed_over)  # of a run before this one
         checkpoint = self._start.checkpoint
         if begun and trainer.rank == 0:
             newest, _ = newest_valid(self._folder.checkpoints)
@@ -432,15 +438,34 @@ class _Rank:
         trainer.decide_ahead()
         return copied
 
-    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> tuple[int, int]:
+    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> tuple[tuple[int, int], int]:
         """Bring what is finished of the step in hand to where it counts; its pairs of a layer and a sample that are
-        kept, and those that are not. (0, 0): nothing is."""
+        kept, and those that are not, (0, 0) where nothing is; and how many ranks that left have handed over."""
         if order.doubted or not self._config.resilience.salvage:
-            return 0, 0
-        found = salvage_step(
-            trainer.comm, trainer.step, None if old is None else old.runtime, trainer.runtime
-        )
-        return (0, 0) if found is None else found.pairs(trainer.runtime.trained_by_layer)
+            return (0, 0), 0
+        comm, step = trainer.comm, trainer.step
+        left = handed_over(self._handed_over, order.base, step, comm.rank, comm.size)
+        found = salvage_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)
+        if found is None:
+            return (0, 0), 0
+        given = {move.source for move in found.moves if move.source >= comm.size}
+        return found.pairs(trainer.runtime.trained_by_layer), len(given)
+
+    @property
+    def _handed_over(self) -> Path:
+        return self._folder.path / FOLDER / "handed_over"
+
+    def _hand_over(self) -> None:
+        """The others go on without this rank, which leaves what it has finished of the step to them. What fails costs
+        them only that."""
+        held = self._held
+        if held is not None and self._config.resilience.salvage:
+            try:
+                hand_over(self._handed_over, held.generation, held.trainer.runtime)
+            except Exception as error:
+                print(
+                    f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True
+                )
 
     def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
         """Of the last step, if its first rank was lost, or left, before it could write it down."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from dilatant.comm.store_server import StoreServer
 from dilatant.resilience.coordinator_process import read_record
 from dilatant.resilience.job import Job, is_loopback
 from dilatant.resilience.process import NO_MAJORITY_EXIT_CODE, SUPERSEDED_EXIT_CODE, Child, Start
-from dilatant.resilience.protocol.values import Record
+from dilatant.resilience.protocol.values import FINISHED, Record
 from dilatant.resilience.wire import connect
 
 COORDINATOR = "dilatant.resilience.coordinator_process"
@@ -85,6 +86,14 @@ class Standby:
         finally:
             child.close(LAST_SECONDS if is_leading else 0.0)
             store.close()
+        if is_leading and self._record().stopped == FINISHED:
+            self._export()
+
+    def _export(self) -> None:
+        """What `dilatant train` does last, whose machine is gone; torch is for another process."""
+        run = str(self._folder.parent)
+        if subprocess.run([sys.executable, "-m", "dilatant", "export", run], check=False).returncode:
+            print(f"warning: the run is finished, but not exported: `dilatant export {run}`", file=sys.stderr)
 
     def _answers(self) -> bool:
         """Whether a coordinator speaks there: a stopped process still has its port."""

@@ -17,7 +17,10 @@ from dilatant.resilience.protocol.agent import (
     Died,
     Done,
     End,
+    Event,
     Fence,
+    HandedOver,
+    HandOver,
     Made,
     Prepared,
     Rebuild,
@@ -38,7 +41,8 @@ class RunEnded(Exception):
 
 class WorkerLink:
     """Used by one thread; another one reads, and calls `on_fence` with the generation that is over, and `on_ending`
-    when all are to save and end.
+    when all are to save and end. `on_hand_over` is called by `await_rebuild`, when the run goes on without this worker,
+    to leave what it has finished to the others.
 
     A worker whose agent is gone ends at once: it could be told nothing any more, and others go on without it.
     """
@@ -51,10 +55,12 @@ class WorkerLink:
         on_fence: Callable[[int], None],
         beat_seconds: float = 1.0,
         on_ending: Callable[[], None] = lambda: None,
+        on_hand_over: Callable[[], None] = lambda: None,
     ) -> None:
         self._link: Link = connect("127.0.0.1", port, token)
         self._on_fence = on_fence
         self._on_ending = on_ending
+        self._on_hand_over = on_hand_over
         self._beat_seconds = beat_seconds
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._newest = 0
@@ -90,6 +96,9 @@ class WorkerLink:
             command = self._next()
             if isinstance(command, Fence):
                 self._send(Stopped(command.generation, base, applied, prepared))
+            elif isinstance(command, HandOver):
+                self._on_hand_over()
+                self._send(HandedOver(command.generation))
             elif isinstance(command, Rebuild) and command.generation == self._newest:
                 self._generation = command.generation
                 return command
@@ -139,7 +148,7 @@ class WorkerLink:
             if self._newest > self._generation:
                 raise Fenced
             command = self._next()
-            if isinstance(command, Fence):
+            if isinstance(command, Fence | HandOver):
                 self._commands.put(command)  # `await_rebuild` answers it
                 raise Fenced
             of_now = not isinstance(command, End | SaveAndEnd) and command.generation == self._generation
@@ -153,9 +162,7 @@ class WorkerLink:
             raise RunEnded(command.reason)
         return command
 
-    def _send(
-        self, message: Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow | Beat | Warm
-    ) -> None:
+    def _send(self, message: Event | Beat | Warm) -> None:
         try:
             self._link.send(message)
         except LinkClosed:
@@ -180,12 +187,12 @@ class WorkerLink:
                 if isinstance(command, SaveAndEnd):
                     self._on_ending()
                     continue
-                if isinstance(command, Fence):
+                if isinstance(command, Fence | HandOver):
                     self._newest = command.generation
                 if isinstance(command, End):
                     self.ended = command
                 self._commands.put(command)
-                if isinstance(command, Fence | End):
+                if isinstance(command, Fence | HandOver | End):
                     self._on_fence(self._generation)
         except LinkClosed:
             if self.ended is None and not self._closed:

@@ -108,7 +108,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A rank's gradient of a weight goes to the rank that adds it to its own; often itself."""
+    """A rank's gradient of a weight goes to the rank that adds it to its own; often itself. source: a rank, or its size
+    and more for those that have gone and left theirs, see `decide`."""
 
     name: str
     source: int
@@ -190,19 +191,27 @@ class Salvaged:
         ]
 
 
-def decide(told: Sequence[Finished | None], step: int, plan: Plan, weights: LayerWeights) -> Salvage | None:
+def decide(
+    told: Sequence[Finished | None],
+    step: int,
+    plan: Plan,
+    weights: LayerWeights,
+    gone: Sequence[tuple[int, Finished]] = (),
+) -> Salvage | None:
     """What counts of step number `step`, and which rank of `plan` takes it; None where there is nothing.
 
-    told: by new rank what it has, None of one that was not there. What a stage of one rank has goes to any stage of one
-    rank with that layer; what ranks had together counts only where they are together again.
+    told: by new rank what it has, None of one that was not there. gone: what was left by ranks that are there no more,
+    each with the rank that acts for it; the first of them is source `len(told)` of moves. What a stage of one rank has
+    goes to any stage of one rank with that layer; what ranks had together counts only where they are together again.
     """
-    having = [(rank, each) for rank, each in enumerate(told) if each is not None and each.step == step]
+    everybody = [*told, *(each for _, each in gone)]
+    having = [(rank, each) for rank, each in enumerate(everybody) if each is not None and each.step == step]
     if not having or len({each.draws for _, each in having}) > 1:
         return None
     new_of = {each.rank: rank for rank, each in having}
     shares = _whole(having, new_of)
     targets = _targets(shares, new_of, plan)
-    shares = _agreeing(shares, targets, new_of, weights, _tied_together(plan, weights))
+    shares = _agreeing(shares, targets, weights, _tied_together(plan, weights))
     kept: dict[Layer, Counter[int]] = defaultdict(Counter)
     for share in shares:
         kept[share.layer].update(share.samples)
@@ -222,9 +231,11 @@ def decide(told: Sequence[Finished | None], step: int, plan: Plan, weights: Laye
         LayerShare(layer, ranks, degrees, tuple(sorted(samples)))
         for (layer, ranks, degrees), samples in merged.items()
     )
+    acting = [*range(len(told)), *(rank for rank, _ in gone)]
     losses = tuple(
-        (rank, replace(share, ranks=tuple(new_of[old] for old in share.ranks)))
+        (acting[rank], replace(share, ranks=tuple(acting[new_of[old]] for old in share.ranks)))
         for rank, share in _whole_losses(having, new_of)
+        if rank < len(told) or len(share.ranks) == 1
     )
     if _told_twice(losses):
         losses = ()
@@ -289,16 +300,24 @@ def _targets(
         for number in range(placed.stage.first, placed.stage.end):
             holders[placed.unit, number].append(placed.stage)
     taken: Counter[int] = Counter()
+    given: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)  # what is tied stays together
     found: dict[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None] = {}
     for share in sorted(shares, key=lambda share: (share.layer, share.ranks)):
         same = tuple(new_of[rank] for rank in share.ranks)
         groups = [stage.ranks for stage in holders[share.layer] if _degrees(stage) == share.degrees]
         alone = [ranks for ranks in groups if len(ranks) == 1] if len(same) == 1 else []
         target = (
-            same if same in groups else min(alone, key=lambda ranks: (taken[ranks[0]], ranks), default=None)
+            same
+            if same in groups
+            else min(
+                alone,
+                key=lambda ranks: (ranks not in given[share.ranks], taken[ranks[0]], ranks),
+                default=None,
+            )
         )
         if target is not None and target != same:
             taken[target[0]] += 1
+            given[share.ranks].add(target)
         found[share.layer, share.ranks] = target
     return found
 
@@ -323,12 +342,11 @@ def _tied_together(plan: Plan, weights: LayerWeights) -> list[tuple[Layer, Layer
 def _agreeing(
     shares: Sequence[LayerShare],
     targets: Mapping[tuple[Layer, tuple[int, ...]], tuple[int, ...] | None],
-    new_of: Mapping[int, int],
     weights: LayerWeights,
     tied: Sequence[tuple[Layer, Layer]],
 ) -> list[LayerShare]:
     """Those that can count. A rank has one sum of a weight that is tied, whatever layers it is of: they count together
-    and stay where they are, or not at all."""
+    and go to one rank, or not at all."""
     kept = [share for share in shares if targets[share.layer, share.ranks] is not None]
     dropped = {*shares} - {*kept}
     shared: dict[LayerShare, set[LayerShare]] = defaultdict(set)
@@ -348,7 +366,7 @@ def _agreeing(
         for one in alike:
             shared[one].update(other for other in alike if other is not one)
     for share, others in shared.items():
-        if others and targets[share.layer, share.ranks] != tuple(new_of[rank] for rank in share.ranks):
+        if len({targets[each.layer, each.ranks] for each in (share, *others)}) > 1:
             dropped.add(share)
     while True:
         more = {other for share in dropped for other in shared.get(share, ())} - dropped

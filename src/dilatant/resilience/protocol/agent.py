@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dilatant.resilience.protocol.values import NO_STATE, Order, Phase, Settings, Status, Task
+from dilatant.resilience.protocol.values import DRAIN_SHARE, NO_STATE, Order, Phase, Settings, Status, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,15 @@ class SaveAndEnd:
     reason: str
 
 
-Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | End
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Stop what you compute, write down what is finished of the step for those who go on without this node as
+    `generation`, and answer with `HandedOver`."""
+
+    generation: int
+
+
+Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | HandOver | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +140,14 @@ class Slow:
     times: float
 
 
-Event = Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A worker has nothing more to give to this generation, which it is no part of."""
+
+    generation: int
+
+
+Event = Stopped | Made | Computing | Prepared | Broken | Done | Died | Slow | HandedOver
 
 
 @dataclass(slots=True)
@@ -160,6 +175,7 @@ class Agent:
         self._answers: dict[int, Event] = {}
         self._prepared: dict[int, Prepared] = {}
         self._done: set[int] = set()
+        self._given: set[int] = set()
         self._deadlines: dict[int, _Deadline] = {}
         self._slow: dict[int, float] = {}
         self._fencing_since = 0.0
@@ -204,6 +220,12 @@ class Agent:
             self.is_out = order.task is Task.OUT
             return [End(self.ended, self.is_out)]
         own = self._status
+        if own.phase in (Phase.GIVING, Phase.GIVEN):
+            return []
+        if order.task is Task.GIVE:
+            self._deadlines.clear()
+            self._set(generation=order.generation, phase=Phase.GIVING, ready_at=None, broken="", accuses=None)
+            return [HandOver(order.generation)]
         if order.generation > own.generation:
             self._answers.clear()
             self._prepared.clear()
@@ -273,6 +295,10 @@ class Agent:
         elif isinstance(event, Slow):
             self._slow[worker] = event.times
             self._set(slow=max(self._slow.values()))
+        elif isinstance(event, HandedOver) and own.phase is Phase.GIVING:
+            self._given.add(worker)
+            if len(self._given) == own.workers:
+                self._set(phase=Phase.GIVEN)
         elif isinstance(event, Done) and own.phase is Phase.RUNNING:
             self._done.add(worker)
             if len(self._done) == own.workers:
@@ -289,7 +315,10 @@ class Agent:
             self._set(failed="its workers do not stop")
         if own.leaving:
             self._leaving_since = now if self._leaving_since is None else self._leaving_since
-            if now - self._leaving_since > self.settings.drain_seconds:
+            left = self._leaving_since + self.settings.drain_seconds - now
+            if not own.overdue and left < (1 - DRAIN_SHARE) * self.settings.drain_seconds:
+                self._set(overdue=True)
+            if left < 0:
                 self._set(failed=f"it had to leave within {self.settings.drain_seconds:g} s")
         for worker, deadline in self._deadlines.items():
             deadline.since = now if deadline.since is None else deadline.since

@@ -49,6 +49,7 @@ class Coordinator:
         self._since = now
         self._heard: dict[str, float] = {}
         self._gone: set[str] = set()
+        self._giving: set[str] = set()
         self._serial = 0
         self._newcomer_since: float | None = None
         self._sent = now
@@ -66,7 +67,8 @@ class Coordinator:
     def hear(self, status: Status, now: float) -> list[Effect]:
         """A node says how it is."""
         is_new = status.phase is Phase.FRESH and status.generation == 0
-        if status.node in self._gone or (status.node not in self.members and not is_new):
+        is_known = is_new or status.node in self._giving or status.node in self.members
+        if status.node in self._gone or not is_known:
             return [self._order(status.node, Task.OUT)]
         if self.stopped:
             return [self._order(status.node, Task.STOP)]
@@ -140,6 +142,8 @@ class Coordinator:
         failed = {s.node: s.failed for s in self.statuses.values() if s.failed}
         if failed:
             return self._without(failed, "; ".join(f"{node}: {why}" for node, why in failed.items()), now)
+        if given := {node for node in self._giving if self.statuses[node].phase is Phase.GIVEN}:
+            return self._without(given, "they have handed over", now)
         if self.task is Task.WAIT:
             return self._begin(now)
         own = self._of_members()
@@ -148,10 +152,9 @@ class Coordinator:
         broken = [s for s in own if s.generation == self.generation and (s.broken or s.accuses)]
         if broken and (blamed := self._blame(broken, now)) is not None:
             return self._without(blamed, self._why(broken), now)
-        if self.task is Task.FENCE and all(
-            s.generation == self.generation and s.phase in STANDING for s in own
-        ):
-            return self._rebuild(own, now)
+        if self.task is Task.FENCE:
+            stand = all(s.generation == self.generation and s.phase in STANDING for s in own)
+            return self._rebuild(own, now) if stand and not self._giving else []
         if self.task is Task.REBUILD and all(self._is_ready(s) for s in own):
             return self._run(own, now)
         if self.task is Task.RUN:
@@ -187,7 +190,8 @@ class Coordinator:
                 self._too_few(len(own) - len(leaving), f"{', '.join(sorted(leaving))} leave"), now
             )
         if not all(s.prepared == self.committed == s.applied for s in own):
-            return []
+            overdue = {s.node for s in own if s.overdue}
+            return self._cut_short(overdue, now) if overdue and not self.ending else []
         if odd := self._disagreeing(own):
             self._fruitless += 1
             self._doubts = True
@@ -208,6 +212,12 @@ class Coordinator:
             leaving = {slowest.node}
         return self._without(leaving, "; ".join(why), now)
 
+    def _cut_short(self, leaving: set[str], now: float) -> list[Effect]:
+        """Go on without nodes that cannot wait for the end of the step, once they have handed over their part of it."""
+        self._giving |= leaving
+        reason = "; ".join(f"{node} leaves before the end of the step" for node in sorted(leaving))
+        return self._new_generation([n for n in self.members if n not in leaving], reason, now)
+
     def _admitted(self, now: float) -> list[str]:
         newcomers = self.newcomers
         if not newcomers:
@@ -220,7 +230,9 @@ class Coordinator:
     def _without(self, gone: Iterable[str], reason: str, now: float) -> list[Effect]:
         """Go on without some nodes, if they were members in a new generation; of the same where nobody is to blame."""
         gone = set(gone)
+        awaited = gone & self._giving
         self._gone |= gone
+        self._giving -= gone
         for node in gone:
             self.statuses.pop(node, None)
             self._heard.pop(node, None)
@@ -229,7 +241,7 @@ class Coordinator:
             # Before the first step a loss is rather a mistake than a fault.
             return out if self._returned else out + self.stop(reason, now)
         if gone and not gone & set(self.members):
-            return out
+            return out + self._decide(now) if awaited else out
         if self._fruitless > 2 * self.settings.attempts:
             return out + self.stop(
                 f"{self._fruitless} generations in a row came to nothing; the last: {reason}", now
@@ -360,7 +372,11 @@ class Coordinator:
 
     def _orders(self) -> list[Effect]:
         nodes = dict.fromkeys([*self.members, *self.statuses] if self.task is Task.STOP else self.members)
-        return [self._order(node, self.task) for node in nodes]
+        giving = [] if self.task is Task.STOP else sorted(self._giving)
+        return [
+            *(self._order(node, self.task) for node in nodes),
+            *(self._order(node, Task.GIVE) for node in giving),
+        ]
 
     def _order(self, node: str, task: Task) -> Order:
         self._serial += 1

@@ -16,11 +16,14 @@ FINISHED = "finished"
 """Why a run stops whose nodes are all done."""
 TOO_FEW = "nodes are left of the"
 """In the reason of a run that stops since there are too few."""
+DRAIN_SHARE = 0.75
+"""Of the time that a node has to leave: what it waits for the end of the step. The rest is for handing over."""
 
 
 class Phase(StrEnum):
     """Where a node is in its generation. fresh: in none. fencing: its workers are being stopped. fenced: they stand
-    still. rebuilding: they make groups and copy state. ready: they hold all that they need. running: they train."""
+    still. rebuilding: they make groups and copy state. ready: they hold all that they need. running: they train.
+    giving: the node has to go before the end of the step, and writes down what it has finished of it. given: it has."""
 
     FRESH = "fresh"
     FENCING = "fencing"
@@ -28,16 +31,20 @@ class Phase(StrEnum):
     REBUILDING = "rebuilding"
     READY = "ready"
     RUNNING = "running"
+    GIVING = "giving"
+    GIVEN = "given"
 
 
 class Task(StrEnum):
-    """What the coordinator wants of the members of a generation. out: this node is none of them, and has to start
-    anew. stop: the run is over."""
+    """What the coordinator wants of the members of a generation. give: this node is none of them any more, and is to
+    hand over what it has finished of the step. out: this node is none of them, and has to start anew. stop: the run is
+    over."""
 
     WAIT = "wait"
     FENCE = "fence"
     REBUILD = "rebuild"
     RUN = "run"
+    GIVE = "give"
     OUT = "out"
     STOP = "stop"
 
@@ -51,8 +58,9 @@ class Status:
     in that. ready_at: the steps in the state that it has made ready for `generation`; it holds both until it runs.
     prepared: the number of the step whose gradients all its workers have; hashes: layer → hash of these gradients.
     accuses: the node that its workers wait for in vain. broken: why they cannot go on in this generation.
-    failed: why this node cannot go on at all. fatal: why nobody can (a mistake of the user). slow: how many times
-    slower than others it is, where that is too much.
+    failed: why this node cannot go on at all. fatal: why nobody can (a mistake of the user). leaving: it goes at the
+    end of the step; overdue: it cannot wait for that any longer. slow: how many times slower than others it is, where
+    that is too much.
     """
 
     node: str
@@ -69,6 +77,7 @@ class Status:
     failed: str = ""
     fatal: str = ""
     leaving: bool = False
+    overdue: bool = False
     done: bool = False
     workers: int = 1
     slow: float = 0.0
@@ -127,7 +136,8 @@ class Settings:
     join_seconds: newcomers are awaited after the first of them. return_seconds: what the members have to come back to
     a coordinator that did. initial: nodes to begin with. fewest: with fewer all save and the run ends. attempts:
     generations in a row that end without a step before somebody is blamed, and twice that before the run stops.
-    drain_seconds: what a node that leaves waits for the end of the step; then the others go on without it.
+    drain_seconds: what a node that leaves has. It waits `DRAIN_SHARE` of that for the end of the step, and hands over
+    what it has finished of it in the rest; then the others go on without it.
     accuse_seconds: after somebody waited in vain for another, what the others have to say for whom they do.
     leader_seconds: how long a leader that has a standby may be silent at least; its coordinator starts again meanwhile.
     """
