@@ -5,7 +5,7 @@ shapes by the shipped cost model, or predicted after a constant was fitted to an
 samples are those in ../shared/data/workload_stats, of which some are modelled themselves (each table says so). The
 folder is found through DILATANT_SHARED, or beside the repository; tables that need it are left out without it.
 
-With --json, tables of that file that are not run again stay as they are; --untimed leaves the measured ones alone.
+With --json, papers of that file that are not run again stay as they are; --untimed leaves the measured tables alone.
 """
 
 from __future__ import annotations
@@ -46,17 +46,22 @@ def main() -> None:
         for table in importlib.import_module(f"papers.{chapter}").tables(shared, not arguments.untimed):
             table.show(console)
             found.append({"chapter": chapter, "ran": machine(), **table.to_plain()})
-            if arguments.json:
-                _write(arguments.json, found)
+        if arguments.json:
+            own = [table for table in found if table["chapter"] == chapter]
+            _write(arguments.json, chapter, own, not arguments.untimed)
     console.print(f"\n{len(found)} tables in {time.perf_counter() - started:.0f} s")
 
 
-def _write(path: Path, found: list[dict[str, Any]]) -> None:
-    """Put the tables into the file, in the papers' order, in place of those of the same name."""
-    tables = json.loads(path.read_text(encoding="utf-8"))["tables"] if path.exists() else []
-    kept = {table["name"]: table for table in tables if "chapter" in table}
-    kept |= {table["name"]: table for table in found}
-    ordered = sorted(kept.values(), key=lambda table: CHAPTERS.index(table["chapter"]))
+def _write(path: Path, chapter: str, found: list[dict[str, Any]], timed: bool) -> None:
+    """Put the tables into the file, in the papers' order, in place of those that the chapter had."""
+    before = json.loads(path.read_text(encoding="utf-8"))["tables"] if path.exists() else []
+    named = {table["name"] for table in found}
+    kept = [
+        table
+        for table in before
+        if table["chapter"] != chapter or (table["timed"] and not timed and table["name"] not in named)
+    ]
+    ordered = sorted([*found, *kept], key=lambda table: CHAPTERS.index(table["chapter"]))
     path.write_text(json.dumps({"tables": ordered}, indent=1) + "\n", encoding="utf-8")
 
 

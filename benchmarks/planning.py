@@ -366,10 +366,11 @@ def main() -> None:
     options = parser.parse_args()
     runs = 1 if options.quick else 5
     print(f"{'':<92} {'ours':>10} {'bar, held':>14} {'paper':>10} {'ratio':>9}  source")
-    rows = []
+    rows, groups = [], []
     for group in options.only:
         for row in GROUPS[group](runs):
             rows.append(row)
+            groups.append(group)
             print(show(row), flush=True)
     bars = [row for row in rows if row.bar is not None]
     print(f"\n{'bars':<92} {'ours':>10} {'bar, held':>14} {'bar/ours':>10}")
@@ -380,14 +381,14 @@ def main() -> None:
     print(f"{sum(row.held for row in bars)} of {len(bars)} bars are held")
     if options.json:
         kept = []
-        if options.json.exists() and len(options.only) < len(GROUPS):  # rows that were not run again stay
-            named = {row.name for row in rows}
+        if options.json.exists():  # groups that were not run again stay
             kept = [
                 row
                 for row in json.loads(options.json.read_text(encoding="utf-8"))["rows"]
-                if row["name"] not in named
+                if row["group"] not in options.only
             ]
-        document = {**machine(), "rows": [*kept, *(asdict(row) for row in rows)]}
+        ran = [{"group": group, **asdict(row)} for group, row in zip(groups, rows, strict=True)]
+        document = {**machine(), "rows": sorted([*kept, *ran], key=lambda row: [*GROUPS].index(row["group"]))}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from papers import cornstarch_modes, cornstarch_partition
+from papers import cornstarch_modes, cornstarch_partition, cornstarch_v3
 from papers.tables import PaperTable
 
 
@@ -16,4 +16,7 @@ def tables(shared: Path, timed: bool = True) -> list[PaperTable]:
         cornstarch_modes.modes(),
         cornstarch_modes.context_parallel(),
         cornstarch_modes.untestable(),
+        cornstarch_v3.frozen_balance(),
+        cornstarch_v3.long_rows(),
+        cornstarch_v3.untold(),
     ]

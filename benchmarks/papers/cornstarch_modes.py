@@ -26,7 +26,7 @@ from papers.models import (
 from papers.planner import Case, layout_text, same_samples
 from papers.tables import Outcome, PaperTable, in_range, judged, spread, untested
 
-# Thesis Tables 3.3 and B.1 (16k and 32k): ms of one attention layer under causal CP, balanced between GPUs only,
+# Thesis Table 3.3 and Fig. B.1 (16k and 32k): ms of one attention layer under causal CP, balanced between GPUs only,
 # balanced inside a GPU only, and both, by tokens and size of the LLM.
 _ATTENTION = {
     (65_536, "S"): (243.44, 255.59, 225.73, 204.95),
@@ -135,7 +135,7 @@ def modes() -> PaperTable:
 
 
 def context_parallel() -> PaperTable:
-    """Tables 3.3 and B.1: the share of the balance between GPUs, from counted loads."""
+    """Table 3.3 and Fig. B.1: the share of the balance between GPUs, from counted loads."""
     rows: list[tuple[Any, ...]] = []
     ranks = 8
     for tokens in sorted({tokens for tokens, _ in _ATTENTION}):
@@ -153,7 +153,7 @@ def context_parallel() -> PaperTable:
         )  # fmt: skip
     both, given = [row[7] for row in rows], [row[3] for row in rows]
     return PaperTable(
-        "Thesis Tables 3.3, B.1",
+        "Thesis Table 3.3, Fig. B.1",
         "attention with load balanced between GPUs, inside a GPU, and both, over causal context parallelism",
         f"counted: key blocks to visit by the busiest of {ranks} ranks over the mean, of EP, EE and MP masks drawn "
         f"{_DRAWS} times each; nothing here is a GPU measurement. The paper's figures are means over its three LLMs",

@@ -201,6 +201,7 @@ def factors_from_shapes() -> PaperTable:
         )
     predicted, after = rank_correlation(rows, 1, 2), rank_correlation(rows, 1, 5)
     slower = [row[0] for row in rows if row[2] < 0.995]
+    idle, ours_idle = ([row[0] for row in rows if row[column] < 1.01] for column in (1, 2))
     return PaperTable(
         "Thesis Table 3.2",
         "speed-up of frozen-aware over frozen-unaware partitioning; encoders colocated, only projectors train",
@@ -250,6 +251,13 @@ def factors_from_shapes() -> PaperTable:
                 "falls short" if slower else "agrees",
                 "predicted",
                 f"slower: {', '.join(slower)}" if slower else "",
+            ),
+            Outcome(
+                "models that gain nothing of it (v3: no number of stages balances the most unlike sizes)",
+                ", ".join(idle),
+                ", ".join(ours_idle) or "none",
+                "agrees" if idle == ours_idle else "falls short",
+                "predicted",
             ),
         ),
         (
