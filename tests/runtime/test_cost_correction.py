@@ -39,8 +39,10 @@ def origin(said: str = "measured on a test") -> StepCosts:
     seconds[:, 0] = [1e-6, 3e-5, 1e-3]
     seconds[:, 1] = [2e-6, 6e-5, 1e-3]
     seconds[:, 2:] = seconds[:, 1:2] / 2
-    none = np.zeros((4, 3))
-    return StepCosts(StageCosts(seconds, none, none, none, none, *np.zeros((4, 3))), origin=said)
+    none, late = np.zeros((4, 3)), np.zeros((3, 2, 3))
+    return StepCosts(
+        StageCosts(seconds, none, none, none, none, *np.zeros((4, 3)), late_bytes=late), origin=said
+    )
 
 
 def drawn_work(draw: np.random.Generator, costs: StepCosts) -> OwnWork:

@@ -203,25 +203,32 @@ def predicted(case: Drawn) -> np.ndarray:
     return timeline.peak_bytes
 
 
-def errors(workers: WorkerPool, seed: int) -> tuple[np.ndarray, int]:
-    """Of the peak of every rank, relative; and which of them holds most."""
+def uncounted(case: Drawn) -> int:
+    """Bytes that the planner does not know of: the rows of one message more, received ahead of their use or sent and
+    not yet let go; and what products of bf16 weight gradients take on a CPU, where they are made of fp32 copies, at
+    least of hidden states. GPUs need none."""
+    numbers = max(case.tokens()["language"]) * case.width
+    return numbers * (case.dtype.itemsize + (4 if case.dtype == torch.bfloat16 else 0))
+
+
+def check(workers: WorkerPool, seed: int) -> np.ndarray:
+    """How far the peaks of ranks are off, relative: all within 5 %, besides what is not counted."""
     case = drawn(seed)
     said = predicted(case)
     held = np.array(workers.run(_held, len(case.plan().ranks), case))
     print(f"seed {seed}: {np.round(said / held - 1, 3).tolist()} of {held.tolist()} bytes, {case}")
-    return np.abs(said / held - 1), int(held.argmax())
+    assert (np.abs(said - held) <= 0.05 * held + uncounted(case)).all()
+    return np.asarray(np.abs(said / held - 1))
 
 
-# A case is off by what no layer tells of itself: index tensors, rotary tables, rows beside messages.
 @pytest.mark.parametrize("seed", [7])
-def test_peaks_of_a_drawn_step_are_near_what_the_planner_says(workers: WorkerPool, seed: int) -> None:
-    assert errors(workers, seed)[0].max() < 0.1
+def test_the_peak_of_every_rank_in_a_drawn_step_is_what_the_planner_says(
+    workers: WorkerPool, seed: int
+) -> None:
+    check(workers, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_peaks_of_drawn_steps_are_within_five_percent_on_average(workers: WorkerPool) -> None:
-    """On the fullest rank, which decides whether a plan fits; ranks of one or two megabytes are further off."""
-    found = [errors(workers, seed) for seed in range(CASES)]
-    assert np.mean([every[fullest] for every, fullest in found]) <= 0.05
-    assert np.mean([every.mean() for every, _ in found]) <= 0.07
+    assert np.mean([check(workers, seed).mean() for seed in range(CASES)]) <= 0.05

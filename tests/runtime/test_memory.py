@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dilatant.comm.comm import Comm
 from dilatant.config import OptimizerConfig
-from dilatant.cost.memory import BF16, FP32, ParameterBytes
+from dilatant.cost.memory import BF16, EXACT_SUMS, FP32, ParameterBytes
 from dilatant.cost.profile import profile_layers
 from dilatant.data.sample import EncodedSample
 from dilatant.models.materialize import materialize
@@ -45,7 +45,7 @@ class Run:
     """A step of `count` samples of `tokens` tokens a replica, one a microbatch, of a language model cut in two.
 
     Replicas share the optimizer's state. linear: every second layer is one of linear attention. keeps: a rank's own
-    gradients, for salvage.
+    gradients, for salvage. exact: sums are of integers.
     """
 
     dtype: torch.dtype
@@ -60,10 +60,12 @@ class Run:
     tp: int = 1
     linear: bool = False
     keeps: bool = False
+    exact: bool = False
 
     @property
     def rules(self) -> ParameterBytes:
-        return replace(RULES[self.dtype], zero="node", keeps_gradients=self.keeps)
+        integers = EXACT_SUMS if self.exact else 0.0
+        return replace(RULES[self.dtype], zero="node", keeps_gradients=self.keeps, integers=integers)
 
     def model(self) -> MultimodalModel:
         settings = {
@@ -122,7 +124,7 @@ def _held(worker: Worker, run: Run) -> tuple[int, int, int]:
     with LiveStorages() as live:
         runtime = Runtime(
             run.model(), run.plan(), comm, seed=0, precision=run.dtype, zero="node", bucket_bytes=1 << 16,
-            keeps_gradients=run.keeps,
+            keeps_gradients=run.keeps, exact=run.exact,
         )  # fmt: skip
         optimizer = build_optimizer(runtime.owned.parameters, OptimizerConfig(), lambda pattern: frozenset())
         samples, schedule = run.samples(), FAMILIES[run.family](run.plan(), run.assignment())
@@ -219,6 +221,7 @@ RUNS = {
     "tp 2, linear attention": Run(torch.bfloat16, "none", "1f1b", 512, tp=2, linear=True),
     "state shared": Run(torch.bfloat16, "none", "1f1b", 256, replicas=2, width=128),
     "gradients kept": Run(torch.bfloat16, "none", "1f1b", 16, replicas=2, width=128, keeps=True),
+    "deterministic": Run(torch.bfloat16, "none", "1f1b", 64, replicas=2, width=128, exact=True),
     "gradients kept, one holder": Run(torch.float32, "none", "1f1b", 64, width=128, keeps=True),
 }
 RARELY = (
@@ -234,6 +237,7 @@ RARELY = (
     "linear attention",
     "tp 2, linear attention",
     "state shared",
+    "deterministic",
     "gradients kept, one holder",
 )
 
@@ -268,4 +272,7 @@ def test_the_oracle_counts_what_the_allocator_gives(attention: str) -> None:
 def test_the_peak_of_a_step_is_what_the_planner_says(workers: WorkerPool, name: str) -> None:
     run = RUNS[name]
     peaks = [peak for _, peak, _ in workers.run(_held, len(run.plan().ranks), run)]
-    assert _predicted(run).tolist() == pytest.approx(peaks, rel=0.05)
+    off = _predicted(run) / peaks - 1
+    # A sample's own gradients, which come while its activations go, are counted whole beside the integers.
+    assert off.min() >= -0.05, off
+    assert off.max() <= (0.1 if run.exact else 0.05), off

@@ -84,9 +84,10 @@ def unit_costs(stages: int) -> StageCosts:
     per_token[:, 1] = 1.0
     seconds = np.zeros((stages, 4, 3))
     seconds[:, :, 1] = [1.0, 2.0, 1.0, 1.0]
-    none = np.zeros((stages, 3))
+    none, late = np.zeros((stages, 3)), np.zeros((stages, 2, 3))
+    always = np.full(stages, 10.0)
     return StageCosts(
-        seconds, per_token, per_token / 2, none, none.copy(), np.full(stages, 10.0), *np.zeros((3, stages))
+        seconds, per_token, per_token / 2, none, none.copy(), always, *np.zeros((3, stages)), late_bytes=late
     )
 
 

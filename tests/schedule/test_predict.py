@@ -223,7 +223,10 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     rng, step = np.random.default_rng(seed), random_step(seed)
     count = len(step.plan.stages())
     shapes = (4, 3), (3,), (3,), (3,), (3,), (), ()
-    costs = StageCosts(*(rng.random((count, *shape)) for shape in shapes[:-1]), *np.zeros((3, count)))
+    late = np.zeros((count, 2, 3))
+    costs = StageCosts(
+        *(rng.random((count, *shape)) for shape in shapes[:-1]), *np.zeros((3, count)), late_bytes=late
+    )
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
     tokens = {unit.name: rng.integers(1, 30, 16) for unit in step.plan.units}
     sums = piece_sums(graph, tokens)

@@ -35,6 +35,8 @@ _WITHOUT = (
     "row_working_bytes",
     "common_bytes",
 )
+_WORKING = ("working_bytes", "frozen_working_bytes", "forward_bytes")
+"""What holds the tokens of all ranks, too, where it was measured."""
 
 
 def group_cost(
@@ -45,12 +47,13 @@ def group_cost(
     `shape` is that of the whole layer, `links` what the group's collectives travel on, none of them overlapped.
     """
     tp, cp = degree
+    gathered = gathered_bytes(shape, dtype, tp, cp)
     added = {
         **dict.fromkeys(_FORTH, collective_seconds(shape, links, dtype, tp, cp)),
         **dict.fromkeys(_BACK, collective_seconds(shape, links, dtype, tp, cp, backward=True)),
         **dict.fromkeys(_WITHOUT, ZERO),
         "attention": kept_seconds(shape, links, dtype, tp, cp),
-        "working_bytes": gathered_bytes(shape, dtype, tp, cp),
+        **{name: gathered for name in _WORKING if getattr(share, name) != ZERO},
     }
     exchange = exchange_seconds(shape, links, dtype, tp, cp)
     own: dict[str, Any] = {

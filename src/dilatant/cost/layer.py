@@ -28,6 +28,8 @@ class LayerCost:
     `expert_exchange` is what tokens take in one pass on their way to experts on other ranks and back, if every one
     left its rank.
     `common_bytes` are what all blocks of a stage are handed and keep together (rotary tables): of the stage once.
+    `forward_bytes` are what a forward without a backward takes, input included; `frozen_working_bytes` are
+    `working_bytes` where the layer is frozen. Zero: as where it trains.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of no more than a chunk at once. `row_bytes` and `row_working_bytes` are the parts of
     `activation_bytes` and `working_bytes` that are of whole rows even then (a head's norm).
@@ -51,6 +53,8 @@ class LayerCost:
     row_bytes: Quadratic = ZERO
     row_working_bytes: Quadratic = ZERO
     common_bytes: Quadratic = ZERO
+    forward_bytes: Quadratic = ZERO
+    frozen_working_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
     splits: bool = True
@@ -118,7 +122,8 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
     keeps nothing. Recomputation is charged to the input-gradient half, which runs first.
     """
     if not trainable and not before:
-        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, cost.activation_bytes)
+        held = cost.activation_bytes if cost.forward_bytes == ZERO else cost.forward_bytes
+        return LayerWork(cost.forward, ZERO, ZERO, ZERO, ZERO, held)
     if before:
         input_gradient = cost.input_gradient
         weight_gradient = cost.weight_gradient if trainable else ZERO
@@ -127,6 +132,9 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         input_gradient = _positive(cost.first_trainable, cost.weight_gradient)
         weight_gradient = _positive(cost.first_trainable, input_gradient)
     kept = whole = cost.activation_bytes if trainable or cost.frozen_bytes == ZERO else cost.frozen_bytes
+    working = cost.working_bytes
+    if not trainable and cost.frozen_working_bytes != ZERO:
+        working = cost.frozen_working_bytes
     # What keeps no less where it is recomputed (a head, an embedding) is not.
     recomputed = cost.in_chunks or (recompute != "none" and cost.checkpoint_bytes != cost.activation_bytes)
     if recomputed:
@@ -143,7 +151,7 @@ def frozen_work(cost: LayerCost, trainable: bool, before: bool, recompute: Recom
         weight_gradient,
         kept_bytes=kept,
         weight_bytes=cost.weight_bytes if trainable and cost.splits else ZERO,
-        transient_bytes=cost.working_bytes + whole if recomputed else cost.working_bytes,
+        transient_bytes=working + whole if recomputed else working,
         common_bytes=cost.common_bytes,
     )
 

@@ -18,6 +18,7 @@ class ParameterBytes:
     The defaults are AdamW in bf16 with fp32 gradients, master weights and moments, shared with nobody. zero: who does
     share them; ranks_per_node: None where all are on one. Of state that is kept by the host the device has nothing.
     keeps_gradients: a rank's own gradients stay beside their sums with other holders until the update (salvage).
+    integers: of the sums over samples that no layout changes (`train.deterministic`), beside the gradients of one.
     """
 
     weight: float = 2.0
@@ -26,16 +27,27 @@ class ParameterBytes:
     zero: Zero = "none"
     ranks_per_node: int | None = None
     keeps_gradients: bool = False
+    integers: float = 0.0
 
     @property
     def own_gradient(self) -> float:
         """Bytes beside `of` from the last backward to the update, of a weight that other ranks hold, too."""
-        return self.gradient if self.keeps_gradients else 0.0
+        return self.summed if self.keeps_gradients else 0.0
+
+    @property
+    def summed(self) -> float:
+        """Bytes of what is summed with other holders."""
+        return self.integers or self.gradient
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all that a backward adds to."""
+        return self.gradient + self.integers
 
     def of(self, parameters: float, trainable: bool) -> float:
         """Bytes that `parameters` parameters take through the whole step where nobody shares their state; frozen ones
         keep their weights only."""
-        return parameters * (self.weight + (self.gradient + self.optimizer if trainable else 0.0))
+        return parameters * (self.weight + (self.gradients + self.optimizer if trainable else 0.0))
 
     def held(self, parameters: float, trained: float) -> float:
         """As `of`, of which only `trained` parameters train."""
@@ -66,6 +78,7 @@ class MemoryReserve:
 
 NOTHING = MemoryReserve()
 FP32_MOMENTS = 8.0
+EXACT_SUMS = 8.0
 FP32_AVERAGE = 4.0
 FOUR_BITS = 0.5 + 4 / 64
 """Of a frozen parameter: 64 numbers have a scale in fp32."""

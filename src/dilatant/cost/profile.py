@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
@@ -70,6 +71,8 @@ class Measurement:
     row_bytes: int = 0
     row_working_bytes: int = 0
     common_bytes: int = 0
+    forward_bytes: int = 0
+    frozen_working_bytes: int = 0
 
 
 def profile_layers(
@@ -135,6 +138,8 @@ def fit_layer(measured: Sequence[Measurement], parameters: int, square: bool = T
         "row_bytes",
         "row_working_bytes",
         "common_bytes",
+        "forward_bytes",
+        "frozen_working_bytes",
     )
     timed: dict[str, Any] = {name: fitted(name, timed=True) for name in times}
     untimed: dict[str, Any] = {name: fitted(name, timed=False) for name in ("recompute", "attention", *sizes)}
@@ -224,6 +229,10 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
     for parameter in parameters:
         parameter.requires_grad_(False)
     frozen, _, _ = _saved_bytes(layer, parameters, lambda: forward(to_input=True)[0])
+    working_frozen = _working_bytes(clock.device, lambda: forward(to_input=True)[0])
+    with torch.no_grad():
+        alone = _most_bytes(clock.device, lambda: forward(to_input=False))
+    own = 0 if source is None else int(args[source].numel() * args[source].element_size())
     for parameter in parameters:
         parameter.requires_grad_(True)
     for parameter in parameters:
@@ -241,15 +250,15 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         working_bytes=working,
         frozen_bytes=frozen,
         weight_bytes=weight,
-        checkpoint_bytes=0
-        if source is None
-        else int(args[source].numel() * args[source].element_size() * probe.checkpoint_share),
+        checkpoint_bytes=int(own * probe.checkpoint_share),
         output_bytes=output,
         row_bytes=of_row,
         row_working_bytes=working_of_row,
         common_bytes=0
         if probe.blocks is None
         else _common_bytes(probe.blocks(layer), lambda: forward(to_input=True)),
+        forward_bytes=alone + own,
+        frozen_working_bytes=working_frozen,
     )
 
 
@@ -313,18 +322,24 @@ def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) ->
         if not output.requires_grad:
             return 0
         gradient = torch.ones_like(output)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            output.backward(gradient)
-            most = torch.cuda.max_memory_allocated(device) - before
-        else:
-            from dilatant.cost.allocations import Allocations
-
-            with Allocations() as made:
-                output.backward(gradient)
-            most = made.peak
+        most = _most_bytes(device, partial(output.backward, gradient))
     return most
+
+
+def _most_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """The most bytes at once that there are while it runs beyond those that there were before."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    from dilatant.cost.allocations import Allocations
+
+    with Allocations() as made:
+        run()
+    return made.peak
 
 
 def _first_tensor(result: Any, kind: str) -> torch.Tensor:

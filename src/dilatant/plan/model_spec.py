@@ -13,7 +13,7 @@ class LayerSpec:
     tensor-parallel ranks divide it. `tied` of its parameters are also the unit's first layer's: who holds both layers
     holds them once. `experts` it has, with `expert_parameters` of its parameters: expert-parallel ranks divide them.
     `fixed` of all do not train though the layer does, as beside adapters. `largest` are those of its largest weight
-    that trains. `four_bit` are held in four bits, by stages of one tensor-parallel rank alone.
+    that trains. `four_bit` are held in four bits.
     """
 
     name: str
@@ -49,6 +49,10 @@ class LayerSpec:
     def held_beside_experts(self, tp: int) -> float:
         """Those of them that are not of experts."""
         return (self.parameters - self.expert_parameters) / (tp if self.divided else 1)
+
+    def held_in_four_bits(self, tp: int) -> float:
+        """Those of them that are in four bits."""
+        return self.four_bit / (tp if self.divided else 1)
 
     def held_of_experts(self, tp: int, ep: int = 1) -> float:
         """Those of them that are of experts: whole ones, or without expert parallelism a part of each."""

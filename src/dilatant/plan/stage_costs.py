@@ -31,7 +31,10 @@ class StageCosts:
     `[stages]` bytes per rank, through the whole step, with the rank's part of optimizer state that is shared; of these
     `gradient_bytes` `[stages]` are there only from the stage's first weight gradients on. `sum_bytes` `[stages]` are
     taken for a while after the stage's last backward, to sum its largest gradient. `own_gradient_bytes` `[stages]` are
-    taken from then to the update, for what a rank keeps of its own gradients beside the sums.
+    taken from then to the update, for what a rank keeps of its own gradients beside the sums. `late_bytes`,
+    `[stages, 2, 3]`, are taken by a backward when it is at the stage's beginning, beyond what is kept: by a whole one
+    that makes the first weight gradients, with those of the layers behind, and by an input-gradient half, with what
+    these layers keep for their other half.
     """
 
     seconds: NDArray[np.float64]
@@ -43,6 +46,7 @@ class StageCosts:
     gradient_bytes: NDArray[np.float64]
     sum_bytes: NDArray[np.float64]
     own_gradient_bytes: NDArray[np.float64]
+    late_bytes: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +113,8 @@ def layer_table(
         output.append(_triple(cost.output_bytes))
         common.append(_triple(work.common_bytes))
         static.append(
-            rules.held(layer.held(tp, ep), layer.held_trained(tp, ep)) - rules.spared(layer.four_bit)
+            rules.held(layer.held(tp, ep), layer.held_trained(tp, ep))
+            - rules.spared(layer.held_in_four_bits(tp))
         )
         shared.append(rules.shared(layer.held_trained(tp, ep), True))
     trains = np.logical_or.accumulate(np.asarray([upstream, *unit.trainable]))[1:]
@@ -143,6 +148,7 @@ def stage_costs(
     placed = plan.stages()
     seconds = np.empty((len(placed), len(KIND_ORDER), 3))
     kept, weight, transient, output = (np.empty((len(placed), 3)) for _ in range(4))
+    late = np.empty((len(placed), 2, 3))
     static, gradient, summed, own_gradient = (np.empty(len(placed)) for _ in range(4))
     shared_by = sharing(plan, model, rules)
     for entry in placed:
@@ -169,15 +175,21 @@ def stage_costs(
         if entry.is_first:
             static[entry.index] -= table.twice(shared_by[entry.index], layers).sum()
         own = model.unit(entry.unit).layers[layers]
-        gradient[entry.index] = rules.gradient * sum(
-            layer.held_trained(entry.stage.tp, entry.stage.ep)
-            - (layer.held_before(entry.stage.tp) * layer.trained_share if entry.is_first else 0.0)
-            for layer in own
-            if layer.trainable
+        gradients = rules.gradients * np.array(
+            [
+                layer.held_trained(entry.stage.tp, entry.stage.ep)
+                - (layer.held_before(entry.stage.tp) * layer.trained_share if entry.is_first else 0.0)
+                if layer.trainable
+                else 0.0
+                for layer in own
+            ]
         )
+        gradient[entry.index] = gradients.sum()
+        held = table.transient_bytes[layers], table.kept_bytes[layers], table.weight_bytes[layers]
+        late[entry.index] = _late(*held, gradients)
         summed[entry.index] = _sum_bytes(entry, plan, model, rules)
         own_gradient[entry.index] = _own_gradient_bytes(entry, plan, model, rules)
-    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed, own_gradient)
+    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed, own_gradient, late)
 
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -185,6 +197,20 @@ def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[n
     it keep nothing yet, or nothing any more."""
     behind = np.cumsum(kept[::-1], axis=0)[::-1] - kept
     return np.asarray(np.maximum(own - behind, 0.0).max(axis=0))
+
+
+def _late(
+    own: NDArray[np.float64],
+    kept: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    gradients: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[2, 3]: what the first of a stage's largest layers holds beyond all that the stage keeps, as in `_transient`,
+    with the gradients, [layers], of those behind it, and with what these keep for weight gradients, [layers, 3]."""
+    first = int(own[:, 1].argmax())
+    held = own[first] - kept[first + 1 :].sum(axis=0)
+    made = np.array([0.0, 0.0, gradients[first + 1 :].sum()])
+    return np.stack([held + made, held + weight[first + 1 :].sum(axis=0)])
 
 
 def _sum_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
@@ -205,7 +231,7 @@ def _own_gradient_bytes(entry: PlacedStage, plan: Plan, model: ModelSpec, rules:
 
 def _largest_sum(entry: PlacedStage, plan: Plan, model: ModelSpec, rules: ParameterBytes) -> float:
     """Bytes of the largest gradient that other ranks have, too."""
-    return rules.gradient * max((largest for _, largest in _summed(entry, plan, model)), default=0.0)
+    return rules.summed * max((largest for _, largest in _summed(entry, plan, model)), default=0.0)
 
 
 def _summed(entry: PlacedStage, plan: Plan, model: ModelSpec) -> list[tuple[float, float]]:

@@ -69,7 +69,8 @@ class StepCosts:
         try:
             count = len(plan.stages())
             nothing = [0.0] * count  # in older files
-            by_name = {**dict.fromkeys(BY_STAGE, nothing), **document["stages"]}
+            older = {**dict.fromkeys(BY_STAGE, nothing), "late_bytes": [[[0.0] * 3] * 2] * count}
+            by_name = {**older, **document["stages"]}
             arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
             sync = (
@@ -96,11 +97,15 @@ class StepCosts:
         for name, values in arrays.items():
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
+                "late_bytes": (count, 2, 3),
                 **dict.fromkeys(("static_bytes", *BY_STAGE), (count,)),
             }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
-            if not (np.isfinite(values).all() and values.min(initial=0.0) >= 0):
+            least = (
+                -np.inf if name == "late_bytes" else 0.0
+            )  # less than what is kept, for what has gone by then
+            if not (np.isfinite(values).all() and values.min(initial=0.0) >= least):
                 raise ValueError(f"{name} must be finite and not negative")
         return costs
 
@@ -129,7 +134,8 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 1, 1] = np.where(backward, 2.0, 0.0)
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
-    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, *np.zeros((4, count)))
+    none, late = np.zeros(count), np.zeros((count, 2, 3))
+    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, none, none, none, none, late)
     return StepCosts(stages, origin=TOKENS)
 
 

@@ -70,7 +70,7 @@ def _add_rings(
     if rules.zero == "none" or max(map(len, sharing.values())) == 1:
         sums.append(_Ring(size_bytes, 2, ranks))
         return
-    weights = size_bytes / rules.gradient * rules.weight if rules.gradient else 0.0
+    weights = size_bytes / rules.summed * rules.weight if rules.summed else 0.0
     gathers += [_Ring(weights, 1, own) for own in sharing.values()]
     if len({*map(len, sharing.values())}) > 1:  # who cut parts of unlike size cannot sum part by part
         sums.append(_Ring(size_bytes, 2, ranks))
@@ -151,7 +151,7 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
         ]
         for part in range(finest):
             yield (
-                rules.gradient * sum(held),
+                rules.summed * sum(held),
                 [rank for stage in holders for rank in _holding(stage.ranks, stage.tp, part, finest)],
             )
         if not apart:
@@ -160,7 +160,7 @@ def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[t
         finest = max(degrees)
         for part in range(finest):
             yield (
-                rules.gradient
+                rules.summed
                 * sum(layer.expert_parameters * layer.trained_share / finest for layer in layers),
                 [
                     rank

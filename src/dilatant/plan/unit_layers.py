@@ -188,9 +188,7 @@ class UnitLayers:
                 twice=table.twice(ranks),
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
-                gradient=np.array(
-                    [self.rules.gradient * layer.held_trained(tp, ep) for layer in spec.layers]
-                ),
+                gradient=np.array([self.rules.summed * layer.held_trained(tp, ep) for layer in spec.layers]),
             )
         return self._layers[key]
 

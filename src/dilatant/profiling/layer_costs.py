@@ -227,6 +227,8 @@ def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:
         recompute=cost.forward,
         activation_bytes=Quadratic(c=activations),
         frozen_bytes=ZERO,  # as what trains
+        frozen_working_bytes=ZERO,
+        forward_bytes=ZERO,
         checkpoint_bytes=cost.row_bytes + chosen,
         working_bytes=chosen + most,
         in_chunks=True,
@@ -249,6 +251,8 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
         "activation_bytes": cost.row_bytes,
         "frozen_bytes": cost.row_bytes,
         "working_bytes": cost.row_working_bytes,
+        "frozen_working_bytes": cost.row_working_bytes,
+        "forward_bytes": cost.row_bytes,
     }
     scaled = {}
     for name, of_row in grows.items():

@@ -20,6 +20,7 @@ from dilatant.cost.memory import (
     BF16,
     DEFAULT_ZERO,
     EIGHT_BIT_MOMENTS,
+    EXACT_SUMS,
     FP32,
     FP32_AVERAGE,
     FP32_MOMENTS,
@@ -79,15 +80,16 @@ def plan_target(
     zero: Zero | None = None,
     optimizer: OptimizerConfig | None = None,
     keeps_gradients: bool = False,
+    deterministic: bool = False,
 ) -> Target:
-    """The devices of `cluster:` in the config, and `train.precision` and `train.zero` on them. keeps_gradients: see
-    `ParameterBytes`.
+    """The devices of `cluster:` in the config, and `train.precision`, `train.zero` and `train.deterministic` on them.
+    keeps_gradients: see `ParameterBytes`.
 
     Raises UserError for hardware that the file does not have, for bf16 on a GPU here without it, and for a reserve that
     leaves nothing.
     """
     if config.groups:
-        return _target_of_groups(config, precision, zero, optimizer)  # without recovery
+        return _target_of_groups(config, precision, zero, optimizer, deterministic)  # without recovery
     gpus = torch.cuda.device_count()
     per_node = devices_per_node(config)
     threads = max(1, _cores() // per_node)
@@ -119,12 +121,17 @@ def plan_target(
             zero=zero or DEFAULT_ZERO,
             ranks_per_node=per_node,
             keeps_gradients=keeps_gradients,
+            integers=EXACT_SUMS if deterministic else 0.0,
         ),
     )
 
 
 def _target_of_groups(
-    config: ClusterConfig, precision: str, zero: Zero | None, optimizer: OptimizerConfig | None
+    config: ClusterConfig,
+    precision: str,
+    zero: Zero | None,
+    optimizer: OptimizerConfig | None,
+    deterministic: bool,
 ) -> Target:
     """None is taken to be here: layers are modelled alike for all, where no file says better. Where one computes in
     fp32 all do. Optimizer state is taken to be shared inside nodes that are as small as divides every group's."""
@@ -136,6 +143,7 @@ def _target_of_groups(
         rules_of(FP32 if precise else BF16, optimizer or OptimizerConfig()),
         zero=zero or DEFAULT_ZERO,
         ranks_per_node=math.gcd(*(target.cluster.gpus_per_node for target in each)),
+        integers=EXACT_SUMS if deterministic else 0.0,
     )
     groups = tuple(
         replace(

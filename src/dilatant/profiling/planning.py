@@ -119,6 +119,7 @@ def planning_problem(
         config.train.zero,
         config.train.optimizer,
         config.resilience.keeps_gradients,
+        config.train.deterministic,
     )
     _searched_sizes(config, target)  # before anything is measured
     whole = skeleton(config, len(samples.tokenizer))

@@ -111,6 +111,12 @@ def step_bytes(
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
     first, last = ends_of_backward(graph)
+    transient[graph.kind == WEIGHT_GRADIENT] = 0.0
+    for place, ops in enumerate(
+        (first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))
+    ):
+        late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[graph.piece[ops]])
+        transient[ops] = np.maximum(transient[ops], late)
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)
     split = _has(graph, WEIGHT_GRADIENT)

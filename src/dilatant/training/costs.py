@@ -76,6 +76,7 @@ def _target(config: Config, plan: Plan) -> Target:
             config.train.zero,
             config.train.optimizer,
             config.resilience.keeps_gradients,
+            config.train.deterministic,
         )
         if target.is_local:
             return target
@@ -87,6 +88,7 @@ def _target(config: Config, plan: Plan) -> Target:
         config.train.zero,
         config.train.optimizer,
         config.resilience.keeps_gradients,
+        config.train.deterministic,
     )
 
 
