@@ -18,7 +18,7 @@ from dilatant.models.families import FAMILIES
 from dilatant.models.whole import Whole
 from dilatant.runtime.layouts import context_problems
 from tiny_wholes import WHOLES, whole_config
-from whole_samples import sample_of
+from whole_samples import sample_of, samples_of
 
 DEFAULT = ("gemma3", "gemma4", "mllama", "qwen2_5_vl", "qwen2_5_omni_thinker")
 families = pytest.mark.parametrize(
@@ -84,9 +84,17 @@ def test_every_kind_of_gemma_4_is_exact(monkeypatch: pytest.MonkeyPatch, kind: s
     assert found.gradient <= 10 * TOLERANCE, found.weight
 
 
-def test_a_text_model_that_looks_at_rows_of_an_encoder_says_that_ranks_cannot_share_its_tokens() -> None:
-    (problem,) = context_problems(opened("mllama").language)
-    assert "cp" in problem
+def test_ranks_that_share_tokens_share_the_rows_that_these_look_at_as_evenly() -> None:
+    whole = opened("mllama")
+    unit, sample = whole.language, samples_of(whole)[0]
+    assert context_problems(unit) == []
+    tokens, rows = len(sample.input_ids), sample.sizes["vision"]
+    at = unit.element_of_row("vision", sample, rows)
+    each = np.bincount(at, minlength=tokens)
+    assert (len(at), len(each)) == (rows, tokens)
+    assert each.max() - each.min() <= 1
+    passing = unit.element_of_row("language", sample, tokens + rows)
+    np.testing.assert_array_equal(passing, [*range(tokens), *at])
 
 
 def test_a_token_sees_the_tiles_that_the_familys_processor_lets_it_see() -> None:

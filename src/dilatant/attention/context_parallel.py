@@ -61,9 +61,9 @@ class ContextParallelRow:
 
     `mask` is that of the whole row and `placement` says which rank of `group` holds which blocks of `block` tokens.
     The rank's tokens are `tokens`, int64 row indices in row order: what its activations, positions and labels are taken
-    by. A rank without any computes one token of padding, so that it meets the others: see `take`. `reduce_dtype` is the
-    type in which gradients of keys and values are summed over ranks, None for their own. `mask_in_windows`: of layers
-    with a window, where they have a mask of their own.
+    by; `of_rank` those of all ranks. A rank without any computes one token of padding, so that it meets the others: see
+    `take`. `reduce_dtype` is the type in which gradients of keys and values are summed over ranks, None for their own.
+    `mask_in_windows`: of layers with a window, where they have a mask of their own.
 
     Raises:
         PlacementError: if the placement is for another number of ranks or blocks.
@@ -82,7 +82,7 @@ class ContextParallelRow:
         size = len(group.ranks)
         if placement.num_ranks != size:
             raise PlacementError(f"blocks were placed on {placement.num_ranks} ranks, the group has {size}")
-        of_rank = self._of_rank = [
+        of_rank = self.of_rank = [
             placement.tokens_of_rank(rank, mask.num_tokens, block) for rank in range(size)
         ]
         self.mask = mask
@@ -97,10 +97,10 @@ class ContextParallelRow:
 
     def _plan(self, mask: AttentionMask, in_windows: AttentionPlan | None = None) -> AttentionPlan:
         """Of this rank's tokens, and the keys of all."""
-        size = len(self._of_rank)
+        size = len(self.of_rank)
         fields = np.full((size, self.width), PADDING, dtype=np.int64)
         positions = np.zeros((size, self.width), dtype=np.int64)
-        for rank, tokens in enumerate(self._of_rank):
+        for rank, tokens in enumerate(self.of_rank):
             fields[rank, : tokens.size] = mask.fields[tokens]
             positions[rank, : tokens.size] = mask.positions[tokens]
         keys = AttentionMask.from_tokens(fields.ravel(), positions.ravel())
@@ -123,14 +123,14 @@ class ContextParallelRow:
 
     def places(self, at: torch.Tensor) -> torch.Tensor:
         """Where, among this rank's tokens, those of the row's tokens `at` are that it has."""
-        is_place = np.zeros(sum(tokens.size for tokens in self._of_rank), dtype=bool)
+        is_place = np.zeros(sum(tokens.size for tokens in self.of_rank), dtype=bool)
         is_place[at] = True
         return torch.from_numpy(np.flatnonzero(is_place[self.tokens]))
 
     @torch.no_grad()
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a tensor that each of them has a part of."""
-        parts = part.new_empty(len(self._of_rank), *part.shape)
+        parts = part.new_empty(len(self.of_rank), *part.shape)
         self.group.all_gather(parts, part.contiguous(), "sums of context-parallel ranks").wait()
         return parts.sum(0)
 
@@ -139,10 +139,10 @@ class ContextParallelRow:
         """A tensor over the whole row, of which every rank gives its `own` tokens, `[own tokens, ...]`."""
         padded = own.new_zeros(self.width, *own.shape[1:])
         padded[: self.tokens.size] = own[: self.tokens.size]
-        parts = own.new_empty(len(self._of_rank), *padded.shape)
+        parts = own.new_empty(len(self.of_rank), *padded.shape)
         self.group.all_gather(parts, padded, "tokens of context-parallel ranks").wait()
-        row = own.new_empty(sum(tokens.size for tokens in self._of_rank), *own.shape[1:])
-        for tokens, part in zip(self._of_rank, parts):
+        row = own.new_empty(sum(tokens.size for tokens in self.of_rank), *own.shape[1:])
+        for tokens, part in zip(self.of_rank, parts):
             row[torch.from_numpy(tokens).to(row.device)] = part[: tokens.size]
         return row
 

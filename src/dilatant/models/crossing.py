@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
+from dilatant.attention.context_parallel import ContextParallelRow, Ranks
 from dilatant.attention.hook import PLAN_KEYWORD
 from dilatant.data.aspect_image_unit import TILES
 from dilatant.data.sample import EncodedSample
@@ -30,10 +32,11 @@ STATES = "cross_attention_states"
 class CrossRows:
     """In the place of a batch's rows. lengths: tokens of each sample. seen: of each sample with images its rows,
     [1, rows, hidden], and the family's two masks: what is added to scores, [1, 1, tokens, rows], and which tokens see
-    anything, [1, 1, tokens, 1]."""
+    anything, [1, 1, tokens, 1]. unseen: rows of other ranks' tokens alone, whose gradients these ranks wait for."""
 
     lengths: tuple[int, ...]
     seen: tuple[tuple[Tensor, Tensor, Tensor] | None, ...]
+    unseen: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +67,84 @@ class Crossing:
         order = torch.argsort(_is_row(lengths, counts), stable=True).argsort()
         return torch.cat([hidden, rows])[order.to(hidden.device)]
 
-    def look(self, rows: Tensor, samples: Sequence[EncodedSample]) -> CrossRows:
-        """What blocks of a packed row of `samples` see of their `rows`, [rows, hidden]."""
+    def token_of_rows(self, sample: EncodedSample, tokens: int) -> NDArray[np.int64]:
+        """Of each row of a sample the token that it lies with: ranks that share tokens have equally much of both."""
+        rows = self.count(sample)
+        return np.arange(rows) * tokens // max(1, rows)
+
+    def divide(
+        self, samples: Sequence[EncodedSample], lengths: Sequence[int], share: ContextParallelRow
+    ) -> list[NDArray[np.int64]]:
+        """Which of all rows of a packed row each rank has that shares its tokens."""
+        starts = np.cumsum([0, *lengths])
+        tokens = [
+            start + self.token_of_rows(sample, length)
+            for sample, start, length in zip(samples, starts, lengths, strict=False)
+        ]
+        at = np.concatenate(tokens)
+        return [np.flatnonzero(np.isin(at, of_rank)) for of_rank in share.of_rank]
+
+    def look(
+        self, rows: Tensor, samples: Sequence[EncodedSample], own_tokens: Sequence[NDArray[np.int64]]
+    ) -> CrossRows:
+        """What blocks of a packed row of `samples` see of their `rows`, [rows, hidden]. own_tokens: those of each
+        sample that are here; where there are none at all, one of padding is."""
         seen: list[tuple[Tensor, Tensor, Tensor] | None] = []
-        for sample, own in zip(samples, rows.split([self.count(sample) for sample in samples]), strict=True):
-            if not len(own):
+        of_samples = rows.split([self.count(sample) for sample in samples])
+        for sample, own, here in zip(samples, of_samples, own_tokens, strict=True):
+            if not len(own) or not len(here):
                 seen.append(None)
                 continue
             tiles = np.asarray(sample.media[self.unit][TILES])
-            sees = torch.as_tensor(tiles_seen(sample.input_ids, self.placeholder_id, tiles))
+            sees = torch.as_tensor(tiles_seen(sample.input_ids, self.placeholder_id, tiles)[here])
             sees = sees.flatten(1).repeat_interleave(self.rows_of_tile, 1).to(own.device)
             # Who sees no image is not kept from any, and has no second half of the block: as the family has it.
             some = sees.any(1, keepdim=True)
             added = torch.zeros(sees.shape, dtype=own.dtype, device=own.device)
             added.masked_fill_(~sees & some, torch.finfo(own.dtype).min)
             seen.append((own[None], added[None, None], some.to(own.dtype)[None, None]))
-        return CrossRows(tuple(len(sample.input_ids) for sample in samples), tuple(seen))
+        lengths = [len(here) for here in own_tokens]
+        if not any(lengths):
+            lengths, seen = [*lengths, 1], [*seen, None]
+        is_seen = any(one is not None for one in seen)
+        return CrossRows(tuple(lengths), tuple(seen), None if is_seen or not len(rows) else rows)
 
     def prepare(self, decoder: nn.Module, first: int) -> nn.Module:
         """A slice of the text model from block `first` on, which keeps numbers of blocks."""
         model: Any = copy.copy(decoder)
         model.cross_attention_layers = [block - first for block in self.blocks]
         return model
+
+
+def gather_rows(own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
+    """All rows of which each rank has its `own`, [rows, hidden]; gradients of all ranks are summed. of_rank: which
+    each has, see `Crossing.divide`."""
+    return _GatherRows.apply(own, of_rank, ranks)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, of_rank: Sequence[NDArray[np.int64]], ranks: Ranks) -> Tensor:
+        ctx.ranks, ctx.places = ranks, [torch.from_numpy(rows).to(own.device) for rows in of_rank]
+        most = max(map(len, of_rank))
+        parts = own.new_empty(len(of_rank), most, own.shape[1])
+        padded = functional.pad(own, (0, 0, 0, most - len(own)))
+        ranks.all_gather(parts, padded, "rows of an encoder of context-parallel ranks").wait()
+        whole = own.new_empty(sum(map(len, of_rank)), own.shape[1])
+        for places, part in zip(ctx.places, parts, strict=True):
+            whole[places] = part[: len(places)]
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        most = max(map(len, ctx.places))
+        parts = gradient.new_zeros(len(ctx.places), most, gradient.shape[1], dtype=torch.float32)
+        for places, part in zip(ctx.places, parts, strict=True):
+            part[: len(places)] = gradient[places]
+        own = parts.new_empty(parts.shape[1:])
+        what = "gradients of an encoder's rows of context-parallel ranks"
+        ctx.ranks.reduce_scatter(own, parts, what).wait()
+        return own[: len(ctx.places[ctx.ranks.index])].to(gradient.dtype), None, None
 
 
 def tiles_seen(ids: NDArray[np.int64], placeholder_id: int, tiles: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -149,7 +208,8 @@ class _BySample:
                     **kwargs,
                 )
             )
-        return torch.cat(made, 1)
+        hidden = torch.cat(made, 1)
+        return hidden if given.unseen is None else hidden + 0 * given.unseen.sum()
 
 
 _OF_ROWS = ("attention_mask", "cross_attention_mask", "full_text_row_masked_out_mask", PLAN_KEYWORD)

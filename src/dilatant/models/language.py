@@ -136,8 +136,12 @@ class LanguageUnit(Unit, LanguageStage):
         self.freeze_parts("model")
 
     def element_of_row(self, other: str, sample: EncodedSample, rows: int) -> NDArray[np.int64]:
+        tokens, crossing = sample.sizes[self.unit], self.crossing
+        if crossing is not None and other == crossing.unit:
+            return crossing.token_of_rows(sample, tokens)
         if other == self.unit:
-            return np.arange(sample.sizes[self.unit])
+            beside = [] if crossing is None or rows == tokens else [crossing.token_of_rows(sample, tokens)]
+            return np.concatenate([np.arange(tokens), *beside])
         if other in self.placeholder_ids:
             return np.flatnonzero(sample.input_ids == self.placeholder_ids[other])
         return token_places([sample], other, self.outputs[other])

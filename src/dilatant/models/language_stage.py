@@ -25,6 +25,7 @@ from dilatant.models.chunked_head import (
     logits_of,
 )
 from dilatant.models.crossing import STATES, Crossing
+from dilatant.models.crossing_rows import RowsHere
 from dilatant.models.loss import cross_entropy, divide_loss, positions_with_targets, shift_labels
 from dilatant.models.merge import find_places, merge_rows, without_placeholders
 from dilatant.models.packed_row import PackedRow, Positions
@@ -168,19 +169,7 @@ class LanguageStage(Stage):
         row = PackedRow.of(packed, self.unit, self.outputs, self.positions)
         given = {name: rows for name, rows in inbound.items() if name != self.unit and rows.shape[0]}
         attention = self.attention_over(packed)
-        arrived, crossing, looked_at = inbound.get(self.unit), self.crossing, None
-        counts: list[int] = []
-        if crossing is not None:
-            counts = [crossing.count(sample) for sample in packed]
-            if self.is_first:
-                looked_at = given.pop(crossing.unit, None)
-            elif crossing.passes(self.blocks_before):
-                assert arrived is not None
-                arrived, looked_at = crossing.split(arrived, row.lengths, counts)
-            # Ranks that share blocks meet in all of them, whether or not there is anything to see.
-            if self.shards is not None or (looked_at is not None and len(looked_at)):
-                seen = torch.empty(0, 0) if looked_at is None else looked_at
-                attention = {**attention, STATES: crossing.look(seen, packed)}
+        arrived = inbound.get(self.unit)
         query_of = None
         if self.is_first and self.queries is not None:
             query_of = number_queries(row.ids.numpy(), self.outputs, self.queries.counts)
@@ -198,6 +187,16 @@ class LanguageStage(Stage):
             # Also those of which this rank has no row, so that all ranks have the same to differentiate.
             having = [n for n in inbound if n != self.unit and any(sample.sizes.get(n) for sample in packed)]
             given = {name: inbound[name] for name in having}
+        crossing = None if self.crossing is None else RowsHere.of(self.crossing, packed, row)
+        if crossing is not None:
+            if self.is_first:
+                crossing.rows = given.pop(crossing.unit, None)
+            elif crossing.passes(self.blocks_before):
+                assert arrived is not None
+                arrived = crossing.split(arrived)
+            # Ranks that share blocks meet in all of them, whether or not there is anything to see.
+            seen = crossing.look(self.blocks_before, self._end_block, self.shards is not None)
+            attention = attention if seen is None else {**attention, STATES: seen}
         wanted = positions_with_targets(row.targets) if data.predicts and self.is_last else None
         router_logits: list[Tensor] | None = None if self.routers is None or data.predicts else []
         output = self(
@@ -227,8 +226,8 @@ class LanguageStage(Stage):
             losses[self.routers] = of_routers / data.counts[self.routers]
         if isinstance(output, Tensor):
             hidden = row.unpadded(output[0])
-            if crossing is not None and looked_at is not None and crossing.passes(self._end_block):
-                hidden = crossing.join(hidden, looked_at, row.lengths, counts)
+            if crossing is not None and crossing.passes(self._end_block):
+                hidden = crossing.join(hidden)
             return StageOutput(hidden, losses)
         if wanted is not None:
             assert output.token_losses is not None

@@ -56,10 +56,6 @@ def context_problems(unit: Unit) -> list[str]:
     if not isinstance(unit, LanguageUnit):
         return []
     problems = []
-    if unit.crossing is not None:
-        problems.append(
-            f"{unit.unit}: its tokens look at rows of an encoder, which no rank has whole; {remedy}"
-        )
     if unit.row_attention is None:
         reason = why_not(unit.model) or "another attn_implementation was asked for"
         problems.append(
