@@ -29,6 +29,10 @@ NF4 = (
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
 )
 """Dettmers et al. 2023, appendix E."""
+NEEDS_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: training on a base in four bits was not checked",
+)
 SHARED = {"units": {"vision": {}, "language": {"tp": 2, "pp": 2}}, "microbatches": 2}
 
 
@@ -93,9 +97,11 @@ def test_adapters_go_on_where_they_were(project: Path, dilatant: Dilatant) -> No
 
 
 @pytest.mark.slow
-def test_ranks_that_share_layers_share_their_adapters(project: Path, dilatant: Dilatant) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_ranks_that_share_layers_share_their_adapters(dora: bool, project: Path, dilatant: Dilatant) -> None:
     save_as_the_hub_does("llava", project / "whole")
     tree = whole_with_lora()
+    tree["model"]["lora"] |= {"use_dora": dora, "use_rslora": not dora}
     assert dilatant("train", write(project, tree))[0] == 0
     code, _, err = dilatant("train", write(project, {**tree, "output_dir": "shared", "parallel": SHARED}))
     assert code == 0, err
@@ -109,6 +115,27 @@ def test_ranks_that_share_layers_share_their_adapters(project: Path, dilatant: D
         torch.testing.assert_close(other[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
 
 
+@pytest.mark.slow
+@NEEDS_BITSANDBYTES
+@pytest.mark.parametrize("dora", [False, True])
+def test_ranks_share_a_base_in_four_bits_by_whole_blocks(
+    dora: bool, project: Path, dilatant: Dilatant
+) -> None:
+    tree = tiny_config(steps=4, device="cpu", optimizer={"learning_rate": 0.01})
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "attention_dropout": 0.0}
+    tree["model"]["language_model"]["config"] |= sizes
+    tree["model"]["lora"] = {"r": 4, "use_dora": dora, "load_in_4bit": True}
+    assert dilatant("train", write(project, tree))[0] == 0
+    code, _, err = dilatant("train", write(project, {**tree, "output_dir": "shared", "parallel": SHARED}))
+    assert code == 0, err
+    # fp32: sums in another order, through four updates
+    assert losses(project / "shared") == pytest.approx(losses(project / "run"), rel=1e-5)
+    tree["model"]["language_model"]["config"]["hidden_size"] = 64  # of two heads of 32
+    code, _, err = dilatant("train", write(project, {**tree, "output_dir": "narrow", "parallel": SHARED}))
+    assert code == 2
+    assert "within the blocks of 64 numbers that have one scale" in err
+
+
 def rounded(weight: torch.Tensor) -> torch.Tensor:
     """What is left of a weight in NF4, in blocks of 64 numbers."""
     blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
@@ -118,10 +145,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: training on a base in four bits was not checked",
-)
+@NEEDS_BITSANDBYTES
 @pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
 def test_a_base_in_four_bits_trains_as_one_of_rounded_weights_and_is_exported_plain(
     kind: str, project: Path, dilatant: Dilatant

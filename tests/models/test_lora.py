@@ -78,7 +78,8 @@ def test_planners_count_what_a_stage_holds_in_four_bits():
     held = sum(weight.numel() for key, weight in plain.items() if key.endswith("_proj.weight"))
     layers = describe_model(ours).spec.unit("language").layers
     assert [layer.four_bit for layer in layers] == [0, *[held] * (len(layers) - 2), 0]
-    assert "held in four bits" in tensor_plan(unit).problems[0]
+    (problem,) = degree_problems(unit, tensor_plan(unit), 2)  # of 16 and 24 columns
+    assert "within the blocks of 64 numbers that have one scale" in problem
     layer = LayerSpec("u.0", "u", 1000, fixed=900, four_bit=800)
     stages = stage_costs(
         Plan((UnitPlan("u", (Replica((Stage(0, 1, (0,)),)),)),)),
@@ -110,8 +111,9 @@ def test_ranks_share_adapters_as_they_share_layers_unless_they_drop_inputs():
     # Of these each rank has a summand: of all outputs' gradient, and of its own tokens'.
     assert {f"{block}.mlp.up_proj.lora_A.weight", f"{block}.mlp.down_proj.lora_B.weight"} <= plan.partial
     assert not any(name.endswith("default.weight") or "base_layer" in name for name in plan.partial)
-    (problem,) = tensor_plan(opened("llava", lora=LoraConfig(use_dora=True))["language"]).problems
-    assert "model.lora.use_dora" in problem
+    plan = tensor_plan(opened("llava", lora=LoraConfig(use_dora=True))["language"])
+    assert plan.cuts[f"{block}.mlp.up_proj.lora_magnitude_vector.weight"].dim == 0
+    assert f"{block}.mlp.down_proj.lora_magnitude_vector.weight" in plan.partial
     dropping = opened("llava", lora=LoraConfig(lora_dropout=0.1))["language"]
     (problem,) = dropout_problems(dropping, tensor_plan(dropping))
     assert "model.lora.lora_dropout is 0.1" in problem

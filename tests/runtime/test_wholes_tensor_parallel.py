@@ -11,7 +11,7 @@ from cut_wholes import LOSS_TOLERANCE, TOLERANCE, losses_of, opened
 from dilatant.comm.comm import Comm
 from dilatant.config.model import LoraConfig
 from dilatant.models.families import FAMILIES
-from dilatant.models.lora import is_adapter
+from dilatant.models.lora import MAGNITUDE, is_adapter
 from dilatant.models.tensor_plan import degree_problems, tensor_plan
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.holders import part
@@ -29,6 +29,9 @@ Layout = tuple[tuple[tuple[int, ...], int, int], ...]
 PAIR: Layout = (((0, 1), 2, 1), ((0, 1), 2, 1))
 PAIR_AND_ONE: Layout = (((0, 1), 2, 1), ((2,), 1, 1))
 ONE_AND_PAIR: Layout = (((2,), 1, 1), ((0, 1), 2, 1))
+ROW: Layout = (((0, 1, 2), 1, 3), ((0, 1, 2), 1, 3))
+ROW_AND_ONE: Layout = (((0, 1, 2), 1, 3), ((3,), 1, 1))
+ONE_AND_ROW: Layout = (((3,), 1, 1), ((0, 1, 2), 1, 3))
 SQUARE: Layout = (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 2, 2))
 
 
@@ -51,22 +54,33 @@ def plan_of(units: Any, towers: Layout, language: Layout) -> Plan:
     return Plan(tuple(plans))
 
 
-def lora_of(family: str) -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=1, units=(*FAMILIES[family].towers, "language"))
+def lora_of(family: str, dora: bool) -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=1, use_dora=dora, units=(*FAMILIES[family].towers, "language"))
 
 
 def _against_one(
-    worker: Worker, family: str, towers: Layout, language: Layout, adapted: bool, recompute: Any
+    worker: Worker,
+    family: str,
+    towers: Layout,
+    language: Layout,
+    adapted: str,
+    recompute: Any,
+    picked: tuple[int, ...] | None,
 ) -> tuple[float, dict[str, float], set[str]]:
     """Relative difference of the loss, and of what this rank has of each gradient; and what trains."""
-    options = {"lora": lora_of(family)} if adapted else {}
+    options = {"lora": lora_of(family, adapted == "dora")} if adapted else {}
     weights = {key: tensor.clone() for key, tensor in reference(family).state_dict().items()}
     whole = opened(family, weights, **options)
     for _, unit in whole.units.items():
         for name, parameter in unit.named_logical_parameters():
-            if is_adapter(name):  # which begin with zeros
+            if MAGNITUDE in name:
+                parameter.data.mul_(
+                    torch.empty_like(parameter).uniform_(0.5, 1.5, generator=_generator(name))
+                )
+            elif is_adapter(name):  # which begin with zeros
                 parameter.data.uniform_(-0.3, 0.3, generator=_generator(name))
-    samples = samples_of(whole)
+    every = samples_of(whole)
+    samples = every if picked is None else [every[number] for number in picked]
     values = {n: p.detach().clone() for u in whole.units.values() for n, p in u.named_logical_parameters()}
     targets = sum(sample.target_tokens for sample in samples)
     loss = losses_of(whole, samples, False)
@@ -113,11 +127,12 @@ def check(
     family: str,
     towers: Layout = PAIR,
     language: Layout = PAIR,
-    adapted: bool = False,
+    adapted: str = "",
     recompute: str = "none",
+    picked: tuple[int, ...] | None = None,
 ) -> None:
     ranks = {rank for layout in (towers, language) for of_stage, *_ in layout for rank in of_stage}
-    results = workers.run(_against_one, len(ranks), family, towers, language, adapted, recompute)
+    results = workers.run(_against_one, len(ranks), family, towers, language, adapted, recompute, picked)
     seen: set[str] = set()
     for loss, found, _ in results:
         assert loss <= LOSS_TOLERANCE
@@ -141,12 +156,38 @@ def test_stages_of_unlike_degrees(workers: WorkerPool, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker", "gemma4"])
-def test_adapters_and_recomputation(workers: WorkerPool, family: str) -> None:
-    check(workers, family, adapted=True, recompute="block_keep_attention")
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [
+        ("qwen2_5_vl", "lora"),
+        ("qwen3_vl", "lora"),
+        ("qwen2_5_omni_thinker", "lora"),
+        ("gemma4", "lora"),
+        ("qwen2_5_vl", "dora"),
+        ("qwen3_5", "dora"),
+        ("gemma4", "dora"),
+        ("mllama", "lora"),
+        ("mllama", "dora"),
+    ],
+)
+def test_adapters_and_recomputation(workers: WorkerPool, family: str, adapted: str) -> None:
+    check(workers, family, adapted=adapted, recompute="block_keep_attention")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4"])
+@pytest.mark.parametrize("layout", [ROW, ROW_AND_ONE, ONE_AND_ROW])
+def test_tokens_that_look_at_rows_of_other_ranks(workers: WorkerPool, layout: Layout) -> None:
+    check(workers, "mllama", language=layout, recompute="block")
+
+
+@pytest.mark.slow
+def test_a_rank_whose_tokens_look_at_nothing_meets_the_others(workers: WorkerPool) -> None:
+    # The second of four ranks has tokens of the sample without images alone.
+    layout: Layout = (((0, 1, 2, 3), 1, 4), ((0, 1, 2, 3), 1, 4))
+    check(workers, "mllama", language=layout, picked=(2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4", "mllama"])
 def test_ranks_that_share_rows_as_well(workers: WorkerPool, family: str) -> None:
     check(workers, family, SQUARE, SQUARE)

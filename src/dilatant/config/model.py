@@ -158,9 +158,9 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Multiply with `lora_alpha / sqrt(r)` instead."""
     use_dora: bool = False
-    """Let the length of each row of a weight train beside its direction (DoRA); with tp: 1."""
+    """Let the length of each row of a weight train beside its direction (DoRA)."""
     load_in_4bit: bool = False
-    """Hold the frozen linear layers in the blocks of `units` in four bits (NF4, QLoRA); with tp: 1. Needs the extra
+    """Hold the frozen linear layers in the blocks of `units` in four bits (NF4, QLoRA). Needs the extra
     `bnb`. What is exported are adapters and plain weights of the source."""
     target_modules: Literal["all-linear"] | str | tuple[str, ...] = "all-linear"
     """The linear layers: `all-linear`, a list of last names (`[q_proj, v_proj]`), or a pattern of whole names (a

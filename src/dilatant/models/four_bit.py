@@ -45,20 +45,25 @@ class FourBitLinear(nn.Module):
         return dequantize_4bit(self.packed, state).view(self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _Linear.apply(input, self)
+        return four_bit_linear(input, self, self.bias)
+
+
+def four_bit_linear(input: Tensor, layer: FourBitLinear, bias: Tensor | None) -> Tensor:
+    """Of inputs and the layer's weight, plus a frozen bias."""
+    return _Linear.apply(input, layer, bias)
 
 
 class _Linear(torch.autograd.Function):
     """Keeps nothing: the weight is made again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, layer: FourBitLinear) -> Tensor:
+    def forward(ctx: Any, input: Tensor, layer: FourBitLinear, bias: Tensor | None) -> Tensor:
         ctx.layer = layer
-        return functional.linear(input, layer.weight, layer.bias)
+        return functional.linear(input, layer.weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.weight, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ ctx.layer.weight, None, None
 
 
 def is_four_bit(module: nn.Module, key: str) -> bool:

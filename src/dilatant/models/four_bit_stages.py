@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dilatant.config.errors import UserError
 from dilatant.models.four_bit import FourBitLinear
+from dilatant.models.parallel_linear import ParallelFourBit, ParallelLinear
 from dilatant.models.stage import Stage
 from dilatant.models.unit import Unit
 
@@ -58,7 +59,8 @@ def quantize(
         given = (weights or {}).get(weight.canonical, linear.weight)
         require_shape(weight.canonical, given, linear.weight)
         own = given.to(device, linear.weight.dtype)
-        model.get_submodule(parent)._modules[last] = FourBitLinear(linear, own)
+        made = ParallelFourBit if isinstance(linear, ParallelLinear) else FourBitLinear
+        model.get_submodule(parent)._modules[last] = made(linear, own)
 
 
 def forget(unit: Unit) -> None:

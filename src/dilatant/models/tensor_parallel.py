@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from dilatant.comm.expert_group import ExpertGroup
@@ -23,36 +22,12 @@ from dilatant.models.experts import group_experts
 from dilatant.models.linear_heads import count_linear_heads
 from dilatant.models.lora import adapter_of, plain_linear
 from dilatant.models.loss import IGNORED
+from dilatant.models.parallel_dora import share_magnitudes
+from dilatant.models.parallel_linear import ParallelLinear
 from dilatant.models.recompute import add_contexts
 from dilatant.models.slicing import StandIn
 from dilatant.models.tensor_regions import Experts, Region
-from dilatant.models.token_shards import Product, Ranks, TokenShards
-
-
-class ParallelLinear(nn.Linear):
-    """A linear layer with a part of its weight.
-
-    enter: takes its inputs in. leave(inputs, product): takes its products out, before the bias is added. made: inputs
-    that it will be given next, and what it makes of them, where that has been computed by now.
-    """
-
-    enter: Callable[[Tensor], Tensor] | None = None
-    leave: Callable[[Tensor, Product], Tensor] | None = None
-    made: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        made, self.made = self.made, None
-        if made is not None and made[0] is input:
-            return made[1]
-        input = input if self.enter is None else self.enter(input)
-        if self.leave is None:
-            return self.product(input, self.bias)
-        output = self.leave(input, partial(self.product, bias=None))
-        return output if self.bias is None else output + self.bias
-
-    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Of inputs and weight, plus the bias if it is given."""
-        return functional.linear(input, self.weight, bias)
+from dilatant.models.token_shards import Ranks, TokenShards
 
 
 class VocabularyShard:
@@ -262,6 +237,7 @@ def _share_module(block: nn.Module, region: Region, shards: TokenShards) -> None
     for path in (*region.columns, *region.rows):
         for linear in adapter_of(block, path) or ():
             _local(linear)
+    _share_magnitudes(block, region, shards.ranks)
     module = block.get_submodule(region.path)
     module.register_forward_pre_hook(_entering(shards.gather), with_kwargs=True)
     module.register_forward_hook(_leaving(shards.sum_parts))
@@ -281,14 +257,25 @@ def _share_adapters(block: nn.Module, region: Region, shards: TokenShards) -> No
         adapter = adapter_of(block, path)
         if adapter is not None:
             _local(adapter[0]).leave = shards.sum_products
+    _share_magnitudes(block, region, shards.ranks)
+
+
+def _share_magnitudes(block: nn.Module, region: Region, ranks: Ranks) -> None:
+    for path in region.columns:
+        share_magnitudes(block.get_submodule(path))
+    for path in region.rows:
+        share_magnitudes(block.get_submodule(path), ranks.sum)
 
 
 def _share_whole(block: nn.Module, region: Region, ranks: TensorGroup) -> None:
     """A region where all ranks have all tokens before and behind it."""
     for path in region.columns:
-        _local(block.get_submodule(path))
+        for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())):
+            _local(linear)
     for path in region.rows:
-        _local(block.get_submodule(path)).leave = lambda input, product: ranks.sum(product(input))
+        for linear in (plain_linear(block, path), *(adapter_of(block, path) or ())[:1]):
+            _local(linear).leave = lambda input, product: ranks.sum(product(input))
+    _share_magnitudes(block, region, ranks)
     entry = block.get_submodule(region.path)
     entry.register_forward_pre_hook(_entering(ranks.copy), with_kwargs=True)
     if region.whole:

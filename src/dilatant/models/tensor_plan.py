@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from dilatant.models.crossing import is_crossing
 from dilatant.models.experts import fused_experts
+from dilatant.models.four_bit import BLOCK
 from dilatant.models.linear_heads import linear_paths, linear_refusals, linear_region
-from dilatant.models.lora import has_adapter, layers_of, plain_key, plain_linear
+from dilatant.models.lora import beside, has_adapter, is_adapter, layers_of, plain_key, plain_linear
 from dilatant.models.tensor_regions import Cut, Experts, Intervals, Part, Region
 from dilatant.models.tensor_rules import GATED, PARTIAL, rules_of_family
 from dilatant.models.unit import Unit
@@ -91,8 +92,6 @@ def tensor_plan(unit: Unit) -> TensorPlan:
     of_experts = frozenset(cuts)
     rules = rules_of_family(unit)
     reason = None if rules else f"how ranks share the layers of {unit.family!r} is not known"
-    if unit.four_bit:
-        reason = "its weights are held in four bits (model.lora.load_in_4bit)"
     for _, block in blocks if rules else ():
         reason = reason or next(_refusals(block, rules), None)
     if reason is not None:
@@ -106,7 +105,8 @@ def tensor_plan(unit: Unit) -> TensorPlan:
             for path, parts in region.columns.items():
                 cuts[f"{layer}.{path}.weight"] = cuts[f"{layer}.{path}.bias"] = Cut(0, parts)
                 if has_adapter(block.get_submodule(path)):
-                    cuts[f"{layer}.{path}.lora_B.weight"] = Cut(0, parts)
+                    of_rows = ("lora_B", "lora_magnitude_vector")
+                    cuts |= {f"{layer}.{path}.{name}.weight": Cut(0, parts) for name in of_rows}
             for path, part in region.rows.items():
                 cuts[f"{layer}.{path}.weight"] = Cut(1, (part,))
                 if has_adapter(block.get_submodule(path)):
@@ -120,12 +120,14 @@ def tensor_plan(unit: Unit) -> TensorPlan:
         alike = tuple(f"{layer}.{path}." for path in _mixtures(block))
         crosses = any(region.whole for region in regions)
         within = tuple(f"{layer}.{region.path}." for region in regions) if crosses else ""
+        behind = {f"{layer}.{path}" for region in regions if region.whole for path in region.rows}
         partial |= {
             name
             for path, _ in block.named_parameters()
             if (name := f"{layer}.{plain_key(path)}").startswith(within)
             and not name.startswith(alike)
             and name not in cuts
+            and not (is_adapter(name) and beside(name).removesuffix(".weight") in behind)
         }
     return TensorPlan(
         {**cuts, **_vocabulary(unit)},
@@ -160,6 +162,12 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
             f"{unit.unit}: {' and '.join(wrong)} cannot be shared by {tp} ranks; it takes tp "
             f"{', '.join(map(str, working))}"
         ]
+    for name, shape in _four_bit_shapes(unit).items():
+        if not all(_has_whole_blocks(plan, name, shape, tp, index) for index in range(tp)):
+            return [
+                f"{unit.unit}: {tp} ranks would cut {name!r}, {list(shape)}, within the blocks of {BLOCK} numbers "
+                "that have one scale in four bits; give it less tp, or leave model.lora.load_in_4bit out"
+            ]
     inner = [experts.inner for of_block in plan.experts for experts in of_block]
     narrow = min(
         (*(part.count for region in _all(plan) for part in region.rows.values()), *inner), default=tp
@@ -167,6 +175,23 @@ def degree_problems(unit: Unit, plan: TensorPlan, tp: int) -> list[str]:
     if narrow < tp and not any(region.heads == narrow for region in _all(plan)):
         return [f"{unit.unit}: {narrow} features cannot be shared by {tp} ranks; it takes tp up to {narrow}"]
     return []
+
+
+def _four_bit_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
+    if not unit.four_bit:
+        return {}
+    return {name: tuple(p.shape) for name, p in unit.named_logical_parameters() if name in unit.four_bit}
+
+
+def _has_whole_blocks(plan: TensorPlan, name: str, shape: tuple[int, ...], tp: int, index: int) -> bool:
+    """Whether a rank's part of a weight [out, in], quantised by itself, has the same bits as in the whole."""
+    intervals, _ = plan.held(name, shape, tp, index)
+    if intervals is None:
+        return True
+    (rows, columns), width = intervals, shape[1]
+    if columns == ((0, width),):
+        return all(border * width % BLOCK == 0 for span in rows for border in span)
+    return width % BLOCK == 0 and all(border % BLOCK == 0 for span in columns for border in span)
 
 
 def expert_problems(unit: Unit, plan: TensorPlan, tp: int, cp: int, ep: int) -> list[str]:
@@ -271,10 +296,6 @@ def _refusals(block: nn.Module, rules: Mapping[str, str]) -> Iterator[str]:
             yield f"{path!r} is no linear layer"
         elif has_adapter(block.get_submodule(path)) and any(map(path.startswith, mixtures)):
             yield f"layers with LoRA beside them among experts, such as {path!r}, cannot be shared yet"
-        elif has_adapter(block.get_submodule(path)) and is_crossing(block):
-            yield f"layers with LoRA where blocks look at an encoder's rows, such as {path!r}, cannot be shared yet"
-    if any(layer.lora_magnitude_vector for _, layer in layers_of(block)):
-        yield "DoRA (model.lora.use_dora) asks for the lengths of whole rows of its weights"
     if "" in _mixtures(block):
         yield "its blocks choose experts themselves"
     for path in linear_paths(block):

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from dilatant.models.experts import group_experts, is_fused, ungroup_experts
 from dilatant.models.grouped_linear import grouped_linear
-from dilatant.models.tensor_parallel import ParallelLinear
+from dilatant.models.parallel_linear import ParallelLinear
 
 _PIECE = 1 << 24
 """Numbers of a weight whose gradients are made at once, where they are not made in the format they are added in."""

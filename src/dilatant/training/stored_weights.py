@@ -45,9 +45,10 @@ def read_pretrained(
 
     Give them to `Runtime(weights=...)`, for a model whose units are all hollow. Raises UserError.
     """
+    given, held = held, _with_whole_rows(held)
     if config.is_whole:
         whole = {} if config.id is None else read_whole(model, config.id, held)
-        own = whole | _magnitudes(whole, held)
+        own = _with_magnitudes(whole, given)
         return own | _of_generators(model, config, held) | read_adapters(model, config, held)
     sources = {name: (entry.id, entry.trust_remote_code) for name, entry in config.encoders.items()}
     language = model.graph.anchor
@@ -74,7 +75,7 @@ def read_pretrained(
                 if w.part == "model" and w.name in wanted
             }
         weights |= found
-    weights |= _magnitudes(weights, held)
+    weights = _with_magnitudes(weights, given)
     return weights | _of_generators(model, config, held) | read_adapters(model, config, held)
 
 
@@ -85,11 +86,26 @@ def _of_generators(model: MultimodalModel, config: ModelConfig, held: Mapping[st
     return weights
 
 
-def _magnitudes(weights: Mapping[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
-    """With what the magnitudes that are `held` begin, beside weights that were read; ranks do not share these (see
-    `tensor_plan`)."""
-    names = [name for name in held if MAGNITUDE in name and beside(name) in weights]
-    return {name: magnitude_of(weights[beside(name)]) for name in names}
+def _with_whole_rows(held: Mapping[str, Box]) -> dict[str, Box]:
+    """What is `held`, and of weights that magnitudes lie beside all columns, which these begin with."""
+    names = [beside(name) for name in held if MAGNITUDE in name]
+    wider = {
+        name: Box(name, box.whole, (box.intervals[0], *Box.of(name, box.whole).intervals[1:]))
+        for name in names
+        if (box := held.get(name)) is not None
+    }
+    return {**held, **wider}
+
+
+def _with_magnitudes(weights: dict[str, Tensor], held: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What is `held` of weights that were read with whole rows, and what the magnitudes beside them begin with."""
+    found: dict[str, Tensor] = {}
+    for name in [name for name in held if MAGNITUDE in name and beside(name) in weights]:
+        whole, box = weights[beside(name)], held[beside(name)]
+        found[name] = magnitude_of(whole)
+        columns = Box("columns", tuple(whole.shape), (Box.of("", whole.shape).intervals[0], box.intervals[1]))
+        found[beside(name)] = part(whole, columns)
+    return weights | found
 
 
 def _of_generator(
