@@ -204,13 +204,11 @@ def predicted(case: Drawn) -> np.ndarray:
 
 
 def uncounted(case: Drawn) -> int:
-    """Bytes that the planner does not know of. Rows that are received ahead and rows that are sent and not yet let go:
-    four of the largest message, two each way. And what products of bf16 weight gradients take on a CPU, where they are
-    made of fp32 copies of their operands; GPUs need none."""
-    tokens = max(case.tokens()["language"] + case.tokens()["vision"])
-    rows = 4 * tokens * case.width * case.dtype.itemsize
-    copies = 4 * tokens * (3 + 1) * case.width if case.dtype == torch.bfloat16 else 0
-    return rows + copies
+    """Bytes that the planner does not know of: the rows of one message more, received ahead of their use or sent and
+    not yet let go; and what products of bf16 weight gradients take on a CPU, where they are made of fp32 copies, at
+    least of hidden states. GPUs need none."""
+    numbers = max(case.tokens()["language"]) * case.width
+    return numbers * (case.dtype.itemsize + (4 if case.dtype == torch.bfloat16 else 0))
 
 
 def check(workers: WorkerPool, seed: int) -> np.ndarray:
