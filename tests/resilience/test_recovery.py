@@ -231,8 +231,8 @@ def test_a_node_that_cannot_wait_for_the_end_of_a_step_hands_over_its_gradients(
     alone = run_with_faults(make_project(tmp_path / "alone", None), arguments=size[:4])
     ended = run_with_faults(
         make_project(tmp_path / "left", COPIES),
-        Fault(2, "agent:1", signal.SIGTERM, later=0.3),
-        arguments=(*size, *changes("resilience.drain_seconds=1")),
+        Fault(2, "agent:1", signal.SIGTERM),
+        arguments=(*size, *changes("resilience.drain_seconds=2")),
     )
     assert ended.exit_code == 0, ended.output
     assert ended.losses == pytest.approx(alone.losses, rel=TOLERANCE)
