@@ -171,7 +171,8 @@ def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
     seconds[:, 1] = 2 * seconds[:, 0] * trains[:, None]
     seconds[:, 2:] = seconds[:, 1:2] / 2
     none = np.zeros((len(placed), 3))
-    table = StageCosts(seconds, none, none, none, none, *np.zeros((4, len(placed))))
+    each = np.zeros((4, len(placed)))
+    table = StageCosts(seconds, none, none, none, none, *each, late_bytes=np.zeros((len(placed), 2, 3)))
     rng = np.random.default_rng(0)
     samples = []
     for draw in range(8 * 16 * microbatches):
