@@ -195,9 +195,8 @@ def report(found: Mapping[str, Any], distance: float) -> None:
     print(f"{found['fraction']:.3f} of the ceiling of {found['ceiling']:.0f} steps")
     for members, seconds in sorted(found["median_step_seconds"].items()):
         print(f"  a step of {members} machines: {seconds * 1e3:.0f} ms")
-    print(
-        f"every step had the samples of an undisturbed run; its first {COMPARED} losses differ by {distance:.1e} at most"
-    )
+    print(f"every step had the samples of an undisturbed run; of the first {COMPARED} losses", end=" ")
+    print(f"none differs by more than {distance:.1e}")
 
 
 def main() -> None:
