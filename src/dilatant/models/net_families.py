@@ -53,14 +53,15 @@ def _say_sana(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tenso
 def _say_flux(net: Any, seen: Tensor, times: Tensor, rows: Tensor, pooled: Tensor | None) -> Tensor:
     """A guided net is told a guidance of 1: that of pictures as they are."""
     height, width = (size // FOLDED for size in seen.shape[2:])
-    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).to(seen)
+    sides = (torch.arange(side, dtype=torch.float32, device=seen.device) for side in (height, width))
+    places = torch.cartesian_prod(*sides).reshape(-1, 2)
     said = net(
         F.pixel_unshuffle(seen, FOLDED).flatten(2).transpose(1, 2),
         encoder_hidden_states=rows,
         pooled_projections=pooled,
         timestep=times / MOMENTS,
-        img_ids=F.pad(places.reshape(-1, 2), (1, 0)),
-        txt_ids=seen.new_zeros(rows.shape[1], 3),
+        img_ids=F.pad(places, (1, 0)),
+        txt_ids=places.new_zeros(rows.shape[1], 3),
         guidance=torch.ones_like(times) if net.config.guidance_embeds else None,
         return_dict=False,
     )[0]
