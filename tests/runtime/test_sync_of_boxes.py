@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from torch import nn
 from dilatant.comm.comm import Comm
 from dilatant.plan.boxes import Box
 from dilatant.plan.buckets import Format
-from dilatant.plan.holdings import Holdings, holdings
+from dilatant.plan.holdings import HeldWeight, Holdings, holdings
+from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.shared_weights import share_weights
 from made_up_holdings import SHAPES, WEIGHTS, plan_of, split
 from worker_pool import Worker, WorkerPool
@@ -195,6 +198,43 @@ def test_sharing_changes_no_bit_where_sums_have_the_same_order(
     shared = workers.run(_train, size, (1,) * size, "node", node_of)
     for one, other in zip(plain, shared):
         assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in NAMES)
+
+
+def _sums_of_unlike_groups(worker: Worker) -> dict[str, torch.Tensor]:
+    """On two nodes of two ranks, two weights that all hold, and one that the first of each node hold. One of the first
+    node is late, so that its peer has no sum of the node to pass on when it begins the last bucket."""
+    comm = Comm(worker.store, worker.rank, worker.size)
+    first = UnitPlan("v", tuple(Replica((Stage(0, 1, (rank,)),)) for rank in (0, 1)))
+    plan = Plan((first, replace(plan_of(1, 1, 1, 1).units[0], name="u")))
+    made = [
+        HeldWeight(f"{unit}.0.{name}", frozenset({f"{unit}.0"}), (4,))
+        for unit, name in (("v", "one"), ("u", "two"), ("u", "three"))
+    ]
+    held = holdings(plan, {"u": ["u.0"], "v": ["v.0"]}, made)
+    weights = {w.name: nn.Parameter(torch.ones(4)) for w in made if comm.rank in held[w.name].boxes}
+    formats = {w.name: Format("float32", 4) for w in made}
+    node_of = [0, 1, 0, 1]
+    shared = share_weights(comm, weights, dict.fromkeys(weights, (0,)), held, formats, 16, "node", node_of)
+    shared.sync.begin([0])
+    shared.sync.entering_last_backward(0)
+    time.sleep(0.6 if comm.rank == 2 else 0.0)
+    for number, weight in enumerate(reversed(weights.values())):
+        (weight.sum() * (comm.rank + 1) * 10**number).backward()
+        time.sleep(0.2 if comm.rank == 1 else 0.0)
+    shared.sync.left_last_backward(0)
+    shared.sync.finish()
+    found = {key: p.grad for key, p in shared.owned.parameters.items() if p.grad is not None}
+    shared.sync.close()
+    comm.close()
+    return found
+
+
+def test_groups_sum_in_one_order_whoever_is_late(workers: WorkerPool) -> None:
+    for rank, found in enumerate(workers.run(_sums_of_unlike_groups, 4)):
+        expected = {"u.0.three": 10.0, "u.0.two": 100.0} | ({"v.0.one": 300.0} if rank < 2 else {})
+        for key, gradient in found.items():
+            assert gradient.tolist() == [expected.pop(key.partition("@")[0])] * len(gradient)
+        assert not expected
 
 
 def _train_bf16(worker: Worker) -> dict[str, Any]:

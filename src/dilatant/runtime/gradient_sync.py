@@ -154,6 +154,7 @@ class GradientSync:
     def finish(self) -> None:
         """Wait for all sums and leave them in `grad` of the owned weights; one that no holder used keeps none."""
         arrived: list[tuple[BucketShare, Tensor, Tensor]] = []
+        self._start_ready(wait=True)
         self._cross(wait=True)
         waiting: list[_Sum | None] = list(self._started)
         self._started, self._crossed = [], 0
@@ -209,12 +210,23 @@ class GradientSync:
             for number in self._shares_of[name]:
                 self._missing[number] -= 1
 
-    def _start_ready(self) -> None:
+    def _start_ready(self, wait: bool = False) -> None:
         while len(self._started) < len(self._shares) and self._missing[len(self._started)] == 0:
-            self._started.append(self._start(self._shares[len(self._started)]))
+            share = self._shares[len(self._started)]
+            if self._crosses_before(share):
+                self._cross(wait)
+                if self._crosses_before(share):
+                    break
+            self._started.append(self._start(share))
             if self._beside is not None:  # a GPU needs collectives of all groups in one order everywhere
                 self._cross()
         self._cross()
+
+    def _crosses_before(self, share: BucketShare) -> bool:
+        """Whether an earlier bucket is still to be summed by the group of this one. Groups need one order everywhere,
+        and when a node has its sum is known to that node alone."""
+        waiting = (one for one in self._started[self._crossed :] if one.across)
+        return not _is_scattered(share) and any(one.share.alike == _ranks_of(share) for one in waiting)
 
     @torch.no_grad()
     def _cross(self, wait: bool = False) -> None:
@@ -248,8 +260,7 @@ class GradientSync:
             numbers = flat.view(len(share.sharing), -1)[share.sharing.index(self._comm.rank)]
             pending = group.reduce_scatter(numbers, flat, what)
             return _Sum(share, numbers, pending, across=len(share.alike) > 1)
-        # Where other nodes cut elsewhere, everybody receives all of it.
-        group = group_of(self._comm, share.alike if share.even else share.bucket.ranks)
+        group = group_of(self._comm, _ranks_of(share))
         return _Sum(share, numbers, group.sum_(numbers, what))
 
     def _pack(self, share: BucketShare) -> Tensor:
@@ -290,6 +301,11 @@ class GradientSync:
 
 def _is_scattered(share: BucketShare) -> bool:
     return share.is_divided and share.even
+
+
+def _ranks_of(share: BucketShare) -> tuple[int, ...]:
+    """Who sums a bucket that is not scattered. Where other nodes cut elsewhere, everybody receives all of it."""
+    return share.alike if share.even else share.bucket.ranks
 
 
 def _own_part(under_way: _Sum) -> Tensor:
