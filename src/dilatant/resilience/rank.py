@@ -278,6 +278,7 @@ class _Rank:
                 copied = self._take_over(trainer, old)
                 watch.lap("copy")
                 pairs, given = self._salvage(order, trainer, old)
+                trainer.decide_ahead()
                 watch.lap("salvage")
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
@@ -435,7 +436,6 @@ class _Rank:
             copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
         trainer.go_on_from(values, stays)
         trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
-        trainer.decide_ahead()
         return copied
 
     def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> tuple[tuple[int, int], int]:
