@@ -37,8 +37,8 @@ LOOK_AHEAD = 8
 """Steps whose samples are asked for, as memory permits, before the one that is being put together is complete: short
 steps outlast a sample that takes long, or a worker that lost its processor. Below `cost_correction.INTERVAL`."""
 FIRST_STEPS = 2
-"""Beside them only the next one is decided, then one more ahead with each step: what all ranks of a machine decide at once
-takes its cores from the first step, which after a loss everybody waits for."""
+"""Beside them only the next one is decided, then one more ahead with each step: what all ranks of a machine decide at
+once takes its cores from the first step, which after a loss everybody waits for."""
 
 NAMED = 3
 """Samples of a step that are named as the slowest to decode."""
