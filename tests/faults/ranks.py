@@ -85,9 +85,11 @@ class Visitor:
 
 class Ranks:
     """A run in `folder` of `size` copies of the model, to be closed. config: of the run of one process that is its
-    like; workers: for its data."""
+    like; workers: for its data; guests: visitors without whom it does not begin."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], size: int, workers: int = 0) -> None:
+    def __init__(
+        self, folder: Path, config: dict[str, Any], size: int, workers: int = 0, guests: int = 0
+    ) -> None:
         tree = {**config, "output_dir": str(folder / "run"), "data": {**config["data"], "workers": workers}}
         tree["parallel"] = {
             "units": {"language": {"replicas": size}},
@@ -101,7 +103,7 @@ class Ranks:
         self._size = size
         self._folder = folder / "run" / FOLDER
         self._folder.mkdir(parents=True)
-        self._settings = Settings(lease_seconds=30.0, join_seconds=0.0, initial=size)
+        self._settings = Settings(lease_seconds=30.0, join_seconds=0.0, initial=size + guests)
         self._store = StoreServer("127.0.0.1", 0, TOKEN)
         self._coordinator = Child(COORDINATOR, self._start(0))
         self._context = multiprocessing.get_context("forkserver")

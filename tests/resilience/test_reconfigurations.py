@@ -52,9 +52,9 @@ def require_flat(before: dict[str, Held], after: dict[str, Held], mebibytes: flo
 def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    ranks = Ranks(tmp_path, config, 3)
+    ranks = Ranks(tmp_path, config, 3, guests=1)
     try:
-        ranks.await_commit(0)
+        ranks.await_commit(ranks.visit("joined", "rebuilding", "fenced"))  # when nobody holds anything yet
         ranks.await_commit(ranks.visit(*STAGES[0]))
         before = ranks.held()
         for stages in STAGES:
