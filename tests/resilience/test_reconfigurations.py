@@ -11,6 +11,7 @@ import pytest
 from cli.tiny_project import tiny_config, write_images
 from dilatant.config import Config
 from dilatant.config.config import parse_config
+from dilatant.resilience.status import read_rebuilds
 from dilatant.training.run import train
 from faults.chaos import losses
 from faults.ranks import Held, Leaves, Ranks
@@ -55,6 +56,7 @@ def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
     ranks = Ranks(tmp_path, config, 3, guests=1)
     try:
         ranks.await_commit(ranks.visit("joined", "rebuilding", "fenced"))  # when nobody holds anything yet
+        ranks.await_commit(ranks.lose("node2"))  # visitors take its place, and the others stay as they are
         ranks.await_commit(ranks.visit(*STAGES[0]))
         before = ranks.held()
         for stages in STAGES:
@@ -62,9 +64,9 @@ def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
         # The allocator's: what was used once is kept, and each generation has threads of its own.
         require_flat(before, ranks.held(), mebibytes=16)
         assert len(ranks.reasons()) >= 10
-        assert all(
-            "visitor" in reason for reason in ranks.reasons()[1:]
-        )  # nobody else was one to begin again
+        assert {rebuild["stays"] for rebuild in [*read_rebuilds(tmp_path / "run")][1:]} == {True, False}
+        told = [reason for reason in ranks.reasons()[1:] if "visitor" not in reason]
+        assert told == ["node2: its worker 0 is gone"]  # nobody else was a reason to begin again
     finally:
         ranks.close()
     found = losses(tmp_path / "run")
@@ -82,10 +84,10 @@ def test_a_hundred_reconfigurations_leave_nothing_behind(tmp_path: Path, config:
         ranks.await_commit(0)
         last, before = "node2", None
         for stages in itertools.islice(itertools.cycle(STAGES), 25):
-            committed = ranks.await_commit(ranks.lose(last))
+            ranks.await_commit(ranks.lose(last))
+            committed = ranks.await_commit(ranks.visit(*stages, later=0.05))
             last = ranks.add()
             ranks.await_commit(committed)
-            ranks.await_commit(ranks.visit(*stages, later=0.05))
             if before is None and len(ranks.reasons()) > 20:
                 before = ranks.held()
         assert len(ranks.reasons()) >= 100
