@@ -121,31 +121,23 @@ def restarts(folder: Path, kills: int) -> list[float]:
     run = _start([*command, str(ROOT / "benchmarks" / "torchrun_loop.py"), str(CONFIG), str(folder)], folder)
     steps, found = folder / "steps", []
 
-    def last() -> float:
-        lines = steps.read_text().splitlines() if steps.exists() else []
-        return float(lines[-1].split()[0]) if lines else 0.0
+    def done() -> list[float]:
+        return [float(at) for at, _ in _words(steps)]
 
     try:
         for number in range(kills):
-            began = last()
-            _await(run, lambda: last() > began)  # noqa: B023
+            began = time.time()
+            _await(run, lambda: any(at > began for at in done()))  # noqa: B023
             time.sleep(2.0)
-            pids = [line.split() for line in (folder / "pids").read_text().splitlines()][-REPLICAS:]
+            known = _words(folder / "pids")
+            pids = {int(rank): int(pid) for rank, pid in known[-REPLICAS:]}
             killed = time.time()
-            os.kill(int(dict(pids)[str(number % REPLICAS)]), signal.SIGKILL)
-            known = len((folder / "pids").read_text().splitlines())
+            os.kill(pids[number % REPLICAS], signal.SIGKILL)
             # All of them have to be there again: the others may finish the step that they are in.
-            _await(
-                run,
-                lambda: len((folder / "pids").read_text().splitlines()) >= known + REPLICAS,  # noqa: B023
-            )
+            _await(run, lambda: len(_words(folder / "pids")) >= len(known) + REPLICAS)  # noqa: B023
             again = time.time()
-            _await(run, lambda: last() > again)  # noqa: B023
-            first = next(
-                float(line.split()[0])
-                for line in steps.read_text().splitlines()
-                if float(line.split()[0]) > again
-            )
+            _await(run, lambda: any(at > again for at in done()))  # noqa: B023
+            first = next(at for at in done() if at > again)
             found.append(first - killed)
             print(f"  {found[-1]:6.2f} s", end="", flush=True)
     finally:
@@ -167,8 +159,7 @@ def torchft_recoveries(folder: Path, kills: int) -> list[float]:
         return _start([sys.executable, loop, str(CONFIG), str(folder), str(replica)], folder)
 
     def done(after: float, by: int) -> list[float]:
-        lines = [line.split() for line in steps.read_text().splitlines()] if steps.exists() else []
-        return [float(at) for at, number, _ in lines if float(at) > after and int(number) == by]
+        return [float(at) for at, number, _ in _words(steps) if float(at) > after and int(number) == by]
 
     runs = {replica: begin(replica) for replica in range(REPLICAS)}
     try:
@@ -209,11 +200,18 @@ def _times(history: Path, generation: int) -> dict[str, float]:
     return {event["task"]: event["time"] for event in events if event["generation"] == generation}
 
 
+def _whole_lines(path: Path) -> list[str]:
+    """Of a file that others write to."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def _words(path: Path) -> list[list[str]]:
+    return [line.split() for line in _whole_lines(path)]
 
 
 def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
@@ -225,8 +223,10 @@ def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 def _await(run: subprocess.Popen[bytes], is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONGEST_SECONDS
     while not is_so():
-        if run.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the run has ended, or does not go on")
+        if run.poll() is not None:
+            raise RuntimeError(f"it has ended with exit code {run.returncode}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"it has not gone on for {LONGEST_SECONDS:.0f} s")
         time.sleep(0.02)
 
 
@@ -239,6 +239,15 @@ def _end(run: subprocess.Popen[bytes], folder: Path) -> None:
     except subprocess.TimeoutExpired:
         run.kill()
         run.wait()
+
+
+def compared(name: str, measure: Callable[[], list[float]]) -> list[float]:
+    """What somebody else's restart takes; nothing where it comes to no end, which is not to cost what was measured."""
+    try:
+        return measure()
+    except RuntimeError as error:
+        print(f"{name}: {error}")
+        return []
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -265,9 +274,11 @@ def main() -> None:
         digits = [sys.executable, str(ROOT / "examples" / "digits.py"), str(data)]
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
         recovered = recoveries(ours, data, options.kills, options.seed, options.pause)
-        restarted = restarts(theirs, options.restarts) if options.restarts else []
-        has_torchft = importlib.util.find_spec("torchft") is not None and options.restarts > 0
-        under_torchft = torchft_recoveries(others, options.restarts) if has_torchft else []
+        count = options.restarts
+        restarted = compared("torchrun", lambda: restarts(theirs, count)) if count else []
+        has_torchft = importlib.util.find_spec("torchft") is not None
+        asked = count and has_torchft
+        under_torchft = compared("torchft", lambda: torchft_recoveries(others, count)) if asked else []
     kills, held = recovered.kills, recovered.held
     print(f"a step takes {recovered.step_seconds * 1e3:.0f} ms with {REPLICAS} processes")
     print(f"a process that is never killed has {held[0]} before the first kill, {held[-1]} before the last")
@@ -283,8 +294,8 @@ def main() -> None:
         print(f"{'torchrun, started again':24} {again:6.2f} s; {ratio:.0f} times as long")
     if under_torchft:
         print(f"{'torchft, its defaults':24} {statistics.median(under_torchft):6.2f} s")
-    else:
-        print("torchft is not installed, or was not asked for")
+    elif count and not has_torchft:
+        print("torchft is left out: it is not installed")
     if options.json:
         document = {
             "machine": machine(),

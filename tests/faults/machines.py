@@ -74,6 +74,13 @@ class Machines:
             assert any(each.poll() is None for each in self.running), self.output
             time.sleep(0.01)
 
+    def await_worker_of(self, agent: subprocess.Popen[bytes], seconds: float = 100.0) -> None:
+        """Wait for the process of its rank, which takes a while until it can do anything."""
+        deadline = time.monotonic() + seconds
+        while not Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
     @property
     def status(self) -> RunStatus:
         return read_status(self.run)

@@ -185,13 +185,13 @@ class World:
 
     def stand_for_leader(self) -> None:
         if self.record is not None:
-            self.candidate = Candidate(self.record)
-            self.after(20.0, self.give_up_leading)
+            candidate = self.candidate = Candidate(self.record)
+            self.after(20.0, lambda: self.give_up_leading(candidate))
 
-    def give_up_leading(self) -> None:
-        if self.candidate is not None:
-            left = sum(node in self.agents for node in self.candidate.record.members)
-            if not self.ended and 2 * left > len(self.candidate.record.members):
+    def give_up_leading(self, candidate: Candidate) -> None:
+        if self.candidate is candidate:
+            left = sum(node in self.agents for node in candidate.record.members)
+            if not self.ended and 2 * left > len(candidate.record.members):
                 raise Violated(f"{left} members are there, and nobody leads them")
             self.log("nobody leads")
             self.candidate, self.ended = None, self.ended or NO_LEADER

@@ -374,6 +374,20 @@ def test_workers_that_do_not_stop_are_given_up() -> None:
     assert agent.status().failed
 
 
+def test_workers_that_are_being_built_have_longer_to_stop() -> None:
+    """They read weights, perhaps: a node that is lost meanwhile must not take all others along."""
+    agent = Agent("n0", SETTINGS)
+    agent.obey(Order("n0", 1, 1, Task.FENCE, 1), 0.0)
+    agent.on_event(0, Stopped(1, -1, 0))
+    agent.obey(Order("n0", 1, 2, Task.REBUILD, 1, ("n0", "n1"), (1, 1)), 0.0)
+    for serial, generation in ((3, 2), (4, 3)):  # n1 is lost, and n2 soon after
+        agent.obey(Order("n0", 1, serial, Task.FENCE, generation), 0.0)
+    agent.tick(SETTINGS.build_seconds - 1)
+    assert not agent.status().failed
+    agent.tick(SETTINGS.build_seconds + 1)
+    assert "do not stop" in agent.status().failed
+
+
 def test_a_dead_worker_is_the_loss_of_the_node_and_a_broken_one_is_not() -> None:
     agent = agent_in_generation(1)
     agent.on_event(0, Stopped(1, -1, 0))

@@ -68,6 +68,25 @@ def test_another_machine_leads_when_the_leader_is_gone_for_good(machines: Machin
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """It has asked the leader that is gone what the run is, and its ranks have not begun by then."""
+    machines.write_project(replicas=3, lease_seconds=3.0, standby=machines.standby)
+    leading = machines.start("train", "config.yaml")
+    agents = {name: machines.agent(name, *(["--standby"] if name == "b" else [])) for name in "abc"}
+    machines.await_step(4)
+    agents["d"] = machines.agent("d")
+    machines.await_worker_of(agents["d"])
+    for process in (leading, agents["a"]):
+        process.kill()
+    assert [agents[name].wait(400) for name in "bcd"] == [0, 0, 0], machines.output
+    assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
+    assert machines.members() == {*"bcd"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_run_of_machines_that_is_asked_to_stop_is_saved_and_resumed(machines: Machines) -> None:
     leading = machines.start("train", "config.yaml")
     agents = [machines.agent(name) for name in "abc"]

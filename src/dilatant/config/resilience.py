@@ -34,7 +34,8 @@ class ResilienceConfig(Section):
     fence_seconds: float = Field(10.0, gt=0, le=1e5)
     """What a process has to stop what it computes when others were lost; who hangs longer is killed."""
     progress_seconds: float = Field(60.0, gt=0)
-    """A process that has computed a step for longer than this, and than five of the longest steps before, hangs."""
+    """A process that has computed a step for longer than this, and than five of the longest steps before, hangs; one
+    that builds, or reads weights, has this instead of `fence_seconds`."""
     drain_seconds: float = Field(600.0, gt=0)
     """What a node has that was asked to leave: it goes at the end of the step, or with a quarter of the time left hands
     over what it has finished of it. A cloud gives 30 to 120 s before it takes a machine."""

@@ -114,6 +114,7 @@ def settings_of(config: Config, nodes: int) -> Settings:
     return Settings(
         lease_seconds=given.lease_seconds,
         fence_seconds=given.fence_seconds,
+        build_seconds=given.progress_seconds,
         drain_seconds=given.drain_seconds,
         initial=nodes,
         fewest=given.fewest_nodes,

@@ -18,7 +18,7 @@ from dilatant.comm.errors import CommTimeout
 from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
-from dilatant.comm.store import connect
+from dilatant.comm.store import Store, connect
 from dilatant.config import Config, UserError
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
@@ -59,12 +59,15 @@ _BEGUN = "resilience/begun"
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a worker finds its agent. index: among the workers of its node."""
+    """Where a worker finds its agent. index: among the workers of its node. store_at: where ranks meet, for one that is
+    not connected yet: who leads when it is first needed may be another one by then; on_one_machine: of that store."""
 
     node: str
     index: int
     port: int
     token: bytes
+    store_at: StoreAt | None = None
+    on_one_machine: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,13 +115,11 @@ class _Rank:
     def __init__(
         self, worker: Worker, config: Config, plan_json: str, start: Start, show: Show, seat: Seat
     ) -> None:
-        assert worker.store is not None
         self._worker = worker
         self._config = config
         self._start = start
         self._show = show
         self._seat = seat
-        self._store = worker.store
         self._store_at: StoreAt | None = None
         self._rank = worker.rank
         self._stop = StopSignal()
@@ -238,18 +239,27 @@ class _Rank:
             held.trainer.apply_voted()
         return order
 
+    @property
+    def _store(self) -> Store:
+        assert self._worker.store is not None
+        return self._worker.store
+
     def _follow_store(self, held: Held | None) -> None:
-        """Go on in the store of who leads now, and put there what the next generation is planned from. Raises
-        UserError."""
-        at = self._link.store_at
+        """Go on in the store of who leads now, and put there what the next generation is planned from. Raises RunEnded
+        where it cannot be reached: that is the end of this node alone."""
+        at = self._link.store_at or self._seat.store_at
         if at is None or at == self._store_at:
             return
-        store = connect(at.host, at.port, self._seat.token, self._store.on_one_machine, STORE_SECONDS)
-        self._store, self._store_at = store, at
+        try:
+            store = connect(at.host, at.port, self._seat.token, self._seat.on_one_machine, STORE_SECONDS)
+        except UserError as error:
+            self._link.lost(str(error))
+            raise RunEnded(str(error)) from None
+        self._store_at = at
         self._worker = replace(self._worker, store=store)
         if held is not None:
             self._tell_plan(held.generation, held.planned, held.members, held.workers)
-            store.set(_BEGUN, b"")
+            self._store.set(_BEGUN, b"")
 
     def _tell_plan(
         self, generation: int, planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]
@@ -278,6 +288,7 @@ class _Rank:
                 copied = self._take_over(trainer, old)
                 watch.lap("copy")
                 pairs, given = self._salvage(order, trainer, old)
+                trainer.decide_ahead()
                 watch.lap("salvage")
             except Lost:
                 trainer.comm.world.barrier("the news that state is lost")
@@ -435,7 +446,6 @@ class _Rank:
             copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
         trainer.go_on_from(values, stays)
         trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
-        trainer.decide_ahead()
         return copied
 
     def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> tuple[tuple[int, int], int]:

@@ -22,8 +22,6 @@ from dilatant.resilience.process import end_with_parent
 if TYPE_CHECKING:
     from dilatant.training.rank import Show
 
-STORE_SECONDS = 60.0
-
 
 def main() -> None:
     """Train until the run is over, or goes on without this node."""
@@ -54,16 +52,16 @@ def train(start: WorkerStart) -> None:
     if config.train.device == "cpu":
         hide_gpus()
     from dilatant.comm.launch import worker_here
-    from dilatant.comm.store import connect
     from dilatant.resilience.rank import Seat, train_seat
     from dilatant.resilience.run_result import write_result
+    from dilatant.resilience.wire import StoreAt
     from dilatant.resilience.worker_link import RunEnded
     from dilatant.training.starting_point import Start
 
     token = bytes.fromhex(start.token)
-    store = connect(start.host, job.store_port, token, job.on_one_machine, STORE_SECONDS)
-    worker = worker_here(start.index, job.workers, start.index, job.workers, store)
-    seat = Seat(start.node, start.index, start.agent_port, token)
+    worker = worker_here(start.index, job.workers, start.index, job.workers, None)
+    at = StoreAt(start.host, job.store_port)
+    seat = Seat(start.node, start.index, start.agent_port, token, at, job.on_one_machine)
     begin = Start(Path(job.checkpoint) if job.checkpoint else None, job.discards)
     try:
         result = train_seat(worker, config, job.plan, begin, cast("Show", job.show), seat)

@@ -36,8 +36,9 @@ from dilatant.data.sizes import SizesIndex
 LOOK_AHEAD = 8
 """Steps whose samples are asked for, as memory permits, before the one that is being put together is complete: short
 steps outlast a sample that takes long, or a worker that lost its processor. Below `cost_correction.INTERVAL`."""
-FIRST_LOOK_AHEAD = 2
-"""The same before the first step, which is not to wait until all of them are planned; one more with each step."""
+FIRST_STEPS = 2
+"""Beside them only the next one is decided, then one more ahead with each step: what all ranks of a machine decide at
+once takes its cores from the first step, which after a loss everybody waits for."""
 
 NAMED = 3
 """Samples of a step that are named as the slowest to decode."""
@@ -228,14 +229,15 @@ class Feed(Generic[Step]):
 
     def _collect_all(self) -> Generator[_Collected[Step]]:
         drafts: deque[_Draft[Step]] = deque()
-        look_ahead = min(FIRST_LOOK_AHEAD, self._look_ahead)
+        given = look_ahead = 0
         for draw in self._draws:
             with self._lock:
                 drafts.append(self._draft(draw))
                 self._ask(drafts[-1], drafts[-1].needs)
             if len(drafts) > look_ahead:
                 yield self._collected(drafts.popleft())
-                look_ahead = min(look_ahead + 1, self._look_ahead)
+                given += 1
+                look_ahead = min(max(0, given - FIRST_STEPS), self._look_ahead)
         while drafts:
             yield self._collected(drafts.popleft())
 

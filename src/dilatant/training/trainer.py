@@ -355,7 +355,8 @@ class Trainer:
 
     def decide_ahead(self) -> None:
         """Let the coming steps be decided and decoded in the background before `run` wants them, once it is known where
-        to go on. Of a stream nothing is: its ranks begin and end together."""
+        to go on and what is salvaged: a step that was decided before would run whole, on some ranks alone perhaps. Of a
+        stream nothing is: its ranks begin and end together."""
         if not self._inputs.is_stream:
             stack = contextlib.ExitStack()
             self._ahead = stack, stack.enter_context(self._open_steps())

@@ -178,7 +178,7 @@ class Agent:
         self._given: set[int] = set()
         self._deadlines: dict[int, _Deadline] = {}
         self._slow: dict[int, float] = {}
-        self._fencing_since = 0.0
+        self._still_by = 0.0
         self._leaving_since: float | None = None
         self._was_told_to_end = False
 
@@ -232,7 +232,7 @@ class Agent:
             self._done.clear()
             self._deadlines.clear()
             self._slow.clear()
-            self._fencing_since = now
+            self._still_by = self._fence_deadline(now)
             self._set(
                 generation=order.generation,
                 phase=Phase.FENCING,
@@ -311,7 +311,7 @@ class Agent:
         own = self._status
         if own.failed or self.ended:
             return
-        if own.phase is Phase.FENCING and now - self._fencing_since > self.settings.fence_seconds:
+        if own.phase is Phase.FENCING and now > self._still_by:
             self._set(failed="its workers do not stop")
         if own.leaving:
             self._leaving_since = now if self._leaving_since is None else self._leaving_since
@@ -327,6 +327,14 @@ class Agent:
                     broken=f"its worker {worker} has computed a step for over {deadline.limit_seconds:.3g} s"
                 )
                 return
+
+    def _fence_deadline(self, now: float) -> float:
+        """Until when the workers have to stand still: who builds, and reads weights perhaps, hears of it only between
+        two things that it does, also of a fence after the first one."""
+        own, settings = self._status, self.settings
+        if own.phase is Phase.REBUILDING:
+            return now + max(settings.fence_seconds, settings.build_seconds)
+        return max(now + settings.fence_seconds, self._still_by if own.phase is Phase.FENCING else 0.0)
 
     def _run(self, order: Order) -> list[Command]:
         own = self._status

@@ -132,7 +132,8 @@ Effect = Persist | Order
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """lease_seconds: a node that is silent for longer is lost. fence_seconds: what workers have to stand still.
+    """lease_seconds: a node that is silent for longer is lost. fence_seconds: what workers have to stand still;
+    build_seconds: those that are being made ready for a generation, where that is more.
     join_seconds: newcomers are awaited after the first of them. return_seconds: what the members have to come back to
     a coordinator that did. initial: nodes to begin with. fewest: with fewer all save and the run ends. attempts:
     generations in a row that end without a step before somebody is blamed, and twice that before the run stops.
@@ -144,6 +145,7 @@ class Settings:
 
     lease_seconds: float = 3.0
     fence_seconds: float = 5.0
+    build_seconds: float = 60.0
     join_seconds: float = 5.0
     return_seconds: float = 10.0
     resend_seconds: float = 1.0

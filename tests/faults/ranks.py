@@ -1,0 +1,219 @@
+"""Ranks that train a tiny model, each under an agent of its own, and a coordinator that lets newcomers in at once;
+visitors become members, and are gone again before they have done their part."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from dilatant.comm.comm import Comm
+from dilatant.comm.fork_server import RANK_PRELOAD
+from dilatant.comm.launch import Worker
+from dilatant.comm.store import connect as connect_store
+from dilatant.comm.store_server import StoreServer
+from dilatant.config.config import load_config
+from dilatant.resilience.coordinator_process import COMMIT, EVENTS
+from dilatant.resilience.process import Child, Start
+from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
+from dilatant.resilience.rank import FOLDER, LATER_SECONDS, Seat, train_seat
+from dilatant.resilience.wire import connect
+from dilatant.training.prepare import prepare
+from dilatant.training.starting_point import Start as StartingPoint
+
+TOKEN = b"of ranks under test, and no other"
+AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
+SECONDS = 60.0
+"""A bound for a machine under any load."""
+Leaves = Literal["fenced", "rebuilding", "joined"]
+"""How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process has."""
+
+    files: int
+    threads: int
+    mebibytes: float
+
+
+class Visitor:
+    """Somebody who asks to be let into a run, and does not train."""
+
+    def __init__(self, coordinator: int, store: int) -> None:
+        self._link = connect("127.0.0.1", coordinator, TOKEN)
+        self._store = store
+        self._status = Status(f"visitor{secrets.token_hex(4)}", 1)
+        self._comm: Comm | None = None
+        self._link.send(self._status)
+
+    def take_part(self, leaves: Leaves) -> int:
+        """As far as that; the generation that it is in then."""
+        while True:
+            order, own = self._link.receive(), self._status
+            if not isinstance(order, Order) or order.generation < own.generation:
+                continue
+            if order.task is Task.FENCE and order.generation > own.generation:
+                if leaves == "fenced":
+                    return order.generation
+                own = replace(own, serial=own.serial + 1, generation=order.generation, phase=Phase.FENCED)
+                self._status = own
+                self._link.send(own)
+            elif order.task is Task.REBUILD:
+                if leaves == "joined":
+                    store = connect_store("127.0.0.1", self._store, TOKEN, on_one_machine=True)
+                    rank, size = order.members.index(own.node), len(order.members)
+                    self._comm = Comm(store, rank, size, order.generation, timeout_seconds=SECONDS)
+                return order.generation
+
+    def leave(self) -> None:
+        self._link.close()
+        if self._comm is not None:
+            self._comm.close()
+
+
+class Ranks:
+    """A run in `folder` of `size` copies of the model, to be closed. config: of the run of one process that is its
+    like; workers: for its data; guests: visitors without whom it does not begin."""
+
+    def __init__(
+        self, folder: Path, config: dict[str, Any], size: int, workers: int = 0, guests: int = 0
+    ) -> None:
+        tree = {**config, "output_dir": str(folder / "run"), "data": {**config["data"], "workers": workers}}
+        tree["parallel"] = {
+            "units": {"language": {"replicas": size}},
+            "colocated": {"vision": "language"},
+            "microbatches": 2,
+        }
+        tree["resilience"] = {"enabled": True}
+        self._config = folder / "config.yaml"
+        self._config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        self._plan = prepare(load_config(self._config)).planned.to_json()
+        self._size = size
+        self._folder = folder / "run" / FOLDER
+        self._folder.mkdir(parents=True)
+        self._settings = Settings(lease_seconds=30.0, join_seconds=0.0, initial=size + guests)
+        self._store = StoreServer("127.0.0.1", 0, TOKEN)
+        self._coordinator = Child(COORDINATOR, self._start(0))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(RANK_PRELOAD))
+        self._nodes: dict[str, tuple[Child, Any]] = {}
+        self._added = 0
+        for _ in range(size):
+            self.add()
+
+    def add(self) -> str:
+        """A node with one rank; its name."""
+        name = f"node{self._added}"
+        index = self._added % self._size
+        self._added += 1
+        agent = Child(AGENT, replace(self._start(self._coordinator.port), node=name))
+        arguments = (str(self._config), self._plan, self._store.port, name, agent.port, index, self._size)
+        process = self._context.Process(target=_train, args=arguments)
+        process.start()
+        self._nodes[name] = agent, process
+        return name
+
+    def lose(self, name: str) -> int:
+        """Kill a rank; the generation that it was in."""
+        generation = max(event["generation"] for event in self._events())
+        agent, process = self._nodes.pop(name)
+        process.kill()
+        process.join()
+        agent.close(SECONDS)
+        return generation
+
+    def visit(self, *leaves: Leaves, later: float = 0.0) -> int:
+        """Have visitors come, each before the one before is gone; the last generation that one of them was in. later:
+        seconds for which each of them stays where it `leaves`."""
+        visitor = self._visitor()
+        for number, stage in enumerate(leaves):
+            generation = visitor.take_part(stage)
+            successor = self._visitor() if number + 1 < len(leaves) else None
+            time.sleep(later)
+            visitor.leave()
+            if successor is not None:
+                visitor = successor
+        return generation
+
+    def _visitor(self) -> Visitor:
+        return Visitor(self._coordinator.port, self._store.port)
+
+    def await_commit(self, after: int) -> int:
+        """Wait for a step of a generation after that one; its number."""
+        return self._await(lambda: next((g for g in self._committed() if g > after), None))
+
+    def held(self) -> dict[str, Held]:
+        """What the processes of this run have, by name, once a generation is older than what follows its beginning."""
+        time.sleep(LATER_SECONDS + 0.3)
+        pids = {"coordinator": self._coordinator.process.pid}
+        for name, (agent, process) in self._nodes.items():
+            pids |= {f"agent of {name}": agent.process.pid, f"rank of {name}": process.pid}
+        return {name: _least(pid) for name, pid in pids.items()}
+
+    def reasons(self) -> list[str]:
+        """Why there were new generations."""
+        return [event["reason"] for event in self._events() if event["task"] == Task.FENCE]
+
+    def close(self) -> None:
+        for agent, process in self._nodes.values():
+            process.kill()
+            process.join()
+            agent.close()
+        self._coordinator.close()
+        self._store.close()
+
+    def _start(self, port: int) -> Start:
+        return Start("127.0.0.1", port, TOKEN.hex(), self._settings, str(self._folder))
+
+    def _committed(self) -> list[int]:
+        return [event["generation"] for event in self._events() if event["task"] == COMMIT]
+
+    def _events(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            return [json.loads(line) for line in (self._folder / EVENTS).read_text().splitlines()]
+        return []
+
+    def _await(self, found: Callable[[], int | None]) -> int:
+        deadline = time.monotonic() + SECONDS
+        while (value := found()) is None:
+            assert time.monotonic() < deadline, self.reasons()
+            time.sleep(0.01)
+        return value
+
+
+def _train(config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    at = connect_store("127.0.0.1", store, TOKEN, on_one_machine=True)
+    worker = Worker(rank, size, rank, torch.device("cpu"), at)
+    train_seat(worker, load_config(config), plan, StartingPoint(None), "nothing", Seat(node, 0, agent, TOKEN))
+
+
+def _least(pid: int) -> Held:
+    """Of a few looks: a connection may just be made, a message be sent."""
+    looks = []
+    for _ in range(5):
+        looks.append(_held(pid))
+        time.sleep(0.02)
+    return Held(
+        min(look.files for look in looks),
+        min(look.threads for look in looks),
+        min(look.mebibytes for look in looks),
+    )
+
+
+def _held(pid: int) -> Held:
+    files, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Held(files, threads, pages * os.sysconf("SC_PAGE_SIZE") / 2**20)

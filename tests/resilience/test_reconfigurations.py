@@ -1,0 +1,100 @@
+"""Members come and go, at any point of a rebuild: losses stay those of one process, and what ranks hold stays flat."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tiny_project import tiny_config, write_images
+from dilatant.config import Config
+from dilatant.config.config import parse_config
+from dilatant.resilience.status import read_rebuilds
+from dilatant.training.run import train
+from faults.chaos import losses
+from faults.ranks import Held, Leaves, Ranks
+
+STAGES: tuple[tuple[Leaves, ...], ...] = (
+    ("fenced",),
+    ("rebuilding",),
+    ("joined",),  # what was being built on weights that stay is torn then
+    ("joined", "joined"),  # and so is the copy that is made of them in its place
+    ("joined", "rebuilding", "fenced"),
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """Of a run in which every sum is the same to the bit, however samples are shared."""
+    data = write_images(tmp_path, 24)
+    schedule = {"kind": "constant"}
+    tree = tiny_config(
+        steps=10**9, global_batch_size=8, save_steps=None, schedule=schedule, deterministic=True
+    )
+    tree["data"]["train"] = [{"path": str(data)}]
+    return tree
+
+
+def alone(folder: Path, tree: dict[str, Any], steps: int) -> Config:
+    train_ = {**tree["train"], "steps": steps}
+    return parse_config({**tree, "train": train_, "output_dir": str(folder / "alone")}, base=folder)
+
+
+def require_flat(before: dict[str, Held], after: dict[str, Held], mebibytes: float) -> None:
+    """Of those who were there all the time."""
+    for name in before.keys() & after.keys():
+        was, now = before[name], after[name]
+        assert (now.files, now.threads) <= (was.files, was.threads), name
+        assert now.mebibytes < was.mebibytes + mebibytes, name
+
+
+def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    ranks = Ranks(tmp_path, config, 3, guests=1)
+    try:
+        ranks.await_commit(ranks.visit("joined", "rebuilding", "fenced"))  # when nobody holds anything yet
+        ranks.await_commit(ranks.lose("node2"))  # visitors take its place, and the others stay as they are
+        ranks.await_commit(ranks.visit(*STAGES[0]))
+        before = ranks.held()
+        for stages in STAGES:
+            ranks.await_commit(ranks.visit(*stages, later=0.03))
+        # The allocator's: what was used once is kept, and each generation has threads of its own.
+        require_flat(before, ranks.held(), mebibytes=16)
+        assert len(ranks.reasons()) >= 10
+        assert {rebuild["stays"] for rebuild in [*read_rebuilds(tmp_path / "run")][1:]} == {True, False}
+        told = [reason for reason in ranks.reasons()[1:] if "visitor" not in reason]
+        assert told == ["node2: its worker 0 is gone"]  # nobody else was a reason to begin again
+    finally:
+        ranks.close()
+    found = losses(tmp_path / "run")
+    train(alone(tmp_path, config, len(found)))
+    assert found == losses(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_hundred_reconfigurations_leave_nothing_behind(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Losses of ranks, whose successors join, and visitors; with data workers, and steps long enough to be cut."""
+    config["train"] |= {"deterministic": False, "global_batch_size": 32}
+    ranks = Ranks(tmp_path, config, 3, workers=1)
+    try:
+        ranks.await_commit(0)
+        last, before = "node2", None
+        for stages in itertools.islice(itertools.cycle(STAGES), 25):
+            ranks.await_commit(ranks.lose(last))
+            committed = ranks.await_commit(ranks.visit(*stages, later=0.05))
+            last = ranks.add()
+            ranks.await_commit(committed)
+            if before is None and len(ranks.reasons()) > 20:
+                before = ranks.held()
+        assert len(ranks.reasons()) >= 100
+        assert before is not None
+        # Of some 450 MiB, nearly all of it torch's.
+        require_flat(before, ranks.held(), mebibytes=24)
+        told = [reason for reason in ranks.reasons() if "Diverged" in reason or "Error" in reason]
+        assert not told
+    finally:
+        ranks.close()

@@ -1,0 +1,73 @@
+"""A trainer that takes over the part of the one before goes on as if nothing had been tried in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cli.tiny_project import tiny_config, write_images
+from dilatant.comm.launch import local_worker
+from dilatant.config.config import parse_config
+from dilatant.training.commit import ALONE, Membership
+from dilatant.training.prepare import prepare
+from dilatant.training.trainer import Trainer
+
+
+class Refused(Exception):
+    pass
+
+
+@dataclass
+class Gate:
+    """Commits every step before `refuses`, and not that one."""
+
+    refuses: int
+
+    def begin(self, step: int, limit_seconds: float) -> None:
+        pass
+
+    def slow(self, times: float) -> None:
+        pass
+
+    def vote(self, step: int, hashes: Mapping[str, int]) -> None:
+        if step == self.refuses:
+            raise Refused
+
+
+def test_gradients_of_a_step_that_did_not_count_are_not_added_to_it(tmp_path: Path) -> None:
+    """All of them are there, and summed, when somebody else is lost before the vote; weights are shared."""
+    write_images(tmp_path, 12)
+    config = parse_config(
+        tiny_config(steps=4, save_steps=None, max_grad_norm=None, logging_steps=1), base=tmp_path
+    )
+    prepared = prepare(config)
+    losses: list[float] = []
+
+    def trainer(membership: Membership, before: Trainer | None = None) -> Trainer:
+        model = prepare(config).model if before is None else before.runtime.model
+        checkpoints = tmp_path / "checkpoints"
+        return Trainer(
+            config, prepared.samples, model, prepared.planned, local_worker(), checkpoints, membership, before
+        )
+
+    def trained(one: Trainer) -> list[float]:
+        losses.clear()
+        try:
+            one.run(lambda metrics: losses.append(metrics.loss))
+        finally:
+            one.close()
+        return [*losses]
+
+    undisturbed = trained(trainer(ALONE))
+    first = trainer(Membership(generation=1, gate=Gate(refuses=2)))
+    with pytest.raises(Refused):
+        trained(first)
+    begun = [*losses]
+    again = trainer(Membership(generation=2, weights_follow=True, gate=Gate(refuses=9)), first)
+    assert again.stays
+    again.go_on_from(first.values(), stays=True)
+    again.begin_alone()
+    assert [*begun, *trained(again)] == undisturbed
