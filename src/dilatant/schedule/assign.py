@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.plan.bin_packing import pack_rows
 from dilatant.plan.depth import eager_depths, path_depths
-from dilatant.schedule.bin_packing import pack_rows
 from dilatant.schedule.pipeline_shape import ByUnit, PipelineShape, default_shape, shape_seconds, step_bound
 from dilatant.schedule.schedule import Microbatch
 
