@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dilatant.data.sample import EncodedSample
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.runtime.holders import trainable_layers
+from dilatant.schedule.distribute import assign
 from dilatant.schedule.families import eager, gpipe, interleaved, one_f_one_b
 from dilatant.schedule.schedule import Action, ActionKind, Assignment, Schedule
 from dilatant.schedule.trainability import trainability_of
@@ -236,7 +237,12 @@ def _draw_plan(
 
 
 def _draw_assignment(draw: Any, plan: Plan, samples: list[EncodedSample]) -> Assignment:
-    """Every unit draws its own borders; samples without rows are mostly, not always, absent from an encoder."""
+    """Every unit draws its own borders; samples without rows are mostly, not always, absent from an encoder. Some of
+    the time microbatches are those of a plan that cuts by tokens."""
+    if draw(st.integers(0, 3)) == 0:
+        tokens = {unit.name: [sample.sizes.get(unit.name, 0) for sample in samples] for unit in plan.units}
+        limits = {"weight": tokens["language"], "capacity": draw(st.integers(3, 60))}
+        return assign(plan, tokens, 1, anchor="language", **limits)
     microbatches = {}
     for unit in plan.units:
         having = [

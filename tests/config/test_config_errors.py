@@ -251,6 +251,17 @@ def test_keys_of_judging_are_refused_by_their_reasons(tmp_path: Path, override: 
     assert message in str(caught.value)
 
 
+def test_microbatches_by_tokens_fit_into_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    assert load_config(path, ["plan.microbatch_tokens=[]"]).plan.microbatch_tokens == ()
+    with pytest.raises(UserError, match="'microbatch_tokens' must list numbers from 1 on"):
+        load_config(path, ["plan.microbatch_tokens=[0]"])
+    with pytest.raises(
+        UserError, match=r"plan.microbatch_tokens: 4096 are more than the 1024 that 'train.row_tokens'"
+    ):
+        load_config(path, ["plan.microbatch_tokens=[512,4096]", "train.row_tokens=1024"])
+
+
 GROUP = {"name": "fast", "hardware": "H100", "gpus_per_node": 2}
 
 

@@ -94,7 +94,7 @@ def test_gradients_that_nobody_else_has_can_make_it_faster() -> None:
     slow = replace(cluster(1, 2), inside=Link(100.0, 0.0))
     workload = Workload({"language": np.full(2, 8.0)})
     table = OptionTable(UnitLayers(MODEL, _costs(0.05), workload, 2, RULES, 2), math.inf)
-    space = Space(MODEL, roles_of(MODEL), table, table, slow, 2)
+    space = Space(MODEL, roles_of(MODEL), table, table, table, slow, 2, np.full(2, 8.0))
     estimates = {
         one.options[0].ep: one.estimate
         for one in shapes(space, Mode.BEST, 1, 2)

@@ -189,7 +189,16 @@ def test_two_encoders_run_side_by_side_or_together():
     workload = Workload({name: np.full(24, 8.0) for name in ("vision", "audio", "language")})
     slow = PlanScore(1e9, 0.0, 0.0, {}, ())  # no plan can be ruled out, so all are tried
     found = search(
-        spec, COSTS, cluster(1, 6), workload, 24, lambda plan, k: slow, Mode.CORNSTARCH, (1, 2), RULES, 10_000
+        spec,
+        COSTS,
+        cluster(1, 6),
+        workload,
+        24,
+        lambda plan, k, tokens: slow,
+        Mode.CORNSTARCH,
+        (1, 2),
+        RULES,
+        10_000,
     )
     tried = (found.winner, *found.runners_up)
     assert {one.encoders_at for one in tried} == {EncoderPosition.PARALLEL, EncoderPosition.COLOCATED}
@@ -328,7 +337,7 @@ def test_candidates_that_were_skipped_weaken_the_proof():
     machine = cluster(1, 6, 1e9)
 
     def scorer(overflows):
-        def score(plan, microbatches):
+        def score(plan, microbatches, row_tokens):
             full = overflows and len(plan.unit("language").replicas[0].stages) == 2
             return PlanScore(1e9, 0.0, 0.0, {}, (2e9 if full else 0.0,) * len(plan.ranks))
 

@@ -82,16 +82,17 @@ def test_more_devices_never_give_a_slower_plan(cases):
         devices, batch = draw.randint(2, 7 if few else 9), draw.choice([4, 12])
         if few:
             unlike = {name: np.array([float(draw.randint(1, 9)) for _ in range(batch)]) for name in tokens}
-            fewer, more = (simulated(spec, costs, unlike, count) for count in (devices, devices + 1))
+            tokens = draw.choice([(), (draw.randint(4, 30),)])
+            fewer, more = (simulated(spec, costs, unlike, count, tokens) for count in (devices, devices + 1))
         else:
             fewer, more = (find(spec, costs, tokens, count, batch) for count in (devices, devices + 1))
         assert more.seconds <= fewer.seconds * ROUNDING
 
-    def simulated(spec, costs, tokens, devices):
+    def simulated(spec, costs, tokens, devices, row_tokens):
         machine, workload = cluster(1, devices), Workload(tokens)
         scorer = plan_scorer(spec, costs, machine, workload, workload.num_samples, rules=RULES)
         asked = workload, workload.num_samples, scorer, Mode.BEST, (1, 2), RULES
-        return search(spec, costs, machine, *asked, finalists=6)
+        return search(spec, costs, machine, *asked, finalists=6, row_tokens=row_tokens)
 
     check(cases, one)
 
@@ -193,10 +194,12 @@ def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
         families = {"zb-h1": zero_bubble_h1} if halves else None
         rules = replace(RULES, zero=draw.choice(["none", "node", "all"]), ranks_per_node=devices)
         scorer = plan_scorer(spec, costs, machine, workload, batch, rules=rules, families=families)
+        row_tokens = draw.choice([(), (draw.randint(4, 30),)])
 
         def found(finalists):
             asked = Mode.BEST, (1, 2), rules, finalists
-            return search(spec, costs, machine, workload, batch, scorer, *asked, halves=halves)
+            known = spec, costs, machine, workload, batch, scorer
+            return search(*known, *asked, halves=halves, row_tokens=row_tokens)
 
         early, every = found(1), found(10_000)
         assert early.lower_bound <= every.seconds * ROUNDING

@@ -85,6 +85,7 @@ class Case:
             name: [float(draw.randint(1, 9)) for _ in range(self.batch)] for name in ("vision", "language")
         }
         self.workload = Workload({name: np.array(own) for name, own in tokens.items()})
+        self.row_tokens = draw.choice([(), (draw.randint(4, 30),)])
 
     def scorer(self, cluster, costs=None):
         return plan_scorer(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
@@ -95,7 +96,7 @@ class Case:
         scorer = self.scorer(cluster, costs)
         return search(
             self.spec, costs, cluster, self.workload, self.batch, scorer, mode, (1, 2), RULES, finalists,
-            leftovers=True,
+            leftovers=True, row_tokens=self.row_tokens,
         )  # fmt: skip
 
 

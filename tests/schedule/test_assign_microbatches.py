@@ -14,6 +14,7 @@ from dilatant.schedule import entrain_kernels as kernels
 from dilatant.schedule.assign import POLICIES
 from dilatant.schedule.disttrain import inter_reorder, intra_reorder
 from dilatant.schedule.entrain import effective_microbatches, entrain_microbatches
+from dilatant.schedule.families import interleaved
 from dilatant.schedule.joint_search import order_search, step_model
 from dilatant.schedule.pipeline_shape import default_shape, shape_seconds, step_bound
 from oracles import microbatches as oracle
@@ -219,6 +220,59 @@ def test_reordering_shortens_the_step_and_the_order_search_more_so():
     assert np.mean(ordered) < 0.97 * np.mean(random)
     # DistTrain's bar on plain 1F1B: 20 % below a random order.
     assert np.mean(searched) < 0.8 * np.mean(random)
+
+
+def rounds(draw) -> PipelineShape:
+    """An interleaved language model behind encoders that may be frozen, interleaved too, or absent."""
+    groups, chunks = int(draw.integers(1, 5)), int(draw.integers(2, 5))
+    before, own = int(draw.integers(0, 3)), int(draw.choice([1, 2]))
+    language = tuple(range(before, before + groups)) * chunks
+    if not before:
+        return PipelineShape((len(language),), ((),), (2.0,), (0.0,), family=interleaved, ranks=language)
+    vision = tuple(range(before)) * own
+    ratio = float(draw.choice([0.0, 1.0, 2.0]))
+    stages = len(vision), len(language)
+    return PipelineShape(
+        stages, ((1,), ()), (ratio, 2.0), (0.0, 0.0), family=interleaved, ranks=vision + language
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.integers(1, 30))
+def test_an_order_for_interleaved_pipelines_has_every_microbatch_once_and_the_smallest_first(seed, count):
+    draw = np.random.default_rng(seed)
+    shape = rounds(draw)
+    load = draw.lognormal(0, 1, (shape.num_units, count))
+    order = inter_reorder(shape, load, interleave=True)
+    assert sorted(order.tolist()) == list(range(count))
+    if count >= 5 * sum(shape.stages):
+        assert order[0] == np.argmin(np.asarray(shape.stages) @ load)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SMALL, st.integers(1, 24), st.booleans())
+def test_reordering_never_makes_the_step_longer(seed, count, round_trips):
+    draw = np.random.default_rng(seed)
+    shape = rounds(draw) if round_trips else default_shape(2, int(draw.integers(1, 4)))
+    seconds = draw.lognormal(0, 1, (int(draw.integers(1, 60)), shape.num_units))
+    reordered = assign_microbatches(seconds, count, "disttrain", seed, shape=shape)
+    unordered = assign_microbatches(seconds, count, "random", seed, shape=shape)
+    before = shape_seconds(shape, seconds, tuple(unordered.microbatches.values()))
+    assert reordered.seconds is not None
+    assert reordered.seconds <= before * (1 + 1e-12)
+    after = shape_seconds(shape, seconds, tuple(reordered.microbatches.values()))
+    assert after == pytest.approx(reordered.seconds, rel=1e-12)
+
+
+def test_reordering_shortens_interleaved_steps():
+    gains = []
+    shape = PipelineShape((16,), ((),), (2.0,), (0.0,), family=interleaved, ranks=(0, 1, 2, 3) * 4)
+    for seed in range(6):
+        load = np.random.default_rng(seed).lognormal(0, 0.6, (32, 1))
+        reordered = assign_microbatches(load, 32, "disttrain", seed, shape=shape).seconds
+        unordered = assign_microbatches(load, 32, "random", seed, shape=shape).microbatches
+        gains.append(reordered / shape_seconds(shape, load, tuple(unordered.values())))
+    assert np.mean(gains) < 0.95
 
 
 # --- Entrain

@@ -63,6 +63,17 @@ def test_samples_cost_what_their_tokens_cost_on_a_mean_stage():
     assert seconds["language"][1] == pytest.approx(6 * 3 * (1e-6 * 25 + 2e-3 * 5))
 
 
+def test_plans_with_chunks_are_scored_in_a_reordered_step_where_that_is_asked_for():
+    samples = workload(48)
+    plan = Plan((chain("vision", 3, [[0]], ("language",)), chain("language", 6, [[1, 2, 1, 2]])))
+    found = {
+        policy: plan_scorer(VLM, COSTS, cluster(1, 3), samples, 48, policy=policy, rules=RULES)(plan, 16)
+        for policy in ("random", "disttrain")
+    }
+    assert found["disttrain"].schedule == "interleaved"
+    assert found["disttrain"].seconds < found["random"].seconds
+
+
 def test_one_stage_takes_the_sum_of_its_work_and_then_sums_gradients():
     alone = model(unit("language", 6, parameters=1000))
     plan = Plan((chain("language", 6, [[0], [1]]),))

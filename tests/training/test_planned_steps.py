@@ -90,16 +90,30 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
 
 
 @pytest.mark.parametrize(
-    ("policy", "row_tokens"),
-    [("random", None), ("disttrain", None), ("entrain", None), ("balanced", 100), ("searched", 100)],
+    ("policy", "row_tokens", "devices"),
+    [
+        ("random", None, 4),
+        ("disttrain", None, 4),
+        ("entrain", None, 4),
+        ("balanced", 100, 4),
+        ("searched", 100, 4),
+        ("balanced", 100, 3),  # which share the batch by tokens: their replicas divide it in no other way
+    ],
 )
 def test_a_planned_run_executes_the_simulated_steps(
-    tmp_path: Path, policy: str, row_tokens: int | None
+    tmp_path: Path, policy: str, row_tokens: int | None, devices: int
 ) -> None:
-    train = {"steps": 2, "global_batch_size": BATCH, "report_to": [], "row_tokens": row_tokens}
-    problem, prepared, run = planned_and_prepared(tmp_path, plan={"assignment": policy}, train=train)
+    train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": []}
+    plan: dict[str, Any] = {"assignment": policy}
+    if devices == 3:
+        plan.update(microbatch_tokens=[row_tokens], microbatch_sizes=[2])
+    else:
+        train["row_tokens"] = row_tokens
+    sections = {"train": train, "cluster": {"hardware": "H100", "gpus_per_node": devices}}
+    problem, prepared, run = planned_and_prepared(tmp_path, plan=plan, **sections)
     planned, model, samples = prepared.planned, prepared.model, prepared.samples
     assert planned.assignment == policy
+    assert planned.row_tokens == (row_tokens if devices == 3 else None)
     assert planned.costs is not None
     assert planned.costs.origin.startswith("modelled for H100")
     trainability = trainability_of(planned.plan, trainable_layers(model.units))
@@ -111,7 +125,7 @@ def test_a_planned_run_executes_the_simulated_steps(
         CostCorrection(planned.plan, planned.costs),
         0,
     )
-    simulated = simulated_steps(problem, planned.plan, planned.num_microbatches)
+    simulated = simulated_steps(problem, planned.plan, planned.num_microbatches, planned.row_tokens)
     sampler = samples.train.sampler(run.seed, BATCH)
     with Loader(
         samples.train, samples.encoding, sampler, position=sampler.start(), steps=2, workers=0

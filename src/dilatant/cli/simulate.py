@@ -71,7 +71,7 @@ def simulate(
         _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
         return
     with console.status("simulating"):
-        planned = _timed(problem, given.plan, microbatches or given.microbatches)
+        planned = _timed(problem, given, microbatches)
     if given.step is not None and page is None and not as_json:
         page = given.folder / "plan.html"
     _show(planned, given, page, as_json, console)
@@ -80,7 +80,7 @@ def simulate(
 @dataclass(frozen=True, slots=True)
 class _Given:
     """What is to be simulated: of a plan file the plan and the microbatches it is for, of a run its measured step.
-    name: of the run, or of the file. folder: where it is."""
+    row_tokens: see `TrainingPlan`. name: of the run, or of the file. folder: where it is."""
 
     config: Config
     name: str
@@ -89,6 +89,7 @@ class _Given:
     microbatches: int | None = None
     step: MeasuredStep | None = None
     schedule: str | None = None
+    row_tokens: int | None = None
 
 
 def _read(source: Path, overrides: list[str]) -> _Given:
@@ -124,7 +125,16 @@ def _read(source: Path, overrides: list[str]) -> _Given:
     config = read_config(beside, overrides)
     folder = path.parent
     name = folder.resolve().name if source.is_dir() or measured is not None else path.stem
-    return _Given(config, name, folder, plan, step.get("num_microbatches"), measured, step.get("schedule"))
+    return _Given(
+        config,
+        name,
+        folder,
+        plan,
+        step.get("num_microbatches"),
+        measured,
+        step.get("schedule"),
+        step.get("row_tokens"),
+    )
 
 
 def _measured(folder: Path) -> MeasuredStep | None:
@@ -172,13 +182,15 @@ def _cluster(text: str) -> list[str]:
     return [*entries, f"cluster.hardware={hardware}"] if hardware else entries
 
 
-def _timed(problem: PlanningProblem, plan: Plan | None, microbatches: int | None) -> PlannedRun:
+def _timed(problem: PlanningProblem, given: _Given, microbatches: int | None) -> PlannedRun:
     from dilatant.profiling.planning import plan_run, time_plan
 
-    if plan is None:
+    if given.plan is None:
         planned = plan_run(problem)
         return time_plan(problem, planned.result.winner.plan, microbatches) if microbatches else planned
-    return time_plan(problem, plan, microbatches)
+    if microbatches:
+        return time_plan(problem, given.plan, microbatches)
+    return time_plan(problem, given.plan, given.microbatches, given.row_tokens)
 
 
 def _show(
@@ -204,13 +216,14 @@ def _show(
     if given.step is not None:
         prediction = _prediction(planned, report.plan, given.step)
         report = _beside(report, given.schedule, given.step, prediction)
-    steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches)
-    schedules = compare_schedules(planned.problem, winner.plan, winner.num_microbatches)
+    steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches, winner.row_tokens)
+    schedules = compare_schedules(planned.problem, winner)
     written = {} if page is None else _write_pages(page, report, given, prediction)
     if as_json:
         facts: dict[str, Any] = {
             "report": json.loads(report.to_json()),
             "num_microbatches": winner.num_microbatches,
+            "row_tokens": winner.row_tokens,
             "step_seconds": [step.seconds for step in steps],
             "schedules": {
                 name: {"seconds": score.seconds, "peak_bytes": max(score.peak_bytes, default=0.0)}

@@ -72,6 +72,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _microbatches_within_rows(self) -> Self:
+        most = max(self.plan.microbatch_tokens or (0,))
+        if most > self.row_tokens:
+            raise ValueError(
+                f"plan.microbatch_tokens: {most} are more than the {self.row_tokens} that 'train.row_tokens' (default: "
+                "'data.max_length') lets a microbatch have; raise that, or try less"
+            )
+        return self
+
     @property
     def row_tokens(self) -> int:
         """The token budget: most tokens of the language model in one microbatch, hence in one sample."""

@@ -110,6 +110,10 @@ class PlanConfig(Section):
     """A file of layer costs, written by `dilatant profile`. Default: measured, or modelled for other hardware."""
     microbatch_sizes: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1)
     """Samples per microbatch to try; those that divide the global batch."""
+    microbatch_tokens: tuple[int, ...] | None = None
+    """Microbatches by tokens to try as well, each of at most so many tokens of the language model: a step then has as
+    many microbatches as its samples take, and any number of pipelines shares the batch. Default: `train.row_tokens`;
+    an empty list: none. Tried in mode `best`, without `parallel.microbatches`."""
     tensor_parallel: tuple[int, ...] | None = None
     """Tensor-parallel degrees to measure or model, and to plan with. A cost file has its own. Default: on GPUs the
     powers of two up to a node's devices that all units take; on a CPU 1."""
@@ -130,8 +134,16 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        for name in ("microbatch_sizes", "tensor_parallel", "context_parallel", "chunks"):
+        for name in (
+            "microbatch_sizes",
+            "microbatch_tokens",
+            "tensor_parallel",
+            "context_parallel",
+            "chunks",
+        ):
             values = getattr(self, name)
-            if values is not None and (not values or min(values) < 1):
+            if values is None or (not values and name == "microbatch_tokens"):
+                continue
+            if not values or min(values) < 1:
                 raise ValueError(f"'{name}' must list numbers from 1 on")
         return self

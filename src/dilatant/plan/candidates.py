@@ -16,7 +16,9 @@ class Candidate:
     `estimate` is the seconds of a step by fill time, slowest stage and exposed gradient sync; `bound` what no schedule
     of this candidate beats: the work of its slowest stage. `disaggregated`: the seconds by which DistTrain's search
     found it, 0 for others. `groups`: by option, the group of unlike devices that it takes its devices of; then several
-    options may hold the same unit, each some of its replicas. Of a cluster of equal devices nothing.
+    options may hold the same unit, each some of its replicas. Of a cluster of equal devices nothing. `row_tokens`: most
+    tokens of the language model in a microbatch, where it is cut by these; `num_microbatches` are then the least that a
+    step has, and `microbatch_size` is the mean.
     """
 
     encoders_at: EncoderPosition
@@ -29,6 +31,7 @@ class Candidate:
     bound: float
     disaggregated: float = 0.0
     groups: tuple[int, ...] = ()
+    row_tokens: int | None = None
 
     @property
     def gpus(self) -> int:

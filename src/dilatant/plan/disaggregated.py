@@ -72,7 +72,9 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate |
         num_microbatches=count,
         options=chains,
         counts=tuple(allocations[name].replicas for name in roles.units),
-        estimate=estimate(space, size, count, fill, max(one.slowest for one in chains), chains, times),
+        estimate=estimate(
+            space, language.replicas, count, fill, max(one.slowest for one in chains), chains, times
+        ),
         bound=bound(Side(chains[: len(roles.encoders)]), chains[len(roles.encoders)], chains, times),
         disaggregated=answer.seconds,
     )

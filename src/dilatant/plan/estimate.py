@@ -56,16 +56,16 @@ def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
 
 def estimate(
     space: Space,
-    samples: int,
+    pipelines: int,
     microbatches: int,
     fill: float,
     slowest: float,
     options: Sequence[Option],
     times: Sequence[ChainTimes],
 ) -> float:
-    """Seconds of a step of so many microbatches of `samples`, of which the first takes `fill` and each of the others
+    """Seconds of a step of so many microbatches of each pipeline, of which the first takes `fill` and each other one
     `slowest`. The heaviest delays those behind it on its way through the stages, by about half in simulations."""
-    heavy = (space.heaviest(samples) - 1.0) / 2 * (fill - slowest)
+    heavy = (space.heaviest(pipelines * microbatches) - 1.0) / 2 * (fill - slowest)
     rounds = GAPS if any(option.chunks > 1 for option in options) else 1.0
     return rounds * (fill + (microbatches - 1) * slowest) + heavy + max(one.exposed_sync for one in times)
 

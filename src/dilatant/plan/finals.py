@@ -29,7 +29,7 @@ from dilatant.plan.sync_time import sync_seconds
 class RankedPlan:
     """A plan with what simulation says of it. `stage_seconds[unit]` are the mean microbatch's, forward plus backward
     (colocated units are listed together under the chain's last unit); `estimate` is the closed form that chose it for
-    simulation."""
+    simulation; `row_tokens` as in `Candidate`."""
 
     plan: Plan
     encoders_at: EncoderPosition
@@ -41,6 +41,7 @@ class RankedPlan:
     estimate: float
     bound: float
     score: PlanScore
+    row_tokens: int | None = None
 
 
 class Finals:
@@ -64,7 +65,7 @@ class Finals:
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
         self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
-        self._seen: set[tuple[Plan, int]] = set()
+        self._seen: set[tuple[Plan, int, int | None]] = set()
         self._found: list[tuple[RankedPlan, Candidate]] = []
         self.rejected: list[tuple[float, str]] = []
         self.seconds: dict[Candidate, float] = {}
@@ -143,12 +144,12 @@ class Finals:
 
     def _score(self, candidate: Candidate, plan: Plan) -> tuple[Option, float, str] | None:
         """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why."""
-        key = plan, candidate.num_microbatches
+        key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
             return None  # DistTrain's search finds some of the others' plans
         self._seen.add(key)
         cluster = self._space.cluster
-        score = self._scorer(plan, candidate.num_microbatches)
+        score = self._scorer(*key)
         excess = cluster.overflow(plan.ranks, score.peak_bytes)
         if excess > 0.0:
             most = cluster.bytes_of(plan.ranks).tolist()
@@ -185,4 +186,5 @@ def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster
         estimate=candidate.estimate,
         bound=candidate.bound,
         score=score,
+        row_tokens=candidate.row_tokens,
     )

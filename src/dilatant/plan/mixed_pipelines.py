@@ -52,7 +52,8 @@ def _kinds(candidates: Iterable[Candidate], groups: int, most: int | None) -> di
     fewer."""
     found: dict[int, list[Candidate]] = defaultdict(list)
     for one in candidates:
-        if len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options):
+        alike = len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options)
+        if alike and one.row_tokens is None:
             found[one.num_microbatches].append(one)
     kept: dict[int, list[Candidate]] = {}
     for count, own in found.items():

@@ -54,7 +54,7 @@ def placed_candidates(
                 for size in sizes:
                     count, rest = divmod(space.global_batch, replicas * size)
                     if rest == 0 and microbatches in (None, count):
-                        for one in shapes(near, Mode.BEST, replicas, size):
+                        for one in shapes(near, Mode.BEST, replicas, count):
                             yield from join.with_units_away(one, most_seconds)
 
 
@@ -85,7 +85,7 @@ class _Join:
             + np.maximum(ways.before, max((option.total for option in before), default=0.0))
             + np.maximum(ways.after, max((option.total for option in after), default=0.0))
         )
-        heavy = (space.heaviest(near.microbatch_size) - 1.0) / 2 * (fill - slowest)
+        heavy = (space.heaviest(near.replicas * near.num_microbatches) - 1.0) / 2 * (fill - slowest)
         rounds = GAPS if own.chunks > 1 else 1.0
         sums = max(
             self._times(self.home, option, count, near.num_microbatches).exposed_sync

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from dilatant.plan.plan import Plan
 
@@ -25,5 +26,8 @@ class PlanScore:
     schedule: str = ""
 
 
-PlanScorer = Callable[[Plan, int], PlanScore]
-"""Simulates a plan with a number of microbatches per unit replica and step."""
+class PlanScorer(Protocol):
+    """Simulates a plan whose pipelines have so many microbatches in a step, or more where one would have more than
+    `row_tokens` tokens of the language model."""
+
+    def __call__(self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, /) -> PlanScore: ...

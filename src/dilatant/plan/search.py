@@ -13,7 +13,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.enumeration import FEWEST, across, best_of_fewer, enumerate_candidates, of_modes
+from dilatant.plan.enumeration import FEWEST, MANY, across, best_of_fewer, enumerate_candidates, of_modes
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import Finals
 from dilatant.plan.group_bound import least_seconds
@@ -30,8 +30,6 @@ from dilatant.plan.search_result import SearchResult, answer_of, best_of, on_ran
 from dilatant.plan.space import Space, open_space
 from dilatant.plan.workload import Workload
 
-MANY = 128
-"""On more devices than this fewer plans are simulated than were asked for, but not fewer than `FEWEST`."""
 LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on many devices fewer, as above."""
 CLOSE, FAR = 1.25, 2.0
@@ -57,6 +55,7 @@ def search(
     ranks_per_node: int | None = None,
     halves: bool = False,
     leftovers: bool = False,
+    row_tokens: Sequence[int] = (),
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
@@ -66,6 +65,8 @@ def search(
     `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses,
     `copies` to those with every layer on so many nodes of `ranks_per_node` devices (default: those of the cluster).
     halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less.
+    row_tokens: budgets of tokens of the language model to cut microbatches by as well: any number of pipelines then
+    shares the batch, and a step has as many microbatches as its samples take (mode `BEST` without `num_microbatches`).
     leftovers: devices that promising plans leave idle may form one more pipeline, unlike the others and with fewer of
     the samples; of these plans bounds say nothing.
     Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
@@ -85,7 +86,9 @@ def search(
         mode, sizes, rules, finalists, num_microbatches, all_devices, copies, ranks_per_node, leftovers
     )
     spaces = [
-        open_space(model, costs.on(group.name), group, workload, global_batch, rules, chunks, halves)
+        open_space(
+            model, costs.on(group.name), group, workload, global_batch, rules, chunks, halves, row_tokens
+        )
         for group in cluster.groups
     ]
     if len(spaces) == 1:
@@ -212,4 +215,4 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
 
 def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:
     """Scores plans of a group whose ranks count from 0."""
-    return lambda plan, count: scorer(plan.shifted(first), count)
+    return lambda plan, count, row_tokens=None: scorer(plan.shifted(first), count, row_tokens)

@@ -21,13 +21,15 @@ NOTABLE = 0.02
 """The part of a step that going round the devices several times must save by its own sums to be tried."""
 
 
-def shapes(space: Space, mode: Mode, replicas: int, microbatch_size: int) -> Iterator[Candidate]:
-    """The candidates of `replicas` pipelines, on devices of the same number for each."""
+def shapes(
+    space: Space, mode: Mode, replicas: int, microbatches: int, row_tokens: int | None = None
+) -> Iterator[Candidate]:
+    """The candidates of `replicas` pipelines, on devices of the same number for each, with so many microbatches, or at
+    least so many of at most `row_tokens` tokens."""
     budget = space.cluster.num_devices // replicas
-    table = space.table.shared_by(replicas, budget)
-    shape = _Shape(
-        space, table, replicas, microbatch_size, space.global_batch // (replicas * microbatch_size)
-    )
+    table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
+    samples = space.global_batch / (replicas * microbatches)
+    shape = _Shape(space, table, replicas, samples, microbatches, row_tokens)
     if mode is Mode.MEGATRON:
         yield from shape.megatron(budget)
     elif mode is Mode.ENTRAIN:
@@ -47,8 +49,9 @@ class _Shape:
     space: Space
     table: OptionTable
     replicas: int
-    samples: int
+    samples: float
     microbatches: int
+    row_tokens: int | None
     _times: dict[Option, ChainTimes] = field(default_factory=dict)
     _known: dict[tuple[object, ...], list[Option]] = field(default_factory=dict)
     _sides: dict[tuple[object, ...], tuple[int, list[list[Side]]]] = field(default_factory=dict)
@@ -212,12 +215,13 @@ class _Shape:
         return Candidate(
             encoders_at=encoders_at,
             replicas=self.replicas,
-            microbatch_size=self.samples,
+            microbatch_size=max(1, round(self.samples)),
             num_microbatches=self.microbatches,
             options=options,
             counts=(self.replicas,) * len(options),
-            estimate=estimate(self.space, self.samples, self.microbatches, fill, slowest, options, times),
+            estimate=estimate(self.space, self.replicas, self.microbatches, fill, slowest, options, times),
             bound=bound(before, language, options, times),
+            row_tokens=self.row_tokens,
         )
 
     def _times_of(self, option: Option) -> ChainTimes:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
+from dilatant.plan.bin_packing import pack_rows
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.option import Option
@@ -27,33 +29,47 @@ FEW = 16
 @dataclass(eq=False)
 class Space:
     """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
-    language model."""
+    language model. row_tokens: most tokens of it in a microbatch, of plans that are cut by tokens; `by_tokens` are
+    their options."""
 
     model: ModelSpec
     roles: Roles
     table: OptionTable
     unaware: OptionTable
+    by_tokens: OptionTable
     cluster: Cluster
     global_batch: int
+    tokens: NDArray[np.float64]
     chunks: tuple[int, ...] = (1,)
+    row_tokens: tuple[int, ...] = ()
     _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(default_factory=dict)
     _heaviest: dict[int, float] = field(default_factory=dict)
+    _rows: dict[int, float] = field(default_factory=dict)
 
-    def heaviest(self, samples: int) -> float:
-        """The load of the heaviest microbatch of the language model as a multiple of the mean, where so many samples
-        each are spread evenly: in the mean global batch."""
-        if samples not in self._heaviest:
+    def microbatches_of(self, row_tokens: int, pipelines: int) -> int:
+        """Microbatches of each of so many pipelines that the mean global batch takes by tokens; 0 where that leaves
+        some without a sample."""
+        if row_tokens not in self._rows:
+            batches = np.minimum(self.tokens, row_tokens).reshape(-1, self.global_batch).tolist()
+            self._rows[row_tokens] = float(np.mean([len(pack_rows(batch, row_tokens)) for batch in batches]))
+        count = max(1, math.ceil(self._rows[row_tokens] / pipelines - 1e-9))
+        return count if count * pipelines <= self.global_batch else 0
+
+    def heaviest(self, microbatches: int) -> float:
+        """The load of the heaviest microbatch of the language model as a multiple of the mean, where all pipelines
+        together have so many and samples are spread evenly: in the mean global batch."""
+        if microbatches not in self._heaviest:
             name = self.roles.language
             tp, cp = self.table.units.degrees([name])[0]
             loads = self.table.units.of_samples(name, tp, cp).reshape(-1, self.global_batch)
             ratios = []
             for batch in loads:
-                bins = [0.0] * (self.global_batch // samples)
+                bins = [0.0] * microbatches
                 for load in sorted(batch.tolist(), reverse=True):
                     heapq.heapreplace(bins, bins[0] + load)
                 ratios.append(max(bins) / (sum(bins) / len(bins)) if any(bins) else 1.0)
-            self._heaviest[samples] = float(np.mean(ratios))
-        return self._heaviest[samples]
+            self._heaviest[microbatches] = float(np.mean(ratios))
+        return self._heaviest[microbatches]
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
         """[devices]: the undominated ways to run one option of each list side by side on so many, or on fewer."""
@@ -72,12 +88,28 @@ def open_space(
     rules: ParameterBytes = BF16,
     chunks: Sequence[int] = (1,),
     halves: bool = False,
+    row_tokens: Sequence[int] = (),
 ) -> Space:
     """What `search` searches, with arguments as there, on the devices of one kind."""
     limits = cluster.gpus_per_node, rules, global_batch, halves
-    table = OptionTable(UnitLayers(model, costs, workload, *limits), cluster.bytes_per_device)
+    units = UnitLayers(model, costs, workload, *limits)
+    table = OptionTable(units, cluster.bytes_per_device)
     unaware = OptionTable(UnitLayers(_all_trainable(model), costs, workload, *limits), math.inf)
-    return Space(model, roles_of(model), table, unaware, cluster, global_batch, tuple(chunks))
+    by_tokens = OptionTable(units.cut_by_tokens(), cluster.bytes_per_device) if workload.dense else table
+    roles = roles_of(model)
+    tokens = np.asarray(workload.tokens[roles.language], dtype=np.float64)
+    return Space(
+        model,
+        roles,
+        table,
+        unaware,
+        by_tokens,
+        cluster,
+        global_batch,
+        tokens,
+        tuple(chunks),
+        tuple(row_tokens),
+    )
 
 
 def _all_trainable(model: ModelSpec) -> ModelSpec:

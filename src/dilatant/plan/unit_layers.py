@@ -84,8 +84,8 @@ class MeanCosts:
 class UnitLayers:
     """The layers of a model's units for microbatches of some number of samples, computed once each.
 
-    halves: backwards may be split, so bounds count on less. sharing: chains beside each other that share optimizer
-    state.
+    halves: backwards may be split, so bounds count on less. by_tokens: so may microbatches. sharing: chains beside each
+    other that share optimizer state.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class UnitLayers:
         global_batch: int = 1,
         halves: bool = False,
         sharing: int = 1,
+        by_tokens: bool = False,
     ) -> None:
         self.model = model
         self.rules = rules
@@ -107,6 +108,7 @@ class UnitLayers:
         self._batch = global_batch
         self._halves = halves
         self._sharing = sharing
+        self._by_tokens = by_tokens
         self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
         self._experts = {
@@ -115,6 +117,13 @@ class UnitLayers:
 
     def shared_by(self, chains: int) -> UnitLayers:
         """The same where so many chains beside each other share optimizer state."""
+        return self._but(chains, self._by_tokens)
+
+    def cut_by_tokens(self) -> UnitLayers:
+        """The same where a step may have more microbatches."""
+        return self._but(self._sharing, True)
+
+    def _but(self, sharing: int, by_tokens: bool) -> UnitLayers:
         known = (
             self.model,
             self._costs,
@@ -124,7 +133,7 @@ class UnitLayers:
             self._batch,
             self._halves,
         )
-        other = UnitLayers(*known, chains)
+        other = UnitLayers(*known, sharing, by_tokens)
         other._tables = self._tables
         return other
 
@@ -171,7 +180,8 @@ class UnitLayers:
             table = self._table(unit, tp, cp, level, ep)
             free = self._table(unit, tp, cp, spec.recompute or "none", ep)
             ranks = self._ranks_sharing(unit, tp, cp, ep)
-            row, least = self._workload.mean_row(unit, samples), self._workload.least_row(unit, samples)
+            row = self._workload.mean_row(unit, samples)
+            least = self._workload.least_row(unit, samples, self._by_tokens)
             light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
             # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.

@@ -108,14 +108,15 @@ def why_not(
     for one in roomy[:TRIED]:
         finals.simulate(one)
     plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
-    known = {(one.plan, one.num_microbatches) for one in (result.winner, *result.runners_up)}
+    known = {(one.plan, one.num_microbatches, one.row_tokens) for one in (result.winner, *result.runners_up)}
     return WhyNot(
         overflow=""
         if plans
         else min(finals.rejected, default=(0.0, "its tensor groups do not fit into nodes"))[1],
         plans=plans,
         is_chosen=_chosen(result.winner, asked, space.cluster),
-        was_simulated=bool(plans) and (plans[0].plan, plans[0].num_microbatches) in known,
+        was_simulated=bool(plans)
+        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens) in known,
         candidates=len(found),
         bound=min((one.bound for one in found), default=0.0),
     )
@@ -201,7 +202,8 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
     """Why nothing is like it although each unit could be."""
     replicas = {wanted["replicas"] for wanted in asked.values() if "replicas" in wanted}
     for count in replicas:
-        if all(space.global_batch % (count * size) for size in sizes):
+        by_tokens = mode is Mode.BEST and any(space.microbatches_of(most, count) for most in space.row_tokens)
+        if not by_tokens and all(space.global_batch % (count * size) for size in sizes):
             return (
                 f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
                 f"{_either(sizes)}"
@@ -219,7 +221,12 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
 
 
 def _without_limit(space: Space) -> Space:
-    return replace(space, table=space.table.with_capacity(math.inf), _sides={}, _heaviest={})
+    return replace(
+        space,
+        table=space.table.with_capacity(math.inf),
+        by_tokens=space.by_tokens.with_capacity(math.inf),
+        _sides={},
+    )
 
 
 def _either(values: Sequence[int]) -> str:

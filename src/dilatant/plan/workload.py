@@ -92,12 +92,13 @@ class Workload:
         at = np.arange(len(tokens)), tokens.argmax(axis=1)
         return np.array([squares[at].mean(), tokens[at].mean(), float((tokens[at] > 0).mean())])
 
-    def least_row(self, unit: str, samples: float) -> NDArray[np.float64]:
+    def least_row(self, unit: str, samples: float, split: bool = False) -> NDArray[np.float64]:
         """Quadratic term, tokens and calls of the mean microbatch, however samples are grouped into microbatches of
         `samples` on average, none of them empty: [3]. A dense row costs least where all are alike; one of a single
-        sample is not dense."""
+        sample is not dense. split: microbatches may be cut further."""
         square, linear, present = self.mean(unit)
         quadratic = square * samples
         if unit in self.dense:
-            quadratic = min(quadratic, min(1.0, self.dense[unit]) * (linear * samples) ** 2)
+            together = quadratic if split else (linear * samples) ** 2
+            quadratic = min(quadratic, min(1.0, self.dense[unit]) * together)
         return np.array([quadratic, linear * samples, float(present == 1.0)])

@@ -19,7 +19,7 @@ from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
 from dilatant.plan.sample_work import sample_work
-from dilatant.plan.score import PlanScore
+from dilatant.plan.score import PlanScore, PlanScorer
 from dilatant.plan.search import search
 from dilatant.plan.search_result import SearchResult
 from dilatant.plan.space import open_space
@@ -156,7 +156,7 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
     return PlannedRun(
         problem=problem,
         result=result,
-        typical=typical_step(problem, result.winner.plan, result.winner.num_microbatches).timeline,
+        typical=typical_step(problem, result.winner).timeline,
         work=work,
         stable=_stable_batch(problem, result.winner, work),
     )
@@ -180,7 +180,7 @@ def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False)
     spaces = [
         open_space(
             problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
-            problem.target.rules, _searched_chunks(config), _splits(config),
+            problem.target.rules, _searched_chunks(config), _splits(config), searched_row_tokens(config),
         )
         for group in cluster.groups
     ]  # fmt: skip
@@ -215,7 +215,17 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
         ranks_per_node=config.resilience.ranks_per_node if target.cluster.nodes == 1 else None,
         halves=_splits(config),
         leftovers=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
+        row_tokens=searched_row_tokens(config),
     )
+
+
+def searched_row_tokens(config: Config) -> Sequence[int]:
+    """Tokens of a microbatch to try: none where the config says how many microbatches there are, or which published
+    system's plans to look at."""
+    if config.parallel.microbatches is not None or config.plan.mode != Mode.BEST:
+        return ()
+    asked = config.plan.microbatch_tokens
+    return (config.row_tokens,) if asked is None else asked
 
 
 def _splits(config: Config) -> bool:
@@ -245,24 +255,27 @@ def _sizes_for_count(batch: int, count: int, devices: int) -> list[int]:
     return sizes
 
 
-def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None) -> PlannedRun:
+def time_plan(
+    problem: PlanningProblem, plan: Plan, num_microbatches: int | None = None, row_tokens: int | None = None
+) -> PlannedRun:
     """A plan as it is, timed on the cluster of the problem: a "search" among this plan alone.
 
-    Without `num_microbatches` the fastest that `plan.microbatch_sizes` allow. Raises UserError for a plan that cannot
-    train this model on this cluster, or a batch that does not divide among its pipelines.
+    Without `num_microbatches` the fastest that `plan.microbatch_sizes` allow; row_tokens: as in `Candidate`. Raises
+    UserError for a plan that cannot train this model on this cluster, or a batch that does not divide among its
+    pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
     score = _scorer(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
-    found = {count: score(plan, count) for count in counts}
+    found = {count: score(plan, count, row_tokens) for count in counts}
 
     def rank(count: int) -> tuple[bool, float]:
         overflow = problem.target.cluster.overflow(plan.ranks, found[count].peak_bytes)
         return overflow > 0.0, found[count].seconds
 
     best = min(found, key=rank)
-    ranked = _as_ranked(problem, plan, pipelines, best, found[best])
+    ranked = _as_ranked(problem, plan, pipelines, best, row_tokens, found[best])
     result = SearchResult(
         winner=ranked,
         runners_up=(),
@@ -274,17 +287,19 @@ def time_plan(problem: PlanningProblem, plan: Plan, num_microbatches: int | None
         lower_bound=0.0,
     )
     work = _work(problem)
-    return PlannedRun(problem, result, typical_step(problem, plan, best).timeline, work, None)
+    return PlannedRun(problem, result, typical_step(problem, ranked).timeline, work, None)
 
 
-def typical_step(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> plan_scorer.Step:
+def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:
     """Of the simulated steps the one whose time is nearest to their mean."""
-    steps = simulated_steps(problem, plan, num_microbatches)
+    steps = simulated_steps(problem, ranked.plan, ranked.num_microbatches, ranked.row_tokens)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
 
 
-def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> list[plan_scorer.Step]:
+def simulated_steps(
+    problem: PlanningProblem, plan: Plan, num_microbatches: int, row_tokens: int | None = None
+) -> list[plan_scorer.Step]:
     """One step for every simulated global batch."""
     return plan_scorer.simulated_steps(
         plan,
@@ -296,7 +311,7 @@ def simulated_steps(problem: PlanningProblem, plan: Plan, num_microbatches: int)
         problem.policy,
         problem.target.rules,
         problem.config.seed,
-        problem.config.row_tokens,
+        min(problem.config.row_tokens, row_tokens or problem.config.row_tokens),
         _families(problem),
     )
 
@@ -323,12 +338,12 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
     )
 
 
-def compare_schedules(problem: PlanningProblem, plan: Plan, num_microbatches: int) -> dict[str, PlanScore]:
+def compare_schedules(problem: PlanningProblem, ranked: RankedPlan) -> dict[str, PlanScore]:
     """The score of the plan under each schedule family. A family that cannot run it is left out."""
     found = {}
     for name in FAMILIES:
         try:
-            found[name] = _scorer(problem, name)(plan, num_microbatches)
+            found[name] = _score(problem, ranked, name)
         except ValueError:
             continue
     return found
@@ -350,7 +365,7 @@ def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanS
         return None
     spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
     kept = replace(problem, model=replace(problem.model, spec=spec))
-    return _scorer(kept, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
+    return _score(kept, ranked)
 
 
 def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore:
@@ -362,11 +377,11 @@ def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> P
         for unit in problem.model.spec.units
     )
     thawed = replace(problem, model=replace(problem.model, spec=ModelSpec(units)))
-    return _scorer(thawed, ranked.score.schedule or None)(ranked.plan, ranked.num_microbatches)
+    return _score(thawed, ranked)
 
 
 def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count: int) -> PlanScore:
-    """The score of the plan with so many microbatches in a step."""
+    """The score of the plan with so many microbatches in a step, where `train.row_tokens` allows."""
     return _scorer(problem, ranked.score.schedule or None)(ranked.plan, count)
 
 
@@ -387,7 +402,13 @@ def _work(problem: PlanningProblem) -> NDArray[np.float64]:
     return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
 
 
-def _scorer(problem: PlanningProblem, schedule: str | None = None) -> Callable[[Plan, int], PlanScore]:
+def _score(problem: PlanningProblem, ranked: RankedPlan, schedule: str | None = None) -> PlanScore:
+    """The score of the plan under `schedule`, else its own."""
+    score = _scorer(problem, schedule or ranked.score.schedule or None)
+    return score(ranked.plan, ranked.num_microbatches, ranked.row_tokens)
+
+
+def _scorer(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer:
     """Scores under `schedule`, else the best that a search of this problem tries."""
     return plan_scorer.plan_scorer(
         problem.model.spec,
@@ -436,7 +457,12 @@ def _allocations(problem: PlanningProblem, devices: int) -> tuple[tuple[int, ...
 
 
 def _as_ranked(
-    problem: PlanningProblem, plan: Plan, pipelines: int, num_microbatches: int, score: PlanScore
+    problem: PlanningProblem,
+    plan: Plan,
+    pipelines: int,
+    num_microbatches: int,
+    row_tokens: int | None,
+    score: PlanScore,
 ) -> RankedPlan:
     target = problem.target
     table = stage_costs(plan, problem.model.spec, problem.costs, target.rules, target.cluster)
@@ -458,6 +484,7 @@ def _as_ranked(
         estimate=score.seconds,
         bound=0.0,
         score=score,
+        row_tokens=row_tokens,
     )
 
 

@@ -9,7 +9,14 @@ from dilatant.plan.finals import RankedPlan
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.plan import Plan, Replica
 from dilatant.plan.search_result import SearchResult
-from dilatant.report.wording import counted, degrees_text, listed, percent_text, seconds_text
+from dilatant.report.wording import (
+    counted,
+    degrees_text,
+    listed,
+    microbatches_text,
+    percent_text,
+    seconds_text,
+)
 
 _WHERE = {
     EncoderPosition.PARALLEL: "every unit on devices of its own",
@@ -74,9 +81,10 @@ def layout_text(plan: Plan, cluster: Cluster | None = None) -> str:
 def _shape(one: RankedPlan, cluster: Cluster | None) -> str:
     on_groups = cluster is not None and cluster.parts
     extra = ", one more on the devices that these leave" if _is_unlike(one.plan) and not on_groups else ""
+    cut = microbatches_text(one.num_microbatches, one.microbatch_size, one.row_tokens)
     return (
-        f"{counted(one.replicas, 'pipeline')}{extra}, {counted(one.num_microbatches, 'microbatch')} of "
-        f"{counted(one.microbatch_size, 'sample')} each: {layout_text(one.plan, cluster)}; {_WHERE[one.encoders_at]}."
+        f"{counted(one.replicas, 'pipeline')}{extra}, {cut} each: {layout_text(one.plan, cluster)}; "
+        f"{_WHERE[one.encoders_at]}."
     )
 
 

@@ -32,7 +32,7 @@ from dilatant.report.plan_report import (
     WorkloadRatio,
 )
 from dilatant.report.search_reasons import layout_text, search_reasons
-from dilatant.report.wording import counted
+from dilatant.report.wording import counted, microbatches_text
 from dilatant.schedule import Timeline
 
 _BINS = 24
@@ -216,11 +216,11 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
     score, plan = ranked.score, ranked.plan
     total = score.seconds * len(plan.ranks)
     devices = [cluster.at(rank) for rank in plan.ranks]
-    microbatches = counted(ranked.num_microbatches, "microbatch")
+    microbatches = microbatches_text(ranked.num_microbatches, ranked.microbatch_size, ranked.row_tokens)
     idle = {cause: seconds / total for cause, seconds in score.idle_seconds.items() if seconds > 0.0}
     return ComparedPlan(
         name=_shape_name(ranked.encoders_at, ranked.replicas, len(ranked.plan.units)),
-        layout=f"{layout_text(plan, cluster)}; {microbatches} of {ranked.microbatch_size}",
+        layout=f"{layout_text(plan, cluster)}; {microbatches}",
         devices=len(plan.ranks),
         step_seconds=score.seconds,
         peak_memory=max(

@@ -49,6 +49,14 @@ def counted(number: int, noun: str) -> str:
     )
 
 
+def microbatches_text(count: int, samples: int, row_tokens: int | None) -> str:
+    """`4 microbatches of 2 samples`, or where tokens cut them `4 microbatches or more of up to 512 tokens`."""
+    text = counted(count, "microbatch")
+    if row_tokens is None:
+        return f"{text} of {counted(samples, 'sample')}"
+    return f"{text} or more of up to {row_tokens:,} tokens"
+
+
 def percent_text(fraction: float) -> str:
     """`81 %`; below ten one decimal, so that small shares stay distinguishable."""
     percent = 100.0 * fraction

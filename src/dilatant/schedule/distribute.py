@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilatant.config.errors import UserError
+from dilatant.plan.bin_packing import pack_rows
 from dilatant.plan.plan import Plan
 from dilatant.schedule.assign import Microbatches, Policy, assign_microbatches
-from dilatant.schedule.bin_packing import pack_rows
 from dilatant.schedule.disttrain import intra_reorder
 from dilatant.schedule.pipeline_shape import Family, PipelineShape
 from dilatant.schedule.schedule import Assignment, Microbatch

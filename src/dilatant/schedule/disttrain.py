@@ -7,13 +7,15 @@ first microbatch, instead of read off an order that does not exist yet.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.depth import path_depths
+from dilatant.schedule.graph import ScheduleGraph
 from dilatant.schedule.joint_search import order_search
+from dilatant.schedule.packed import BACKWARD
 from dilatant.schedule.pipeline_shape import PipelineShape, op_shares, shape_graph, shared
 from dilatant.schedule.simulate import op_ends
 
@@ -38,70 +40,102 @@ def intra_reorder(
     return group
 
 
-def inter_reorder(shape: PipelineShape, load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The execution order of microbatches: `[microbatches]` numbers (Alg. 3, for 1F1B whatever the shape's depths).
+def inter_reorder(
+    shape: PipelineShape, load: NDArray[np.float64], interleave: bool = False
+) -> NDArray[np.int64]:
+    """The execution order of microbatches: `[microbatches]` numbers (Alg. 3), for 1F1B whatever the shape's depths, as
+    if each stage had ranks of its own; or with `interleave` for interleaved 1F1B on the shape's ranks.
 
-    `load [units, microbatches]` are seconds per stage. Smallest first, the p - 1 smallest last, and in between the
-    microbatches whose forward best fills each interval between two backwards of the first stage; the interval is
-    simulated with every unit's real forward and backward (D5, D9) from the microbatches placed so far. The first
-    interval takes p - 1 of them, so that l - 2p + 2 intervals are filled (D3). With l < 2p - 1 microbatches there is
-    nothing in between, and the order is searched directly.
+    `load [units, microbatches]` are seconds per stage. Smallest first, those last whose intervals between two backwards
+    of the first rank no forward fills (1F1B: p - 1 of them) and which are the smallest for that, and in between the
+    microbatches whose forwards best fill their intervals, one for each stage that the rank has (6.2); these are
+    simulated with every unit's real forward and backward (D5, D8, D9) from the microbatches placed so far. The first
+    interval takes all that begin before the first backward, so that under 1F1B l - 2p + 2 intervals are filled (D3).
+    With fewer microbatches than that takes there is nothing in between, and the order is searched directly. Raises
+    ValueError as `interleaved` does.
     """
-    count = load.shape[1]
-    plan = shape.plan()
-    shape = replace(shape, depths=path_depths(plan), family=None, ranks=None)
+    if not interleave:
+        shape = replace(shape, depths=path_depths(shape.plan()), family=None, ranks=None)
     root = next(unit for unit in range(shape.num_units) if all(unit not in feeds for feeds in shape.feeds))
-    depth = shape.depths[sum(shape.stages[:root])] if shape.depths else 1
-    if count < 2 * depth - 1:
+    rank = _FirstRank.of(shape, root, load.shape[1])
+    begun, unfilled = rank.begun(), rank.unfilled()
+    if load.shape[1] < len(begun) + unfilled:
         return order_search(shape, load, evaluations=2000, seed=0)
     size = np.asarray(shape.stages) @ load
     left = [int(number) for number in np.argsort(size, kind="stable")]
-    first, rear, left = left[0], left[1:depth], left[depth:]
-    placed = [first]
-
-    ratio = np.asarray(shape.backward)
-    forward = load[root] / (1 + ratio[root])
-    downstream = size - load[root]
-    # The first interval: all that microbatch 1 has still to do beyond the first stage.
-    width = depth - 1
-    if width and left:
+    placed, rear, left = left[:1], left[1 : 1 + unfilled], left[1 + unfilled :]
+    forward = load[root] / (1 + shape.backward[root])
+    if len(begun) > 1 and left:
+        # The first interval: all that microbatch 1 has still to do beyond the first rank, or beyond its first stage
+        # where that has no backward.
+        own = begun[0] * forward[placed[0]]
+        downstream = rank.intervals(load[:, placed]).get(0, [own + (size - load[root])[placed[0]]])[0] - own
         ascending = sorted(left, key=lambda number: (forward[number], number))
-        sums = np.convolve(forward[ascending], np.ones(width), "valid")
-        at = int(np.argmin(np.abs(sums - downstream[first])))
-        chosen = ascending[at : at + width]
-        placed += chosen
-        left = [number for number in left if number not in set(chosen)]
-
-    graph = shape_graph(shape, shared([(slot,) for slot in range(count)], shape.num_units))
-    unit, share = op_shares(shape, graph)
-    slot = graph.packed.pieces.microbatch[graph.piece]
-    stage = int(graph.arrays.stages_of[root, 0])
-    backward_op = np.full(count, -1)
-    mine = (graph.stage == stage) & (graph.kind == 1)
-    backward_op[slot[mine]] = np.flatnonzero(mine)
-    cost = np.zeros((shape.num_units, count))
-    cost[:, : len(placed)] = load[:, placed]
-    interval = 1
+        sums = np.correlate(forward[ascending], begun[1:].astype(np.float64), "valid")
+        at = int(np.argmin(np.abs(sums - downstream)))
+        placed += ascending[at : at + len(begun) - 1]
+        left = [number for number in left if number not in set(placed)]
     while left:
-        end = op_ends(graph, cost[unit, slot] * share)
-        volume = _idle_before(backward_op, end, cost, share, root, interval) if ratio[root] else 0.0
-        best = min(left, key=lambda number: (abs(forward[number] - volume), number))
-        cost[:, len(placed)] = load[:, best]
+        volumes = np.asarray(rank.intervals(load[:, placed]).get(len(placed), [0.0]))
+        best = min(left, key=lambda number: (np.abs(forward[number] - volumes).sum(), number))
         placed.append(best)
         left.remove(best)
-        interval += 1
     return np.asarray([*placed, *rear], dtype=np.int64)
 
 
-def _idle_before(
-    backward_op: NDArray[np.int64],
-    end: NDArray[np.float64],
-    cost: NDArray[np.float64],
-    share: NDArray[np.float64],
-    root: int,
-    interval: int,
-) -> float:
-    """Seconds between two neighbouring backwards of the first stage, its forward in between still unknown."""
-    this, previous = backward_op[interval], backward_op[interval - 1]
-    start = end[this] - cost[root, interval] * share[this]
-    return float(start - end[previous])
+@dataclass(frozen=True, slots=True, eq=False)
+class _FirstRank:
+    """The rank of the first stage in a step of so many microbatches: its `ops` of the unit `root`, in order. path: the
+    stages from there to the end."""
+
+    graph: ScheduleGraph
+    unit: NDArray[np.int64]
+    share: NDArray[np.float64]
+    slot: NDArray[np.int64]
+    ops: NDArray[np.int64]
+    path: int
+
+    @classmethod
+    def of(cls, shape: PipelineShape, root: int, count: int) -> _FirstRank:
+        graph = shape_graph(shape, shared([(slot,) for slot in range(count)], shape.num_units))
+        unit, share = op_shares(shape, graph)
+        stage = int(graph.arrays.stages_of[root, 0])
+        mine = graph.packed.ranks.index(graph.arrays.placed[stage].stage.ranks[0])
+        ops = np.arange(graph.list_offsets[mine], graph.list_offsets[mine + 1])
+        slot = graph.packed.pieces.microbatch[graph.piece]
+        return cls(graph, unit, share, slot, ops[unit[ops] == root], path_depths(graph.plan)[stage])
+
+    @property
+    def is_backward(self) -> NDArray[np.bool_]:
+        return np.asarray(self.graph.kind[self.ops] == BACKWARD)
+
+    def begun(self) -> NDArray[np.int64]:
+        """By microbatch, the forwards before the first backward; without backwards those of as many microbatches as
+        there are stages on the path."""
+        backward = np.flatnonzero(self.is_backward)
+        return np.bincount(self.slot[self.ops[: backward[0] if len(backward) else self.path]], minlength=1)
+
+    def unfilled(self) -> int:
+        """Microbatches with a backward that directly follows another one at the end."""
+        forward = np.flatnonzero(~self.is_backward)
+        if len(forward) == len(self.ops):
+            return self.path - 1
+        return len(np.unique(self.slot[self.ops[forward[-1] + 2 :]]))
+
+    def intervals(self, load: NDArray[np.float64]) -> dict[int, list[float]]:
+        """Microbatch → the idle seconds between two backwards, or before the first, into which its forwards fall, if
+        there are only the first microbatches, of `load`."""
+        cost = np.zeros((len(load), int(self.slot.max()) + 1))
+        cost[:, : load.shape[1]] = load
+        seconds = cost[self.unit, self.slot] * self.share
+        end = op_ends(self.graph, seconds)
+        found: dict[int, list[float]] = {}
+        last, here = 0.0, set[int]()
+        for op, backward in zip(self.ops.tolist(), self.is_backward.tolist(), strict=True):
+            if not backward:
+                here.add(int(self.slot[op]))
+                continue
+            for number in here:
+                found.setdefault(number, []).append(float(end[op] - seconds[op]) - last)
+            last, here = float(end[op]), set()
+        return found

@@ -69,6 +69,12 @@ class PipelineShape:
             )
         return Plan(tuple(units))
 
+    @property
+    def goes_round(self) -> bool:
+        """Whether ranks hold several stages of a unit."""
+        stages = [replica.stages for unit in self.plan().units for replica in unit.replicas]
+        return any(len({stage.ranks for stage in own}) < len(own) for own in stages)
+
     def trainability(self) -> Trainability:
         """Backward where `backward` is not 0."""
         backward = tuple(

@@ -67,9 +67,10 @@ def plan_scorer(
     """
     parts = workload.steps(global_batch)
 
-    def score(plan: Plan, num_microbatches: int) -> PlanScore:
+    def score(plan: Plan, num_microbatches: int, own_tokens: int | None = None, /) -> PlanScore:
+        tokens = min(filter(None, (row_tokens, own_tokens)), default=None)
         steps = simulated_steps(
-            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, row_tokens, families
+            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, tokens, families
         )
         return _mean(steps, global_batch)
 

@@ -42,7 +42,8 @@ class TrainingPlan:
     """A plan, and how its steps are cut and ordered: what is planned, whole.
 
     schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, where a planner said.
-    costs: of its steps, by which samples are assigned.
+    costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a microbatch, if
+    they cut it; `num_microbatches` are then the least that a step has.
     """
 
     plan: Plan
@@ -51,11 +52,13 @@ class TrainingPlan:
     assignment: Policy
     predicted_seconds: float | None = None
     costs: StepCosts | None = field(default=None, compare=False)
+    row_tokens: int | None = None
 
     def to_json(self) -> str:
         """plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
         step = {
             "num_microbatches": self.num_microbatches,
+            "row_tokens": self.row_tokens,
             "schedule": self.schedule,
             "assignment": self.assignment,
             "predicted_seconds": self.predicted_seconds,
@@ -70,11 +73,13 @@ class TrainingPlan:
         step = json.loads(text).get("step", {})
         if not isinstance(step, dict):
             raise ValueError("'step' is not a mapping")
-        count = step.get("num_microbatches", MICROBATCHES)
+        count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
         schedule = step.get("schedule", SCHEDULE)
         assignment = step.get("assignment", ASSIGNMENT)
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"step.num_microbatches is {count!r}; it must be a whole number from 1 on")
+        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"step.row_tokens is {tokens!r}; it must be a whole number from 1 on, or null")
         if schedule not in FAMILIES and schedule != "serial":
             raise ValueError(f"step.schedule is {schedule!r}; there are {', '.join(FAMILIES)}")
         if assignment not in POLICIES:
@@ -85,7 +90,8 @@ class TrainingPlan:
                 costs = StepCosts.from_document(step["costs"], plan)
             except ValueError as error:
                 raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
-        return cls(plan, count, schedule, assignment, seconds if isinstance(seconds, float) else None, costs)
+        seconds = seconds if isinstance(seconds, float) else None
+        return cls(plan, count, schedule, assignment, seconds, costs, tokens)
 
     @property
     def family(self) -> Family:
@@ -93,13 +99,13 @@ class TrainingPlan:
         return serial if self.schedule == "serial" else FAMILIES[self.schedule]
 
     def microbatching(self, config: Config) -> Microbatching:
-        """How the runtime cuts steps: by this, and by the token budget of the config."""
+        """How the runtime cuts steps: by this, and by the token budget of the config where that is less."""
         return Microbatching(
             self.num_microbatches,
             self.family,
             self.assignment,
             config.seed,
-            config.row_tokens,
+            min(config.row_tokens, self.row_tokens or config.row_tokens),
             config.train.deterministic,
         )
 
@@ -156,6 +162,7 @@ def plan_from_config(
         plan=own,
         costs=planned.costs if own == planned.plan else None,
         num_microbatches=parallel.microbatches or planned.num_microbatches,
+        row_tokens=None if parallel.microbatches else planned.row_tokens,
         schedule=parallel.schedule or planned.schedule,
         assignment=config.plan.assignment or planned.assignment,
     )

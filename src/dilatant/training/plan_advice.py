@@ -23,8 +23,7 @@ def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
 
 
 def _schedules(planned: PlannedRun) -> list[str]:
-    problem, winner = planned.problem, planned.result.winner
-    found = compare_schedules(problem, winner.plan, winner.num_microbatches)
+    found = compare_schedules(planned.problem, planned.result.winner)
     faster = {name: score for name, score in found.items() if _is_better(planned, score)}
     if not faster:
         return []

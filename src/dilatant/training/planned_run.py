@@ -16,6 +16,7 @@ from dilatant.profiling.planning import (
     PlanningProblem,
     answer_why_not,
     costs_of_plan,
+    searched_row_tokens,
     tried_schedules,
 )
 from dilatant.report.group_reasons import group_reasons
@@ -38,6 +39,7 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
         problem.policy,
         ranked.score.seconds,
         costs_of_plan(problem, ranked.plan),
+        ranked.row_tokens,
     )
 
 
@@ -142,7 +144,9 @@ def _searched(problem: PlanningProblem) -> str:
     degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
     tensor, context = (sorted({degree[axis] for degree in degrees}) for axis in (0, 1))
     count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
-    cut = f"microbatches of {_either(sizes)}" if count is None else counted(count, "microbatch")
+    cut = f"microbatches of {_either(sizes)} samples" if count is None else counted(count, "microbatch")
+    if budgets := searched_row_tokens(problem.config):
+        cut += f" or of up to {_either(f'{budget:,}' for budget in budgets)} tokens"
     wide = "" if context == [1] else f", cp {_either(context)}"
     return f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
 

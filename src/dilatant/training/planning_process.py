@@ -25,7 +25,7 @@ from dilatant.profiling.planned_hardware import plan_target
 from dilatant.profiling.planning import PlannedRun, plan_run, planning_problem
 from dilatant.report.plan_report import PlanReport
 from dilatant.report.search_reasons import layout_text
-from dilatant.report.wording import count_text, counted, seconds_text
+from dilatant.report.wording import count_text, microbatches_text, seconds_text
 from dilatant.training.planned_run import plan_report, training_plan, write_plan_folder
 
 REASONS = 3
@@ -163,13 +163,12 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
     ranked, problem = planned.result.winner, planned.problem
     seconds = ranked.score.seconds
     idle = f"; {ranked.idle_devices} of the devices stay idle" if ranked.idle_devices else ""
+    cut = microbatches_text(ranked.num_microbatches, ranked.microbatch_size, ranked.row_tokens)
     return [
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
-        f"  {layout_text(ranked.plan, problem.target.cluster)}; "
-        f"{counted(ranked.num_microbatches, 'microbatch')} of about "
-        f"{counted(ranked.microbatch_size, 'sample')}, schedule {ranked.score.schedule}, samples placed by "
-        f"{problem.policy}{idle}",
+        f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
+        f"samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
         *(f"  {reason}" for reason in _reasons(report)),
     ]

@@ -289,9 +289,11 @@ def _describe(console: Console, config: Config, prepared: Prepared) -> None:
     planned = prepared.planned
     if len(planned.plan.ranks) > 1:
         seconds = planned.predicted_seconds
+        most = planned.row_tokens
+        by_tokens = "" if most is None else f" or more of up to {most:,} tokens"
         predicted = "" if seconds is None else f"; a step is planned to take {seconds:.3g} s"
         console.print(
-            f"{len(planned.plan.ranks)} ranks, {counted(planned.num_microbatches, 'microbatch')}, "
+            f"{len(planned.plan.ranks)} ranks, {counted(planned.num_microbatches, 'microbatch')}{by_tokens}, "
             f"schedule {planned.schedule}, samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )

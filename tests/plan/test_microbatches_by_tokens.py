@@ -1,0 +1,101 @@
+"""Plans whose microbatches are cut by tokens: their bounds hold, any number of pipelines shares a batch, and no
+microbatch has more tokens than it may."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilatant.cost.quadratic import Quadratic
+from dilatant.plan import Mode, Workload, search
+from dilatant.plan.enumeration import enumerate_candidates
+from dilatant.plan.finals import Finals
+from dilatant.plan.space import open_space
+from dilatant.plan.why_not import read_asked, why_not
+from dilatant.schedule.plan_scorer import plan_scorer
+from model_cases import cluster, cost_model, model, unit
+from search_cases import RULES
+
+ROUNDING = 1 + 1e-9
+
+
+def case(draw):
+    """A small vision-language model, costs with squares and calls, and samples of unlike length, some in dense rows."""
+    spec = model(unit("vision", draw.randint(1, 2), ("language",)), unit("language", draw.randint(1, 3)))
+    costs = cost_model(
+        {"vision": draw.random() + 0.1, "language": draw.random() + 0.1}, call=draw.choice([0.0, 2.0])
+    )
+    curved = {
+        kind: {
+            degree: replace(cost, forward=Quadratic(0.1 * draw.random(), cost.forward.b, cost.forward.c))
+            for degree, cost in own.items()
+        }
+        for kind, own in costs.layers.items()
+    }
+    batch = draw.randint(3, 9)
+    tokens = {
+        name: np.array([float(draw.randint(least, 12)) for _ in range(2 * batch)])
+        for name, least in (("vision", 0), ("language", 1))
+    }
+    dense = {"language": draw.choice([0.5, 1.0, 2.0])} if draw.random() < 0.5 else {}
+    return spec, replace(costs, layers=curved), Workload(tokens, {}, dense), batch
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_plan_beats_the_bound_of_its_candidate(seed):
+    draw = random.Random(seed)
+    spec, costs, workload, batch = case(draw)
+    machine, budget = cluster(1, draw.randint(2, 4)), draw.randint(3, 40)
+    space = open_space(spec, costs, machine, workload, batch, RULES, row_tokens=(budget,))
+    candidates = enumerate_candidates(space, Mode.BEST, (1, 2))
+    finals = Finals(space, RULES, plan_scorer(spec, costs, machine, workload, batch, rules=RULES))
+    by_tokens = [one for one in candidates if one.row_tokens is not None]
+    for one in by_tokens:
+        finals.simulate(one)
+        assert finals.seconds[one] >= one.bound / ROUNDING
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
+    draw = random.Random(seed)
+    spec, costs, workload, batch = case(draw)
+    machine, budget = cluster(1, draw.randint(2, 4)), draw.randint(3, 40)
+    known = (
+        spec,
+        costs,
+        machine,
+        workload,
+        batch,
+        plan_scorer(spec, costs, machine, workload, batch, rules=RULES),
+    )
+    narrow, wide = (
+        search(*known, Mode.BEST, (1, 2), RULES, 10_000, row_tokens=tokens) for tokens in ((), (budget,))
+    )
+    assert wide.seconds <= narrow.seconds * ROUNDING
+
+
+def test_three_devices_share_a_batch_that_does_not_divide_by_three():
+    spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
+    workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
+    scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)
+    known = spec, costs, machine, workload, 8, scorer, Mode.BEST, (1, 2), RULES, 10_000
+    without, found = search(*known), search(*known, row_tokens=(15,))
+    assert without.winner.idle_devices == 1
+    winner = found.winner
+    assert (winner.replicas, winner.idle_devices, winner.row_tokens) == (3, 0, 15)
+    assert found.seconds < without.seconds
+    for tokens, seconds in (((), None), ((15,), winner.score.seconds)):
+        space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=tokens)
+        asked = read_asked("language: {replicas: 3}", ["language"])
+        answer = why_not(space, asked, found, scorer, (1, 2), RULES)
+        if seconds is None:
+            assert "does not divide among 3 replicas" in answer.impossible[0]
+        else:
+            assert answer.is_chosen
+            assert answer.plans[0].score.seconds == seconds
