@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.buckets import BUCKET_BYTES
+from dilatant.plan.cluster import Cluster
 from dilatant.plan.option import Option
 from dilatant.plan.sides import Side
 from dilatant.plan.space import Space
@@ -35,17 +36,19 @@ def chain_times(space: Space, replicas: int, microbatches: int, option: Option) 
     No schedule beats a stage's work, before the least that comes after its last microbatch; nor the sum of a stage's
     gradients, which nothing precedes but its forwards.
     """
-    busy = microbatches * option.work
-    if option.chunks == 1:
-        busy = busy + np.cumsum(option.light) - option.light
-    held = option.gradient_bytes
-    last = _last_bucket(option)
-    exposed_sync = exposed_seconds(option, _ring_seconds(space, replicas * option.cp, option.tp, held))
+    from dilatant.plan._chain_kernel import chain_times as kernel
+
+    holders, cluster = replicas * option.cp, space.cluster
+    ring = 2 * (holders - 1) / holders
+    waits = option.chunks == 1
+    busiest, longest, last, exposed = kernel(
+        option.work, option.forward, option.light, option.gradient_bytes, option.backward, microbatches, waits,
+        ring, _ring_bandwidth(cluster, holders, option.tp),
+        *least_sync(holders, option.tp, cluster, space.table.units.rules), float(BUCKET_BYTES),
+    )  # fmt: skip
     if option.ep > 1:  # of experts there may be no other holder
-        return ChainTimes(float(busy.max()), option.heavy, exposed_sync)
-    sums = least_sync(held, replicas * option.cp, option.tp, space.cluster, space.table.units.rules)
-    stages = np.maximum(busy + sums * last, microbatches * option.forward + sums)
-    return ChainTimes(float(stages.max()), option.heavy + float((sums * last).min()), exposed_sync)
+        return ChainTimes(busiest, option.heavy, exposed)
+    return ChainTimes(longest, option.heavy + last, exposed)
 
 
 def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
@@ -84,10 +87,9 @@ def _last_bucket(option: Option) -> NDArray[np.float64]:
     return 1.0 / np.maximum(1.0, np.ceil(option.gradient_bytes / BUCKET_BYTES))
 
 
-def _ring_seconds(space: Space, holders: int, tp: int, held: NDArray[np.float64]) -> NDArray[np.float64]:
-    cluster = space.cluster
+def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:
     bandwidth = cluster.inside.bandwidth
     if holders * tp > cluster.gpus_per_node:
         near = min(holders, max(1, cluster.gpus_per_node // tp))
         bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
-    return 2 * (holders - 1) / holders * held / bandwidth
+    return bandwidth

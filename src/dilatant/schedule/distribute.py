@@ -186,8 +186,9 @@ def _spread(
             serving = [replica for replica in range(replicas) if replica * anchors // replicas == a]
             for batch in slots[a]:
                 group = intra_reorder(seconds[list(batch)], len(serving))
-                for index, replica in enumerate(serving):
-                    result[replica].append(
-                        [s for s, g in zip(batch, group.tolist(), strict=True) if g == index]
-                    )
+                parts: list[list[int]] = [[] for _ in serving]
+                for sample, part in zip(batch, group.tolist(), strict=True):
+                    parts[part].append(sample)
+                for replica, own in zip(serving, parts, strict=True):
+                    result[replica].append(own)
     return tuple(tuple(tuple(s for s in batch if present[s]) for batch in batches) for batches in result)
