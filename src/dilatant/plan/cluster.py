@@ -83,20 +83,10 @@ class Cluster:
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The node on which `rank` sits, and the port of that through which it sends."""
-        group = self.at(rank)
-        before = self.parts[: self.group_of(rank)]
+        number = self.group_of(rank)
+        group, before = self.groups[number], self.parts[:number]
         node, place = divmod(rank - sum(part.num_devices for part in before), group.gpus_per_node)
         return sum(part.nodes for part in before) + node, place * group.ports // group.gpus_per_node
-
-    def ranks_of(self, node: int) -> range:
-        """The ranks on a node."""
-        first = 0
-        for group in self.groups:
-            if node < group.nodes:
-                break
-            node, first = node - group.nodes, first + group.num_devices
-        first += node * group.gpus_per_node
-        return range(first, first + group.gpus_per_node)
 
     @property
     def port(self) -> Link:

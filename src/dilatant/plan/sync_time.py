@@ -87,8 +87,10 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     slowest on a ring decides.
     """
     inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    group_of = {rank: cluster.at(rank) for rank in ranks}
-    place_of = {rank: cluster.place_of(rank) for rank in ranks}
+    group_of = dict(zip(ranks, map(cluster.at, ranks)))
+    place_of = dict(zip(ranks, map(cluster.place_of, ranks)))
+    homes = {place_of[rank][0]: group_of[rank] for rank in ranks}
+    bandwidth = {node: group.port.bandwidth for node, group in homes.items()}
     through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port
     crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
     used: dict[int, set[int]] = defaultdict(set)  # those rings by rank
@@ -114,9 +116,8 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
         if not crosses:
             continue
         for node, own in ports.items():
-            bandwidth = cluster.at(cluster.ranks_of(node)[0]).port.bandwidth
             for port in own:
-                through[node, port] += passed / len(own) / bandwidth
+                through[node, port] += passed / len(own) / bandwidth[node]
         crossing.append([(node, port) for node, own in ports.items() for port in own])
     slowest = [max(through[port] for port in ring) for ring in crossing]
     return {
