@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.option import Option
+from dilatant.plan.option import ChainTimes, Option
 from dilatant.plan.sides import Side
 from dilatant.plan.space import Space
 from dilatant.plan.sync_time import least_sync
@@ -19,23 +18,19 @@ GAPS = 1.08
 """What interleaved steps take more in simulations than by these sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainTimes:
-    """What a chain adds to the step of equal pipelines. stages: the least that its stages take after what comes before
-    its first microbatch; path: the least of the heaviest sample's way; exposed_sync: seconds that a rank sums gradients
-    after its last backward, on rings over replicas that lie side by side."""
-
-    stages: float
-    path: float
-    exposed_sync: float
-
-
 def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:
     """The times of one option in `replicas` pipelines with so many microbatches.
 
     No schedule beats a stage's work, before the least that comes after its last microbatch; nor the sum of a stage's
     gradients, which nothing precedes but its forwards.
     """
+    key = option, replicas, microbatches
+    if key not in space.times:
+        space.times[key] = _chain_times(space, *key)
+    return space.times[key]
+
+
+def _chain_times(space: Space, option: Option, replicas: int, microbatches: int) -> ChainTimes:
     from dilatant.plan._chain_kernel import chain_times as kernel
 
     holders, cluster = replicas * option.cp, space.cluster

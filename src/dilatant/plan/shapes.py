@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.errors import PlanError
-from dilatant.plan.estimate import ChainTimes, bound, chain_times, estimate
+from dilatant.plan.estimate import bound, chain_times, estimate
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.option import UNLIMITED, Option
 from dilatant.plan.options import OptionTable
@@ -26,7 +26,12 @@ def shapes(space: Space, mode: Mode, replicas: int, microbatch_size: int) -> Ite
     budget = space.cluster.num_devices // replicas
     table = space.table.shared_by(replicas, budget)
     shape = _Shape(
-        space, table, replicas, microbatch_size, space.global_batch // (replicas * microbatch_size)
+        space,
+        table,
+        replicas,
+        microbatch_size,
+        space.global_batch // (replicas * microbatch_size),
+        space.chains(replicas, microbatch_size),
     )
     if mode is Mode.MEGATRON:
         yield from shape.megatron(budget)
@@ -49,8 +54,7 @@ class _Shape:
     replicas: int
     samples: int
     microbatches: int
-    _times: dict[Option, ChainTimes] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], list[Option]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], list[Option]]
     _sides: dict[tuple[object, ...], tuple[int, list[list[Side]]]] = field(default_factory=dict)
 
     def beside(
@@ -157,7 +161,12 @@ class _Shape:
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Those of the language model; also with several stages for each group of devices where that can pay."""
         name = self.space.roles.language
-        plain = self._chains(name, budget, behind)
+        key = name, budget, behind, self.space.chunks
+        if key not in self._known:
+            self._known[key] = self._with_chunks(name, self._chains(name, budget, behind), behind)
+        return self._known[key]
+
+    def _with_chunks(self, name: str, plain: Sequence[Option], behind: int) -> list[Option]:
         most = len(self.space.model.unit(name).layers)
         found = [*plain]
         for one in plain:
@@ -208,7 +217,7 @@ class _Shape:
         options = (*before.options, language, *after.options)
         slowest = max(before.slowest, language.slowest, after.slowest)
         fill = before.fill + language.total + after.fill
-        times = [self._times_of(option) for option in options]
+        times = [chain_times(self.space, self.replicas, self.microbatches, option) for option in options]
         return Candidate(
             encoders_at=encoders_at,
             replicas=self.replicas,
@@ -219,8 +228,3 @@ class _Shape:
             estimate=estimate(self.space, self.samples, self.microbatches, fill, slowest, options, times),
             bound=bound(before, language, options, times),
         )
-
-    def _times_of(self, option: Option) -> ChainTimes:
-        if option not in self._times:
-            self._times[option] = chain_times(self.space, self.replicas, self.microbatches, option)
-        return self._times[option]

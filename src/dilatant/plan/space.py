@@ -13,7 +13,7 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.option import Option
+from dilatant.plan.option import ChainTimes, Option
 from dilatant.plan.options import OptionTable
 from dilatant.plan.roles import Roles, roles_of
 from dilatant.plan.sides import Side, side_by_side
@@ -27,7 +27,7 @@ FEW = 16
 @dataclass(eq=False)
 class Space:
     """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
-    language model."""
+    language model. times: those known, by chain, number of pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -36,8 +36,24 @@ class Space:
     cluster: Cluster
     global_batch: int
     chunks: tuple[int, ...] = (1,)
-    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(default_factory=dict)
-    _heaviest: dict[int, float] = field(default_factory=dict)
+    times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
+    _chains: dict[tuple[int, int], dict[tuple[object, ...], list[Option]]] = field(
+        init=False, default_factory=dict
+    )
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(
+        init=False, default_factory=dict
+    )
+    _heaviest: dict[int, float] = field(init=False, default_factory=dict)
+
+    def with_roles(self, roles: Roles) -> Space:
+        """What these units, not all of the model's, are made of; of their chains what is known here."""
+        other = replace(self, roles=roles)
+        other.times, other._chains, other._heaviest = self.times, self._chains, self._heaviest
+        return other
+
+    def chains(self, replicas: int, samples: int) -> dict[tuple[object, ...], list[Option]]:
+        """The chains known for so many pipelines and samples of a microbatch, by what was asked; to be added to."""
+        return self._chains.setdefault((replicas, samples), {})
 
     def heaviest(self, samples: int) -> float:
         """The load of the heaviest microbatch of the language model as a multiple of the mean, where so many samples

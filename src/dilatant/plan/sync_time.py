@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
@@ -42,6 +43,7 @@ class _Ring:
     ranks: Sequence[int]
 
 
+@lru_cache(maxsize=4)  # a plan is asked about before it is simulated, and for its costs
 def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16) -> SyncSeconds:
     """What the gradients of its trainable layers take each rank among all holders of each, and the updated weights.
 

@@ -219,7 +219,7 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
 
 
 def _without_limit(space: Space) -> Space:
-    return replace(space, table=space.table.with_capacity(math.inf), _sides={}, _heaviest={})
+    return replace(space, table=space.table.with_capacity(math.inf))
 
 
 def _either(values: Sequence[int]) -> str:
