@@ -71,10 +71,10 @@ def estimate(
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
     """Seconds that no schedule beats; the language model's stages wait for the lightest sample to come to them."""
     ahead = max((one.lightest for one in before.options), default=0.0)
-    return max(
-        max(own.stages + (ahead if option is language else 0.0), own.path)
-        for option, own in zip(options, times, strict=True)
-    )
+    least = 0.0
+    for option, own in zip(options, times, strict=True):
+        least = max(least, own.stages + ahead if option is language else own.stages, own.path)
+    return least
 
 
 def _last_bucket(option: Option) -> NDArray[np.float64]:

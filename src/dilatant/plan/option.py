@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,20 +57,9 @@ class Option:
         ):
             object.__setattr__(self, name, value)
 
-    def with_room(self, room: int) -> Option:
-        """The same chain where so many stages may follow."""
-        other = object.__new__(Option)
-        for name in _NAMES:
-            object.__setattr__(other, name, getattr(self, name))
-        object.__setattr__(other, "room", room)
-        return other
-
     @property
     def stages(self) -> int:
         return len(self.seconds)
-
-
-_NAMES = tuple(one.name for one in fields(Option))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -216,20 +216,23 @@ class OptionTable:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Laid:
     """A chain whatever the number of microbatches: `unlimited` as if memory were, and bytes [groups of devices] as in
-    `MeanCosts`."""
+    `MeanCosts`. Those with equal room are one."""
 
     unlimited: Option
     static: NDArray[np.float64]
     transient: NDArray[np.float64]
     kept: NDArray[np.float64]
+    _by_room: dict[int, Option] = field(default_factory=dict)
 
     def option(self, microbatches: int, capacity_bytes: float) -> Option:
-        """The chain for so many microbatches; a new one each time."""
+        """The chain for so many microbatches."""
         from dilatant.plan._chain_kernel import room_behind
 
         held, chunks = (self.static, self.transient, self.kept), self.unlimited.chunks
         room = room_behind(float(capacity_bytes), *held, microbatches, chunks, UNLIMITED)
-        return self.unlimited.with_room(room)
+        if room not in self._by_room:
+            self._by_room[room] = replace(self.unlimited, room=room)
+        return self._by_room[room]
 
 
 def _laid(

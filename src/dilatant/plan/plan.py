@@ -139,6 +139,13 @@ class Plan:
         """Every rank the plan uses, ascending."""
         return tuple(sorted({rank for placed in self.stages() for rank in placed.stage.ranks}))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.units)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"units": self.units}  # what is derived is not sent
 
