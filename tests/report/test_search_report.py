@@ -44,7 +44,7 @@ def report():
         )
     )
     costs = CostModel("test", "synthetic", "bf16", {"v": {(1, 1): layer(1e-5)}, "l": {(1, 1): layer(2e-5)}})
-    cluster = Cluster(1, 4, 8e9, Link(1e10, 1e-6), Link(1e9, 1e-5))
+    cluster = Cluster(2, 3, 8e9, Link(1e10, 1e-6), Link(1e9, 1e-5))
     draw = np.random.default_rng(0)
     tokens = {"vision": draw.integers(100, 900, 64), "language": draw.integers(200, 1200, 64)}
     workload = Workload({name: values.astype(float) for name, values in tokens.items()})
@@ -79,7 +79,7 @@ def report():
     stable = minimum_stable_batch(work, [(1, 3), (2, 2), (3, 1)])
     timeline = timelines[result.winner.plan, result.winner.num_microbatches]
     return search_report(
-        "test", "4 devices", "synthetic", result, timeline, model, cluster, workload, work,
+        "test", "6 devices", "synthetic", result, timeline, model, cluster, workload, work,
         BATCH, stable=stable, rules=RULES,
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ from dilatant.schedule import (
     trainability_of,
 )
 from dilatant.schedule.contention import travel
-from dilatant.schedule.predict import action_seconds, message_sums, piece_sums, step_bytes
+from dilatant.schedule.predict import action_seconds, message_bytes, message_sums, piece_sums, step_bytes
 from oracles.event_simulator import samples_of
 
 RECOMPUTE = ("none", "block", "block_keep_attention")
@@ -230,7 +230,8 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
     tokens = {unit.name: rng.integers(1, 30, 16) for unit in step.plan.units}
     sums = piece_sums(graph, tokens)
-    size = step_bytes(graph, costs, sums, message_sums(graph, tokens))
+    message = message_bytes(graph, costs, message_sums(graph, tokens))
+    size = step_bytes(graph, costs, sums, message)
     balance = np.zeros((count, len(sums)))
     np.add.at(balance, (graph.stage, graph.piece), size.allocate - size.release)
     np.testing.assert_allclose(balance, 0.0, atol=1e-9)  # sums of doubles below 1e4

@@ -62,8 +62,12 @@ class Cluster:
 
     def group_of(self, rank: int) -> int:
         """The number of the group that `rank` is in; of one beyond all, the last."""
-        firsts = self.firsts
-        return max(group for group, first in enumerate(firsts) if first <= max(rank, 0))
+        end = 0
+        for group, part in enumerate(self.parts):
+            end += part.num_devices
+            if rank < end:
+                return group
+        return max(0, len(self.parts) - 1)
 
     def at(self, rank: int) -> Cluster:
         """The group that `rank` is in."""
@@ -71,28 +75,18 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """The node on which `rank` sits."""
-        if not self.parts:
-            return rank // self.gpus_per_node
-        group = self.group_of(rank)
-        before = sum(part.nodes for part in self.parts[:group])
-        return before + (rank - self.firsts[group]) // self.parts[group].gpus_per_node
+        return self.place_of(rank)[0]
 
     def port_of(self, rank: int) -> int:
         """The port of its node through which `rank` sends."""
-        if self.parts:
-            group = self.group_of(rank)
-            return self.parts[group].port_of(rank - self.firsts[group])
-        return rank % self.gpus_per_node * self.ports // self.gpus_per_node
+        return self.place_of(rank)[1]
 
-    def ranks_of(self, node: int) -> range:
-        """The ranks on a node."""
-        first = 0
-        for group in self.groups:
-            if node < group.nodes:
-                break
-            node, first = node - group.nodes, first + group.num_devices
-        first += node * group.gpus_per_node
-        return range(first, first + group.gpus_per_node)
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The node on which `rank` sits, and the port of that through which it sends."""
+        number = self.group_of(rank)
+        group, before = self.groups[number], self.parts[:number]
+        node, place = divmod(rank - sum(part.num_devices for part in before), group.gpus_per_node)
+        return sum(part.nodes for part in before) + node, place * group.ports // group.gpus_per_node
 
     @property
     def port(self) -> Link:

@@ -107,7 +107,7 @@ def across(
     all_devices: bool,
     most_seconds: float = math.inf,
 ) -> list[Candidate]:
-    """The candidates that take devices of several groups, the most promising first; `alone` are those of each.
+    """The candidates that take devices of several groups, the most promising first; `alone` are those of each alone.
     most_seconds: units are not placed where that promises to take longer."""
     placed = list(placed_candidates(spaces, sizes, microbatches, most_seconds))
     mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))

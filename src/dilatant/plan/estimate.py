@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.buckets import BUCKET_BYTES
-from dilatant.plan.option import Option
+from dilatant.plan.cluster import Cluster
+from dilatant.plan.option import ChainTimes, Option
 from dilatant.plan.sides import Side
 from dilatant.plan.space import Space
 from dilatant.plan.sync_time import least_sync
@@ -18,34 +18,32 @@ GAPS = 1.08
 """What interleaved steps take more in simulations than by these sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainTimes:
-    """What a chain adds to the step of equal pipelines. stages: the least that its stages take after what comes before
-    its first microbatch; path: the least of the heaviest sample's way; exposed_sync: seconds that a rank sums gradients
-    after its last backward, on rings over replicas that lie side by side."""
-
-    stages: float
-    path: float
-    exposed_sync: float
-
-
 def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:
     """The times of one option in `replicas` pipelines with so many microbatches.
 
     No schedule beats a stage's work, before the least that comes after its last microbatch; nor the sum of a stage's
     gradients, which nothing precedes but its forwards.
     """
-    busy = microbatches * option.work
-    if option.chunks == 1:
-        busy = busy + np.cumsum(option.light) - option.light
-    held = option.gradient_bytes
-    last = _last_bucket(option)
-    exposed_sync = exposed_seconds(option, _ring_seconds(space, replicas * option.cp, option.tp, held))
+    key = option, replicas, microbatches
+    if key not in space.times:
+        space.times[key] = _chain_times(space, *key)
+    return space.times[key]
+
+
+def _chain_times(space: Space, option: Option, replicas: int, microbatches: int) -> ChainTimes:
+    from dilatant.plan._chain_kernel import chain_times as kernel
+
+    holders, cluster = replicas * option.cp, space.cluster
+    ring = 2 * (holders - 1) / holders
+    waits = option.chunks == 1
+    busiest, longest, last, exposed = kernel(
+        option.work, option.forward, option.light, option.gradient_bytes, option.backward, microbatches, waits,
+        ring, _ring_bandwidth(cluster, holders, option.tp),
+        *least_sync(holders, option.tp, cluster, space.table.units.rules), float(BUCKET_BYTES),
+    )  # fmt: skip
     if option.ep > 1:  # of experts there may be no other holder
-        return ChainTimes(float(busy.max()), option.heavy, exposed_sync)
-    sums = least_sync(held, replicas * option.cp, option.tp, space.cluster, space.table.units.rules)
-    stages = np.maximum(busy + sums * last, microbatches * option.forward + sums)
-    return ChainTimes(float(stages.max()), option.heavy + float((sums * last).min()), exposed_sync)
+        return ChainTimes(busiest, option.heavy, exposed)
+    return ChainTimes(longest, option.heavy + last, exposed)
 
 
 def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
@@ -73,10 +71,10 @@ def estimate(
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
     """Seconds that no schedule beats; the language model's stages wait for the lightest sample to come to them."""
     ahead = max((one.lightest for one in before.options), default=0.0)
-    return max(
-        max(own.stages + (ahead if option is language else 0.0), own.path)
-        for option, own in zip(options, times, strict=True)
-    )
+    least = 0.0
+    for option, own in zip(options, times, strict=True):
+        least = max(least, own.stages + ahead if option is language else own.stages, own.path)
+    return least
 
 
 def _last_bucket(option: Option) -> NDArray[np.float64]:
@@ -84,10 +82,9 @@ def _last_bucket(option: Option) -> NDArray[np.float64]:
     return 1.0 / np.maximum(1.0, np.ceil(option.gradient_bytes / BUCKET_BYTES))
 
 
-def _ring_seconds(space: Space, holders: int, tp: int, held: NDArray[np.float64]) -> NDArray[np.float64]:
-    cluster = space.cluster
+def _ring_bandwidth(cluster: Cluster, holders: int, tp: int) -> float:
     bandwidth = cluster.inside.bandwidth
     if holders * tp > cluster.gpus_per_node:
         near = min(holders, max(1, cluster.gpus_per_node // tp))
         bandwidth = min(bandwidth, near * cluster.between.bandwidth / cluster.gpus_per_node)
-    return 2 * (holders - 1) / holders * held / bandwidth
+    return bandwidth

@@ -64,7 +64,9 @@ class Finals:
         self._copies, self._ranks_per_node = copies, ranks_per_node
         self._layers = {unit.name: len(unit.layers) for unit in space.model.units}
         self._feeds = {unit.name: unit.feeds for unit in space.model.units}
-        self._overflowing: set[tuple[Option, int]] = set()  # by number of pipelines: not tried again
+        self._overflowing: set[tuple[Option, int, int]] = (
+            set()
+        )  # by pipelines and microbatches: not tried again
         self._seen: set[tuple[Plan, int, int | None]] = set()
         self._found: list[tuple[RankedPlan, Candidate]] = []
         self.rejected: list[tuple[float, str]] = []
@@ -83,7 +85,8 @@ class Finals:
     def simulate(self, candidate: Candidate) -> bool:
         """Simulate the candidate in the rank order that promises most, with more recomputed where it overflows; does a
         plan of it fit?"""
-        if any((option, candidate.replicas) in self._overflowing for option in candidate.options):
+        counts = candidate.replicas, candidate.num_microbatches
+        if any((option, *counts) in self._overflowing for option in candidate.options):
             self.skipped = min(self.skipped, candidate.bound)
             return False
         overflow: tuple[Option, float, str] | None = None
@@ -95,7 +98,7 @@ class Finals:
         if overflow is not None:  # in every order: state is shared by who lies side by side
             culprit, excess, text = overflow
             self.rejected.append((excess, text))
-            self._overflowing.add((culprit, candidate.replicas))
+            self._overflowing.add((culprit, *counts))
         return False
 
     def reorder(self, most: int = 2) -> None:

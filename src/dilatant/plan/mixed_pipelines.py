@@ -29,7 +29,7 @@ def mixed_candidates(
     """
     devices = [space.cluster.num_devices for space in spaces]
     most_kinds = None if are_few(spaces) else MOST_KINDS
-    kinds = [_kinds(own, len(spaces), most_kinds) for own in found]
+    kinds = [_kinds(own, len(spaces), most_kinds, group) for group, own in enumerate(found)]
     both = _kinds(placed, len(spaces), most_kinds)
     counts = {count for by_count in (*kinds, both) for count in by_count}
     for count in sorted(counts):
@@ -47,9 +47,11 @@ def _all_have_samples(members: Sequence[Candidate], batch: int) -> bool:
     return all(batch / one.estimate / together >= one.replicas for one in members)
 
 
-def _kinds(candidates: Iterable[Candidate], groups: int, most: int | None) -> dict[int, list[Candidate]]:
+def _kinds(
+    candidates: Iterable[Candidate], groups: int, most: int | None, home: int | None = None
+) -> dict[int, list[Candidate]]:
     """Those that can stand beside others, by microbatches: the most promising on so many devices of each group or
-    fewer."""
+    fewer. home: the group whose devices they all take."""
     found: dict[int, list[Candidate]] = defaultdict(list)
     for one in candidates:
         alike = len(set(one.counts)) == 1 and all(option.chunks == 1 for option in one.options)
@@ -60,7 +62,7 @@ def _kinds(candidates: Iterable[Candidate], groups: int, most: int | None) -> di
         own.sort(key=lambda one: (one.estimate, one.gpus))
         kept[count] = []
         taken: list[list[int]] = []
-        for one in own:
+        for one in own if home is None else (one.in_group(home) for one in own):
             devices = [one.gpus_in(group) for group in range(groups)]
             if not any(all(a <= b for a, b in zip(other, devices)) for other in taken):
                 kept[count].append(one)

@@ -1,4 +1,4 @@
-"""One way to lay out a unit, or several colocated ones."""
+"""One way to lay out a unit, or several colocated ones, and what it adds to a step."""
 
 from __future__ import annotations
 
@@ -60,3 +60,14 @@ class Option:
     @property
     def stages(self) -> int:
         return len(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTimes:
+    """What a chain adds to the step of equal pipelines. stages: the least that its stages take after what comes before
+    its first microbatch; path: the least of the heaviest sample's way; exposed_sync: seconds that a rank sums gradients
+    after its last backward, on rings over replicas that lie side by side."""
+
+    stages: float
+    path: float
+    exposed_sync: float

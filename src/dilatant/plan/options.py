@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class OptionTable:
         self.units = units
         self._capacity = capacity_bytes
         self._options: dict[tuple[object, ...], Option | None] = {}
-        self._free_cuts: dict[tuple[_Asked, bool], tuple[tuple[int, ...], MeanCosts]] = {}
+        self._free_cuts: dict[tuple[object, ...], _Laid] = {}
         self._joined: dict[_Asked, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
@@ -79,7 +79,7 @@ class OptionTable:
     def _chain(self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None) -> Option | None:
         free = asked, balance is None
         if free not in self._options:
-            self._options[free] = self._option(asked, *self._free_cut(asked, balance))
+            self._options[free] = self._free_cut(asked, balance).option(asked.microbatches, self._capacity)
         option = self._options[free]
         assert option is not None, "cut without memory"
         if option.room >= behind or asked.chunks > 1:
@@ -94,17 +94,15 @@ class OptionTable:
             )
         return self._options[bound]
 
-    def _free_cut(
-        self, asked: _Asked, balance: NDArray[np.float64] | None
-    ) -> tuple[tuple[int, ...], MeanCosts]:
-        """Cuts for the fastest slowest stage, and what the stages take. Of the number of microbatches it only counts,
-        and only with extra units in the first stage, whether there are more of them than stages."""
+    def _free_cut(self, asked: _Asked, balance: NDArray[np.float64] | None) -> _Laid:
+        """Cut for the fastest slowest stage. Of the number of microbatches it only counts, and only with extra units in
+        the first stage, whether there are more of them than stages."""
         more = bool(asked.extra) and asked.microbatches > asked.stages
-        key = replace(asked, microbatches=int(more)), balance is None
+        key = *asked.but_microbatches, more, balance is None
         if key not in self._free_cuts:
             layers = self._merged(asked)
             cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
-            self._free_cuts[key] = cuts, layers.by_stage(cuts)
+            self._free_cuts[key] = self._laid(asked, cuts, layers.by_stage(cuts))
         return self._free_cuts[key]
 
     def _relaxed(self, asked: _Asked, option: Option, behind: int) -> Option:
@@ -186,7 +184,8 @@ class OptionTable:
                 again = (
                     {unit: self.units.recomputed(unit, level) for unit in units} if level != "none" else {}
                 )
-                self._options[key] = self._from_stages(cuts, first.beside(others), asked, again)
+                laid = _laid(cuts, first.beside(others), asked, again)
+                self._options[key] = laid.option(microbatches, self._capacity)
             option = self._options[key]
             if option is not None and option.room >= 0:
                 return option
@@ -206,56 +205,66 @@ class OptionTable:
         return self._joined[key]
 
     def _option(self, asked: _Asked, cuts: tuple[int, ...], stages: MeanCosts) -> Option:
-        again = {unit: self.units.recomputed(unit, asked.level) for unit in (asked.unit, *asked.extra)}
-        return self._from_stages(
-            {**dict.fromkeys(asked.extra, (0,)), asked.unit: cuts},
-            stages,
-            asked,
-            again if asked.level != "none" else {},
-        )
+        return self._laid(asked, cuts, stages).option(asked.microbatches, self._capacity)
 
-    def _from_stages(
-        self,
-        cuts: Mapping[str, tuple[int, ...]],
-        stages: MeanCosts,
-        asked: _Asked,
-        recompute: Mapping[str, tuple[Recompute, ...]],
-    ) -> Option:
-        groups = len(stages.seconds) // asked.chunks
-        sums = stages.work, stages.forward, stages.static, stages.kept, stages.gradient
-        transient = stages.transient
-        if asked.chunks > 1:  # several stages are on the same devices
-            sums = tuple(column.reshape(asked.chunks, groups).sum(axis=0) for column in sums)
-            transient = transient.reshape(asked.chunks, groups).max(axis=0)
-        work, forward, static, kept, gradient = sums
-        free = self._capacity - static - transient
-        full = kept * asked.microbatches > free
-        room = UNLIMITED
-        if (free < 0.0).any():
-            room = -1 - len(stages.seconds)
-        elif full.any():
-            behind = groups - 1 - np.arange(groups)
-            flying = free[full] // (kept[full] / asked.chunks)
-            if asked.chunks > 1:
-                # Forwards of chunks that run before the first backward, see `schedule.families.interleaved`.
-                flying = (flying - (asked.chunks - 1) * groups - 1) // 2 + 1
-            room = int((flying - 1 - behind[full]).min())
-        return Option(
-            asked.tp,
-            asked.cp,
-            dict(cuts),
-            seconds=stages.seconds,
-            backward=stages.backward,
-            work=work,
-            forward=forward,
-            room=room,
-            gradient_bytes=gradient,
-            light=stages.light,
-            heavy=float(stages.heavy.sum()),
-            chunks=asked.chunks,
-            recompute={unit: how for unit, how in recompute.items() if how},
-            ep=asked.ep,
-        )
+    def _laid(self, asked: _Asked, cuts: tuple[int, ...], stages: MeanCosts) -> _Laid:
+        units = (asked.unit, *asked.extra) if asked.level != "none" else ()
+        again = {unit: self.units.recomputed(unit, asked.level) for unit in units}
+        return _laid({**dict.fromkeys(asked.extra, (0,)), asked.unit: cuts}, stages, asked, again)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Laid:
+    """A chain whatever the number of microbatches: `unlimited` as if memory were, and bytes [groups of devices] as in
+    `MeanCosts`. Those with equal room are one."""
+
+    unlimited: Option
+    static: NDArray[np.float64]
+    transient: NDArray[np.float64]
+    kept: NDArray[np.float64]
+    _by_room: dict[int, Option] = field(default_factory=dict)
+
+    def option(self, microbatches: int, capacity_bytes: float) -> Option:
+        """The chain for so many microbatches."""
+        from dilatant.plan._chain_kernel import room_behind
+
+        held, chunks = (self.static, self.transient, self.kept), self.unlimited.chunks
+        room = room_behind(float(capacity_bytes), *held, microbatches, chunks, UNLIMITED)
+        if room not in self._by_room:
+            self._by_room[room] = replace(self.unlimited, room=room)
+        return self._by_room[room]
+
+
+def _laid(
+    cuts: Mapping[str, tuple[int, ...]],
+    stages: MeanCosts,
+    asked: _Asked,
+    recompute: Mapping[str, tuple[Recompute, ...]],
+) -> _Laid:
+    groups = len(stages.seconds) // asked.chunks
+    sums = stages.work, stages.forward, stages.static, stages.kept, stages.gradient
+    transient = stages.transient
+    if asked.chunks > 1:  # several stages are on the same devices
+        sums = tuple(column.reshape(asked.chunks, groups).sum(axis=0) for column in sums)
+        transient = transient.reshape(asked.chunks, groups).max(axis=0)
+    work, forward, static, kept, gradient = sums
+    option = Option(
+        asked.tp,
+        asked.cp,
+        dict(cuts),
+        seconds=stages.seconds,
+        backward=stages.backward,
+        work=work,
+        forward=forward,
+        room=UNLIMITED,
+        gradient_bytes=gradient,
+        light=stages.light,
+        heavy=float(stages.heavy.sum()),
+        chunks=asked.chunks,
+        recompute={unit: how for unit, how in recompute.items() if how},
+        ep=asked.ep,
+    )
+    return _Laid(option, static, transient, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +281,10 @@ class _Asked:
     chunks: int
     level: Recompute
     ep: int = 1
+
+    @property
+    def but_microbatches(self) -> tuple[object, ...]:
+        """All but their number."""
+        return (
+            self.unit, self.tp, self.cp, self.stages, self.samples, self.extra, self.chunks, self.level, self.ep
+        )  # fmt: skip

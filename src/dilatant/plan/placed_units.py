@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dilatant.plan.candidates import Candidate
-from dilatant.plan.estimate import GAPS, ChainTimes, chain_times
+from dilatant.plan.estimate import GAPS, chain_times
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.option import Option
 from dilatant.plan.roles import Roles
@@ -49,7 +49,7 @@ def placed_candidates(
                 roles.language,
                 tuple(unit for unit in roles.generators if unit not in away),
             )
-            near, join = replace(space, roles=here, _sides={}), _Join(spaces, home, away)
+            near, join = space.with_roles(here), _Join(spaces, home, away)
             for replicas in range(1, space.cluster.num_devices + 1):
                 for size in sizes:
                     count, rest = divmod(space.global_batch, replicas * size)
@@ -67,7 +67,6 @@ class _Join:
     away: Mapping[str, int]
     _ways: dict[tuple[int, int, int, int], Ways | None] = field(default_factory=dict)
     _known_chains: dict[tuple[str, int, int, int], list[Option]] = field(default_factory=dict)
-    _known_times: dict[tuple[Option, int, int], ChainTimes] = field(default_factory=dict)
 
     def with_units_away(self, near: Candidate, most_seconds: float) -> Iterator[Candidate]:
         """The candidate with chains of the other units, those that promise most."""
@@ -88,7 +87,7 @@ class _Join:
         heavy = (space.heaviest(near.replicas * near.num_microbatches) - 1.0) / 2 * (fill - slowest)
         rounds = GAPS if own.chunks > 1 else 1.0
         sums = max(
-            self._times(self.home, option, count, near.num_microbatches).exposed_sync
+            chain_times(space, count, near.num_microbatches, option).exposed_sync
             for option, count in zip(near.options, near.counts)
         )
         seconds = rounds * (fill + (near.num_microbatches - 1) * slowest) + heavy
@@ -135,7 +134,7 @@ class _Join:
         for number, (unit, group) in enumerate(self.away.items()):
             far = behind * (unit in roles.encoders)
             own = [
-                Way(option, count, self._times(group, option, count, microbatches))
+                Way(option, count, chain_times(self.spaces[group], count, microbatches, option))
                 for count in _counts(replicas, size)
                 for option in self._chains(unit, count, replicas * size, microbatches, far)
             ]
@@ -170,12 +169,6 @@ class _Join:
             bound=bound,
             room=room,
         )
-
-    def _times(self, group: int, option: Option, count: int, microbatches: int) -> ChainTimes:
-        key = option, count, microbatches
-        if key not in self._known_times:
-            self._known_times[key] = chain_times(self.spaces[group], count, microbatches, option)
-        return self._known_times[key]
 
     def _chains(self, unit: str, count: int, samples: int, microbatches: int, behind: int) -> list[Option]:
         """The chains of `count` replicas of a unit that share so many samples of each microbatch."""

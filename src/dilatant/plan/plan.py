@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from dilatant.config.recompute import Recompute
@@ -93,7 +94,7 @@ class PlacedStage:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Units in topological order (encoders, language model, generators).
 
@@ -111,6 +112,10 @@ class Plan:
 
     def stages(self) -> tuple[PlacedStage, ...]:
         """Every stage of every replica, unit by unit, replica by replica, in layer order."""
+        return self._placed
+
+    @cached_property
+    def _placed(self) -> tuple[PlacedStage, ...]:
         placed: list[PlacedStage] = []
         for unit in self.units:
             for replica_index, replica in enumerate(unit.replicas):
@@ -129,10 +134,20 @@ class Plan:
                     )
         return tuple(placed)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Every rank the plan uses, ascending."""
         return tuple(sorted({rank for placed in self.stages() for rank in placed.stage.ranks}))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.units)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"units": self.units}  # what is derived is not sent
 
     def shifted(self, first: int) -> Plan:
         """The plan on ranks that are higher by `first`."""

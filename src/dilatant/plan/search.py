@@ -187,7 +187,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         except PlanError as error:
             refused.append(error)
             continue
-        candidates[group] = [one.in_group(group) for one in own]
+        candidates[group] = own
         alone.append(on_ranks_from(answer, first, cluster.num_devices))
     both: list[Candidate] = []
     least = math.inf

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.errors import PlanError
-from dilatant.plan.estimate import ChainTimes, bound, chain_times, estimate
+from dilatant.plan.estimate import bound, chain_times, estimate
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.option import UNLIMITED, Option
 from dilatant.plan.options import OptionTable
@@ -29,7 +29,8 @@ def shapes(
     budget = space.cluster.num_devices // replicas
     table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
     samples = space.global_batch / (replicas * microbatches)
-    shape = _Shape(space, table, replicas, samples, microbatches, row_tokens)
+    chains = space.chains(replicas, microbatches, row_tokens)
+    shape = _Shape(space, table, replicas, samples, microbatches, row_tokens, chains)
     if mode is Mode.MEGATRON:
         yield from shape.megatron(budget)
     elif mode is Mode.ENTRAIN:
@@ -52,8 +53,7 @@ class _Shape:
     samples: float
     microbatches: int
     row_tokens: int | None
-    _times: dict[Option, ChainTimes] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], list[Option]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], list[Option]]
     _sides: dict[tuple[object, ...], tuple[int, list[list[Side]]]] = field(default_factory=dict)
 
     def beside(
@@ -160,7 +160,12 @@ class _Shape:
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Those of the language model; also with several stages for each group of devices where that can pay."""
         name = self.space.roles.language
-        plain = self._chains(name, budget, behind)
+        key = name, budget, behind, self.space.chunks
+        if key not in self._known:
+            self._known[key] = self._with_chunks(name, self._chains(name, budget, behind), behind)
+        return self._known[key]
+
+    def _with_chunks(self, name: str, plain: Sequence[Option], behind: int) -> list[Option]:
         most = len(self.space.model.unit(name).layers)
         found = [*plain]
         for one in plain:
@@ -211,7 +216,7 @@ class _Shape:
         options = (*before.options, language, *after.options)
         slowest = max(before.slowest, language.slowest, after.slowest)
         fill = before.fill + language.total + after.fill
-        times = [self._times_of(option) for option in options]
+        times = [chain_times(self.space, self.replicas, self.microbatches, option) for option in options]
         return Candidate(
             encoders_at=encoders_at,
             replicas=self.replicas,
@@ -223,8 +228,3 @@ class _Shape:
             bound=bound(before, language, options, times),
             row_tokens=self.row_tokens,
         )
-
-    def _times_of(self, option: Option) -> ChainTimes:
-        if option not in self._times:
-            self._times[option] = chain_times(self.space, self.replicas, self.microbatches, option)
-        return self._times[option]

@@ -15,7 +15,7 @@ from dilatant.cost.model import CostModel
 from dilatant.plan.bin_packing import pack_rows
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.model_spec import ModelSpec
-from dilatant.plan.option import Option
+from dilatant.plan.option import ChainTimes, Option
 from dilatant.plan.options import OptionTable
 from dilatant.plan.roles import Roles, roles_of
 from dilatant.plan.sides import Side, side_by_side
@@ -30,7 +30,7 @@ FEW = 16
 class Space:
     """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
     language model. row_tokens: most tokens of it in a microbatch, of plans that are cut by tokens; `by_tokens` are
-    their options."""
+    their options. times: those known, by chain, number of pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -42,9 +42,28 @@ class Space:
     tokens: NDArray[np.float64]
     chunks: tuple[int, ...] = (1,)
     row_tokens: tuple[int, ...] = ()
-    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(default_factory=dict)
-    _heaviest: dict[int, float] = field(default_factory=dict)
-    _rows: dict[int, float] = field(default_factory=dict)
+    times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
+    _chains: dict[tuple[int, int, int | None], dict[tuple[object, ...], list[Option]]] = field(
+        init=False, default_factory=dict
+    )
+    _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(
+        init=False, default_factory=dict
+    )
+    _heaviest: dict[int, float] = field(init=False, default_factory=dict)
+    _rows: dict[int, float] = field(init=False, default_factory=dict)
+
+    def with_roles(self, roles: Roles) -> Space:
+        """What these units, not all of the model's, are made of; of their chains what is known here."""
+        other = replace(self, roles=roles)
+        other.times, other._chains, other._heaviest = self.times, self._chains, self._heaviest
+        other._rows = self._rows
+        return other
+
+    def chains(
+        self, replicas: int, microbatches: int, row_tokens: int | None
+    ) -> dict[tuple[object, ...], list[Option]]:
+        """The chains known for so many pipelines and microbatches, by what was asked; to be added to."""
+        return self._chains.setdefault((replicas, microbatches, row_tokens), {})
 
     def microbatches_of(self, row_tokens: int, pipelines: int) -> int:
         """Microbatches of each of so many pipelines that the mean global batch takes by tokens; 0 where that leaves

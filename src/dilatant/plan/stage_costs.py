@@ -151,9 +151,23 @@ def stage_costs(
     late = np.empty((len(placed), 2, 3))
     static, gradient, summed, own_gradient = (np.empty(len(placed)) for _ in range(4))
     shared_by = sharing(plan, model, rules)
+    columns = seconds, kept, weight, transient, output, static, gradient, summed, own_gradient, late
+    alike: dict[tuple[object, ...], int] = {}  # mostly the same stage of other replicas
     for entry in placed:
         group = "" if cluster is None else cluster.at(entry.stage.ranks[0]).name
         key = entry.unit, entry.stage.tp, entry.stage.cp, entry.stage.ep, group
+        same = (
+            *key,
+            entry.stage.first,
+            entry.stage.end,
+            entry.is_first,
+            shared_by[entry.index].tobytes(),
+        )
+        first = alike.setdefault(same, entry.index)
+        if first < entry.index:
+            for column in columns:
+                column[entry.index] = column[first]
+            continue
         if key not in tables:
             upstream = model.upstream_trainable(entry.unit)
             again = plan.unit(entry.unit).recompute
@@ -189,7 +203,7 @@ def stage_costs(
         late[entry.index] = _late(*held, gradients)
         summed[entry.index] = _sum_bytes(entry, plan, model, rules)
         own_gradient[entry.index] = _own_gradient_bytes(entry, plan, model, rules)
-    return StageCosts(seconds, kept, weight, transient, output, static, gradient, summed, own_gradient, late)
+    return StageCosts(*columns)
 
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:

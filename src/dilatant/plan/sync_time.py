@@ -7,9 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import lru_cache
 
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.plan.cluster import Cluster
@@ -45,6 +43,7 @@ class _Ring:
     ranks: Sequence[int]
 
 
+@lru_cache(maxsize=4)  # a plan is asked about before it is simulated, and for its costs
 def sync_seconds(plan: Plan, model: ModelSpec, cluster: Cluster, rules: ParameterBytes = BF16) -> SyncSeconds:
     """What the gradients of its trainable layers take each rank among all holders of each, and the updated weights.
 
@@ -90,6 +89,10 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     slowest on a ring decides.
     """
     inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
+    group_of = dict(zip(ranks, map(cluster.at, ranks)))
+    place_of = dict(zip(ranks, map(cluster.place_of, ranks)))
+    homes = {place_of[rank][0]: group_of[rank] for rank in ranks}
+    bandwidth = {node: group.port.bandwidth for node, group in homes.items()}
     through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port
     crossing: list[list[tuple[int, int]]] = []  # the ports of each ring between nodes
     used: dict[int, set[int]] = defaultdict(set)  # those rings by rank
@@ -99,24 +102,24 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
             continue
         passed = ring.rounds * (count - 1) / count * ring.size_bytes
         ports: dict[int, set[int]] = defaultdict(set)
-        for rank in ring.ranks:
-            ports[cluster.node_of(rank)].add(cluster.port_of(rank))
+        for node, port in map(place_of.__getitem__, ring.ranks):
+            ports[node].add(port)
         crosses = len(ports) > 1
-        groups = [cluster.at(rank) for rank in ring.ranks] if cluster.parts else [cluster]
+        groups = {id(group_of[rank]): group_of[rank] for rank in ring.ranks}.values()
         latency = max((group.between if crosses else group.inside).latency for group in groups)
+        wait = ring.rounds * math.ceil(math.log2(count)) * latency
         for rank in ring.ranks:
-            waits[rank] += ring.rounds * math.ceil(math.log2(count)) * latency
+            waits[rank] += wait
             # The only one of a node sends past its neighbours, straight through the port.
             if count > len(ports):
-                inside[rank] += passed / cluster.at(rank).inside.bandwidth
+                inside[rank] += passed / group_of[rank].inside.bandwidth
             if crosses:
                 used[rank].add(len(crossing))
         if not crosses:
             continue
         for node, own in ports.items():
-            bandwidth = cluster.at(cluster.ranks_of(node)[0]).port.bandwidth
             for port in own:
-                through[node, port] += passed / len(own) / bandwidth
+                through[node, port] += passed / len(own) / bandwidth[node]
         crossing.append([(node, port) for node, own in ports.items() for port in own])
     slowest = [max(through[port] for port in ring) for ring in crossing]
     return {
@@ -125,14 +128,12 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     }
 
 
-def least_sync(
-    size_bytes: NDArray[np.float64], holders: int, tp: int, cluster: Cluster, rules: ParameterBytes
-) -> NDArray[np.float64]:
-    """A lower bound of what gradients of `size_bytes` take beside the backward of ranks that have so many holders, in
-    stages of `tp` ranks, however these are spread over nodes."""
+def least_sync(holders: int, tp: int, cluster: Cluster, rules: ParameterBytes) -> tuple[float, float]:
+    """(rounds, bytes per second): what gradients of one byte take at least is the first by the second, beside the
+    backward of ranks that have so many holders, in stages of `tp` ranks, however these are spread over nodes."""
     rounds = 2 if rules.zero == "none" else 1
     link = cluster.between if holders * tp > cluster.gpus_per_node else cluster.inside
-    return rounds * (holders - 1) / holders * size_bytes / link.bandwidth
+    return rounds * (holders - 1) / holders, link.bandwidth
 
 
 def _groups(unit: UnitPlan, spec: UnitSpec, rules: ParameterBytes) -> Iterator[tuple[float, Sequence[int]]]:

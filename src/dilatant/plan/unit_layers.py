@@ -111,6 +111,7 @@ class UnitLayers:
         self._by_tokens = by_tokens
         self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
+        self._free = {unit.name: unit.recompute is None for unit in model.units}
         self._experts = {
             unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
         }
@@ -152,12 +153,11 @@ class UnitLayers:
 
     def is_free(self, unit: str) -> bool:
         """Does the model leave to the plan what is recomputed?"""
-        return self.model.unit(unit).recompute is None
+        return self._free[unit]
 
     def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
         """What may be tried for `units`, the fastest first; the one level "none" where the model says it for all."""
-        free = any(self.is_free(unit) for unit in units)
-        return LEVELS if free else LEVELS[:1]
+        return LEVELS if any(self._free[unit] for unit in units) else LEVELS[:1]
 
     def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
         """What `ep` may pay for a unit on tp * cp ranks: 1, and what leaves a rank fewer experts than its share of

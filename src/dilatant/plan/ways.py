@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.plan.estimate import ChainTimes
-from dilatant.plan.option import Option
+from dilatant.plan.option import ChainTimes, Option
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -225,7 +225,6 @@ def _without_limit(space: Space) -> Space:
         space,
         table=space.table.with_capacity(math.inf),
         by_tokens=space.by_tokens.with_capacity(math.inf),
-        _sides={},
     )
 
 

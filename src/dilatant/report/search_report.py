@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
@@ -64,8 +65,7 @@ def search_report(
     is the best.
     """
     roles = roles_of(model)
-    shown = [result.winner, *result.runners_up[:_RUNNERS_UP]]
-    candidates = [compared_plan(one, cluster, chosen=one is result.winner) for one in shown]
+    candidates = _compared(result, cluster)
     warnings = [stable.warning(global_batch)] if stable else []
     return PlanReport(
         title=title,
@@ -89,7 +89,7 @@ def search_report(
         sizes=tuple(size_distribution(unit.name, workload.tokens[unit.name]) for unit in model.units),
         ratio=workload_ratio([unit.name for unit in model.units], work, global_batch, stable),
         memory=memory_use(timeline, model, cluster, rules),
-        candidates=tuple(candidates),
+        candidates=candidates,
         lower_bound_seconds=result.lower_bound,
         proven=result.proven,
         planning_seconds=result.wall_seconds,
@@ -209,6 +209,15 @@ def _parameter_bytes(
         state = [rules.shared(layer.held_trained(tp, ep), True) for layer in layers]
         optimizer += float((np.array(state) / shared_by[placed.index]).sum())
     return {"parameters": round(weights), "gradients": round(gradients), "optimizer": round(optimizer)}
+
+
+def _compared(result: SearchResult, cluster: Cluster) -> tuple[ComparedPlan, ...]:
+    """The winner and the next plans, of each layout the fastest: it was simulated in several orders of ranks."""
+    fastest: dict[tuple[str, str], ComparedPlan] = {}
+    for one in (result.winner, *result.runners_up):
+        plan = compared_plan(one, cluster, chosen=one is result.winner)
+        fastest.setdefault((plan.name, plan.layout), plan)
+    return tuple(itertools.islice(fastest.values(), 1 + _RUNNERS_UP))
 
 
 def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) -> ComparedPlan:

@@ -6,8 +6,8 @@ when the last of the ways it takes has passed its part; so it is never quicker t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,7 @@ def _ways(
     placed: tuple[PlacedStage, ...], source: NDArray[np.int64], target: NDArray[np.int64], cluster: Cluster
 ) -> _Ways:
     """Ways in order: out of each rank inside its node, in, out of each port, in."""
-    ends = _ends_of([rank for entry in placed for rank in entry.stage.ranks], cluster)
+    ends = _ends_of(tuple(rank for entry in placed for rank in entry.stage.ranks), cluster)
     widths = np.asarray([len(entry.stage.ranks) for entry in placed])
     firsts = np.cumsum(widths) - widths
     parcels = np.maximum(widths[source], widths[target])
@@ -117,14 +117,16 @@ class _Ends:
     latency: NDArray[np.float64]
 
 
-def _ends_of(ranks: Sequence[int], cluster: Cluster) -> _Ends:
+@lru_cache(maxsize=2)
+def _ends_of(ranks: tuple[int, ...], cluster: Cluster) -> _Ends:
+    """The same for every schedule and batch of a plan."""
     own, rank = np.unique(np.asarray(ranks, dtype=np.int64), return_inverse=True)
-    places = [(cluster.node_of(one), cluster.port_of(one), cluster.at(one)) for one in own.tolist()]
-    numbers: dict[tuple[int, int], int] = {}
-    port = np.asarray([numbers.setdefault((node, port), len(numbers)) for node, port, _ in places])
-    links = [[group.inside for *_, group in places], [group.port for *_, group in places]]
+    groups = [cluster.at(one) for one in own.tolist()]
+    node, port = np.asarray([cluster.place_of(one) for one in own.tolist()]).T
+    port = np.unique(node * (int(port.max()) + 1) + port, return_inverse=True)[1]
+    links = [[group.inside for group in groups], [group.port for group in groups]]
     bandwidth, latency = (
         np.asarray([[getattr(link, name) for link in row] for row in links])[:, rank]
         for name in ("bandwidth", "latency")
     )
-    return _Ends(rank, np.asarray([node for node, *_ in places])[rank], port[rank], bandwidth, latency)
+    return _Ends(rank, node[rank], port[rank], bandwidth, latency)

@@ -178,16 +178,18 @@ def _spread(
     result: list[list[list[int]]] = [[] for _ in range(replicas)]
     if replicas <= anchors:
         for replica in range(replicas):
-            served = [a for a in range(anchors) if a * replicas // anchors == replica]
+            served = range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
             for k in range(max(len(slots[a]) for a in served)):
                 result[replica].append([s for a in served if k < len(slots[a]) for s in slots[a][k]])
     else:
         for a in range(anchors):
-            serving = [replica for replica in range(replicas) if replica * anchors // replicas == a]
+            serving = range(-(-a * replicas // anchors), -(-(a + 1) * replicas // anchors))
             for batch in slots[a]:
                 group = intra_reorder(seconds[list(batch)], len(serving))
-                for index, replica in enumerate(serving):
-                    result[replica].append(
-                        [s for s, g in zip(batch, group.tolist(), strict=True) if g == index]
-                    )
-    return tuple(tuple(tuple(s for s in batch if present[s]) for batch in batches) for batches in result)
+                parts: list[list[int]] = [[] for _ in serving]
+                for sample, part in zip(batch, group.tolist(), strict=True):
+                    parts[part].append(sample)
+                for replica, own in zip(serving, parts, strict=True):
+                    result[replica].append(own)
+    there = present.tolist()
+    return tuple(tuple(tuple(s for s in batch if there[s]) for batch in batches) for batches in result)

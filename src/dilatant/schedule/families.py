@@ -260,40 +260,31 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
     for placed in arrays.placed:
         for rank in placed.stage.ranks:
             on_rank[rank].append(placed.index)
-    made: dict[tuple[int, ...], tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]] = {}
-    kinds, stages, numbers, offsets = [], [], [], [0]
-    for rank in arrays.ranks:
-        key = tuple(on_rank[rank])
-        if key not in made:
-            made[key] = _order_of_stages(arrays, pieces, times, trainability, key)
-        kind, stage, piece = made[key]
-        kinds.append(kind)
-        stages.append(stage)
-        numbers.append(piece)
-        offsets.append(offsets[-1] + len(kind))
-    packed = PackedActions(
+    groups: dict[tuple[int, ...], int] = {}  # ranks with the same stages run the same actions
+    group_of = np.array([groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()])
+    runs = [
+        (group, stage, code)
+        for stages, group in groups.items()
+        for stage in stages
+        for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
+    ]
+    group, stage, code = np.array(runs).T
+    chain = arrays.chain[stage]
+    local = (stage - arrays.stages_of[chain, 0]).tolist()
+    when = [times[own][kind][row] for own, kind, row in zip(chain.tolist(), code.tolist(), local)]
+    counts = np.diff(pieces.first)[chain]
+    run = np.repeat(np.arange(len(runs)), counts)
+    piece = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts - pieces.first[chain], counts)
+    order = np.lexsort((np.concatenate(when), group[run]))
+    sizes = np.bincount(group, counts, len(groups)).astype(np.int64)
+    firsts, offsets = np.cumsum(sizes) - sizes, np.cumsum(np.append(0, sizes[group_of]))
+    rows = order[np.arange(offsets[-1]) + np.repeat(firsts[group_of] - offsets[:-1], sizes[group_of])]
+    actions = PackedActions(
         arrays.ranks,
-        np.asarray(offsets, dtype=np.int64),
-        np.concatenate(kinds),
-        np.concatenate(stages),
-        np.concatenate(numbers),
+        offsets,
+        code[run[rows]].astype(np.int8),
+        stage[run[rows]].astype(np.int32),
+        piece[rows].astype(np.int32),
         pieces,
     )
-    return Schedule(packed)
-
-
-def _order_of_stages(
-    arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability, stages: tuple[int, ...]
-) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
-    when, kind, stage, piece = [], [], [], []
-    for number in stages:
-        chain = int(arrays.chain[number])
-        local = number - int(arrays.stages_of[chain, 0])
-        own = np.arange(pieces.first[chain], pieces.first[chain + 1], dtype=np.int32)
-        for code in (FORWARD, BACKWARD) if trainability.backward[number] else (FORWARD,):
-            when.append(times[chain][code][local])
-            kind.append(np.full(len(own), code, dtype=np.int8))
-            stage.append(np.full(len(own), number, dtype=np.int32))
-            piece.append(own)
-    order = np.argsort(np.concatenate(when), kind="stable")
-    return np.concatenate(kind)[order], np.concatenate(stage)[order], np.concatenate(piece)[order]
+    return Schedule(actions)

@@ -37,6 +37,8 @@ def peak_bytes(
 
     At one moment, what is given back goes before what is taken.
     """
+    from dilatant.schedule.memory_kernels import most_held
+
     packed = graph.packed
     num_ranks = len(packed.ranks)
     index = {rank: number for number, rank in enumerate(packed.ranks)}
@@ -69,11 +71,7 @@ def peak_bytes(
             -size.message[taken],
         ]
     )
-    order = np.lexsort((deltas, times, ranks))
-    held = np.cumsum(deltas[order])
-    before = np.concatenate([[0.0], held])[np.searchsorted(ranks[order], np.arange(num_ranks))]
-    peak = np.zeros(num_ranks)
-    np.maximum.at(peak, ranks[order], held - before[ranks[order]])
+    peak = most_held(ranks, times, deltas, num_ranks)
     for first, held_by in zip(members, whole):
         if len(first) < len(held_by):
             peak[held_by] = peak[first]

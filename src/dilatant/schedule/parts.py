@@ -24,8 +24,13 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
         consumers.setdefault(source, []).append(target)
     place_of: list[dict[int, int]] = [{} for _ in arrays.units]
     parts: list[list[tuple[int, tuple[int, ...] | None]]] = [[] for _ in range(arrays.num_chains)]
+    goes_back = {
+        unit
+        for unit, end in zip(arrays.unit_of.tolist(), arrays.stages_of[:, 1].tolist())
+        if trainability.backward[end - 1]
+    }
     for unit in reversed(range(len(arrays.units))):
-        fed = any(target == unit for _, target in arrays.feeds)
+        asked = any(target == unit and source in goes_back for source, target in arrays.feeds)
         places = place_of[unit]
         for chain in arrays.chains_of(unit):
             last = int(arrays.stages_of[chain, 1]) - 1
@@ -37,7 +42,7 @@ def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainab
                     continue
                 for part in _parts(batch, by_consumer) if cut else (None,):
                     parts[chain].append((number, part))
-                    if fed:
+                    if asked:
                         places.update(dict.fromkeys(batch if part is None else part, len(places)))
     return pieces_of(arrays, assignment, parts)
 

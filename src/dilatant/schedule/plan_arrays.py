@@ -7,6 +7,7 @@ that `Plan` does not say.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ class PlanArrays:
         return [int(chain) for chain in np.flatnonzero(self.unit_of == unit)]
 
 
+@lru_cache(maxsize=4)  # of one plan for many schedules
 def plan_arrays(plan: Plan) -> PlanArrays:
     """The arrays of `plan`. Raises ValueError when a unit feeds one that the plan lacks or that comes earlier."""
     placed = plan.stages()

@@ -40,7 +40,7 @@ def predict(
     """
     graph = build(plan, assignment, schedule)
     sums = piece_sums(graph, tokens, squares, dense)
-    size = step_bytes(graph, costs, sums, message_sums(graph, tokens, squares))
+    size = step_bytes(graph, costs, sums, message_bytes(graph, costs, message_sums(graph, tokens, squares)))
     seconds = action_seconds(graph, costs, sums)
     lag = None if cluster is None else travel(graph, seconds, size.message, cluster)[1]
     return run(graph, seconds, lag=lag, size=size)
@@ -100,13 +100,20 @@ def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.flo
     return np.einsum("ij,ij->i", coefficients, sums[graph.piece])
 
 
+def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bytes of every message, on a rank of the stage that makes its rows: `[messages]`. `sums`: as `message_sums`."""
+    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
+    maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
+    return np.einsum("ij,ij->i", costs.output_bytes[maker], sums)
+
+
 def step_bytes(
     graph: ScheduleGraph,
     costs: StageCosts,
     sums: NDArray[np.float64],
-    sums_of_messages: NDArray[np.float64],
+    message: NDArray[np.float64],
 ) -> StepBytes:
-    """What the memory sweep needs. `sums`, `sums_of_messages`: as `piece_sums`, `message_sums`."""
+    """What the memory sweep needs. `sums`, `message`: as `piece_sums`, `message_bytes`."""
     kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums[graph.piece])
     weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
     transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
@@ -129,9 +136,6 @@ def step_bytes(
     )
     release[first] -= costs.gradient_bytes[graph.stage[first]]  # which stay
     release[last] -= costs.own_gradient_bytes[graph.stage[last]]
-    source, target = graph.edge_source[: graph.num_messages], graph.edge_target[: graph.num_messages]
-    maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
-    message = np.einsum("ij,ij->i", costs.output_bytes[maker], sums_of_messages)
     return StepBytes(costs.static_bytes - costs.gradient_bytes, allocate, release, transient, message)
 
 

@@ -166,25 +166,24 @@ def _phases(
     row_offsets = graph.packed.offsets
     kind = graph.kind[graph.row_op]
     num_ranks = len(row_offsets) - 1
-    warm = row_offsets[:-1].copy()
-    drain = row_offsets[1:].copy()
+    rank = np.repeat(np.arange(num_ranks), np.diff(row_offsets))
     component = _components(graph)
-    num_components = int(component.max()) + 1 if len(component) else 0
-    finished = np.zeros(num_components)
+    finished = np.zeros(int(component.max(initial=-1)) + 1)
     np.maximum.at(finished, component[graph.stage], end)
     done = np.zeros(num_ranks)
-    for rank in range(num_ranks):
-        rows = slice(int(row_offsets[rank]), int(row_offsets[rank + 1]))
-        if rows.start == rows.stop:
-            continue
-        backward = np.flatnonzero((kind[rows] == BACKWARD) | (kind[rows] == INPUT_GRADIENT))
-        if len(backward):
-            forward = np.flatnonzero(kind[rows] == FORWARD)
-            warm[rank] = rows.start + backward[0]
-            drain[rank] = rows.start + (forward[-1] if len(forward) else -1)
-            done[rank] = finished[component[graph.stage[graph.row_op[rows]]]].max()
-        else:
-            done[rank] = end[graph.row_op[rows.stop - 1]]
+    np.maximum.at(done, rank, finished[component[graph.stage[graph.row_op]]])
+
+    warm, drain = row_offsets[:-1].copy(), row_offsets[1:].copy()
+    backward = np.flatnonzero((kind == BACKWARD) | (kind == INPUT_GRADIENT))[::-1]
+    forward = np.flatnonzero(kind == FORWARD)
+    trains = np.zeros(num_ranks, dtype=bool)
+    trains[rank[backward]] = True
+    drain[trains] = row_offsets[:-1][trains] - 1
+    warm[rank[backward]] = backward  # of several the last written stays
+    forward = forward[trains[rank[forward]]]
+    drain[rank[forward]] = forward
+    idle = ~trains & (np.diff(row_offsets) > 0)
+    done[idle] = end[graph.row_op[row_offsets[1:][idle] - 1]]
     return warm, drain, done
 
 

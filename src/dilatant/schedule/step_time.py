@@ -11,8 +11,13 @@ from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.workload import Workload
 from dilatant.schedule.contention import travel
 from dilatant.schedule.graph import ScheduleGraph
-from dilatant.schedule.memory_sweep import StepBytes
-from dilatant.schedule.predict import action_seconds, message_sums, piece_sums, step_bytes
+from dilatant.schedule.predict import (
+    action_seconds,
+    message_bytes,
+    message_sums,
+    piece_sums,
+    step_bytes,
+)
 from dilatant.schedule.simulate import op_ends, run
 from dilatant.schedule.sync_overlap import synced_seconds
 from dilatant.schedule.timeline import Timeline
@@ -22,34 +27,37 @@ from dilatant.schedule.timeline import Timeline
 class TimedStep:
     """A compiled schedule of one batch with what its simulation needs.
 
-    sums: as `piece_sums`. durations: [ops] seconds. lag: [messages] seconds that each travels, None without links.
+    sums: as `piece_sums`. durations: [ops] seconds. message: [messages] bytes. lag: [messages] seconds that each
+    travels, None without links.
     seconds: until the last action; seconds_synced: until every rank has the sums of its gradients, and all updated
     weights.
     """
 
     graph: ScheduleGraph
+    costs: StepCosts
     sums: NDArray[np.float64]
     durations: NDArray[np.float64]
     lag: NDArray[np.float64] | None
-    size: StepBytes
+    message: NDArray[np.float64]
     seconds: float
     seconds_synced: float
 
     def timeline(self) -> Timeline:
         """The whole simulated step, with idle time by cause and the memory sweep."""
-        return run(self.graph, self.durations, lag=self.lag, size=self.size)
+        size = step_bytes(self.graph, self.costs.stages, self.sums, self.message)
+        return run(self.graph, self.durations, lag=self.lag, size=size)
 
 
 def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
     """Time the step that `graph` is on these samples."""
     sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
-    size = step_bytes(graph, costs.stages, sums, message_sums(graph, samples.tokens, samples.squares))
+    message = message_bytes(graph, costs.stages, message_sums(graph, samples.tokens, samples.squares))
     durations = action_seconds(graph, costs.stages, sums)
     lag = None
     if costs.cluster is None:
         ends = op_ends(graph, durations)
     else:
-        ends, lag = travel(graph, durations, size.message, costs.cluster)
+        ends, lag = travel(graph, durations, message, costs.cluster)
     seconds = float(ends.max(initial=0.0))
     synced = max(seconds, synced_seconds(graph, costs, durations, ends))
-    return TimedStep(graph, sums, durations, lag, size, seconds, synced)
+    return TimedStep(graph, costs, sums, durations, lag, message, seconds, synced)

@@ -1,0 +1,49 @@
+"""Compiled loops over the groups of devices of one chain."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, error_model="numpy")
+def chain_times(
+    work, forward, light, held, backward, microbatches, waits, ring, ring_bandwidth, sync, bandwidth, bucket
+):
+    """(the longest work, and with sums of gradients, the least of the last bucket, the most that is exposed): seconds;
+    arrays [groups], with `waits` of stages that each wait for the lightest sample of those before."""
+    busiest, longest, least, exposed = -np.inf, -np.inf, np.inf, -np.inf
+    ahead = 0.0
+    for group in range(work.size):
+        busy = microbatches * work[group]
+        if waits:
+            ahead += light[group]
+            busy = busy + ahead - light[group]
+        last = 1.0 / max(1.0, math.ceil(held[group] / bucket))
+        sums = ring * held[group] / ring_bandwidth
+        exposed = max(exposed, sums - backward[group], sums * last)
+        sums = sync * held[group] / bandwidth
+        busiest = max(busiest, busy)
+        longest = max(longest, busy + sums * last, microbatches * forward[group] + sums)
+        least = min(least, sums * last)
+    return busiest, longest, least, exposed
+
+
+@njit(cache=True, error_model="numpy")
+def room_behind(capacity, static, transient, kept, microbatches, chunks, unlimited):
+    """How many stages may follow the chain before its microbatches in flight overflow memory; bytes [groups]."""
+    groups = kept.size
+    room = float(unlimited)
+    for group in range(groups):
+        free = capacity - static[group] - transient[group]
+        if free < 0.0:
+            return -1 - groups * chunks
+        if kept[group] * microbatches > free:
+            flying = free // (kept[group] / chunks)
+            if chunks > 1:
+                # Forwards of chunks that run before the first backward, see `schedule.families.interleaved`.
+                flying = (flying - (chunks - 1) * groups - 1) // 2 + 1
+            room = min(room, flying - 1 - (groups - 1 - group))
+    return int(room)
