@@ -49,8 +49,11 @@ class Model(nn.Module):
 def main() -> None:
     tree = yaml.safe_load(Path(sys.argv[1]).read_text())
     folder = Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # torch 2.13's own rendezvous finds the addresses of the processes before in torchrun's store, and waits for them.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    attempt = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=size)
     with (folder / "pids").open("a") as file:
         file.write(f"{rank} {os.getpid()}\n")
     torch.manual_seed(0)
