@@ -99,3 +99,21 @@ def test_three_devices_share_a_batch_that_does_not_divide_by_three():
         else:
             assert answer.is_chosen
             assert answer.plans[0].score.seconds == seconds
+
+
+def test_bounds_count_on_no_number_of_dense_rows():
+    """The second batch has more rows than the mean one, and they cost less than as few as that would."""
+    spec, costs = model(unit("language", 1)), cost_model({"language": 1.0})
+    square = Quadratic(a=1.0)
+    curves = dict.fromkeys(("forward", "input_gradient", "weight_gradient", "first_trainable"), square)
+    layers = {
+        "language": {degree: replace(cost, **curves) for degree, cost in costs.layers["language"].items()}
+    }
+    costs, machine = replace(costs, layers=layers), cluster(1, 1)
+    workload = Workload({"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": 0.4})
+    space = open_space(spec, costs, machine, workload, 12, RULES, row_tokens=(10,))
+    finals = Finals(space, RULES, plan_scorer(spec, costs, machine, workload, 12, rules=RULES))
+    (one,) = (each for each in enumerate_candidates(space, Mode.BEST, (1, 2)) if each.row_tokens)
+    assert one.num_microbatches == 4
+    assert finals.simulate(one)
+    assert finals.seconds[one] >= one.bound
