@@ -18,6 +18,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+import numpy as np
+from numpy.typing import NDArray
+
 from model_cases import cost_model
 from oracles.search import best_step, layer_seconds
 from search_cases import find, random_vlm
@@ -86,3 +89,29 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def grouped_bound(work: NDArray[np.float64], count: int) -> float:
+    """The least that the largest of `count` groups can be in either unit, as a multiple of the larger of that unit's
+    mean group and largest sample; `work` is [samples, 2] seconds.
+
+    A group with a sample that is large in one unit has little room there for others, and so for their work in the other
+    unit, however well they suit it (as in a fractional knapsack); that work must be in the remaining groups.
+    """
+    share = work / np.maximum(work.sum(axis=0) / count, work.max(axis=0))
+
+    def may_be(limit: float) -> bool:
+        for own, other in (share.T, share.T[::-1]):
+            order = np.argsort(-other / np.maximum(own, 1e-12))
+            sums = [np.append(0.0, np.cumsum(column[order])) for column in (own, other)]
+            large = np.flatnonzero(own > limit / 2)  # no two of which are in one group
+            beside = np.minimum(limit, other[large] + np.interp(limit - own[large], *sums))
+            if beside.sum() + (count - len(large)) * limit < other.sum():
+                return False
+        return True
+
+    low, high = 1.0, 2.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if may_be(middle) else (middle, high)
+    return low
