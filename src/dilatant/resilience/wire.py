@@ -1,8 +1,8 @@
 """How agents, workers and the coordinator talk: a message a frame, over a connection whose two sides share a token.
 
 Both sides prove the token as they do to the rendezvous store, and derive a key from that exchange. A frame is its
-length (4 bytes), the protocol's version (1), a keyed BLAKE2b of the direction, the number of the frame and its body (32),
-and the body: msgpack, decoded into the struct that it names, every field checked. Nothing is unpickled.
+length (4 bytes), the protocol's version (1), a keyed BLAKE2b of the direction, the number of the frame and its body
+(32), and the body: msgpack, decoded into the struct that it names, every field checked. Nothing is unpickled.
 """
 
 from __future__ import annotations
