@@ -190,8 +190,9 @@ def main() -> None:
     receive, send = message_seconds()
     print(f"a vote takes {receive * 1e6:.0f} us to receive, an answer {send * 1e6:.0f} us to send")
     simulated = {}
+    of_one = decision_seconds(1)  # which is in what one node's vote was measured to take
     for voters in (8, 32, 64, 128, 256):
-        decision = decision_seconds(voters)
+        decision = decision_seconds(voters) - of_one
         added = max(0.0, measured["1x1"]["added_seconds"]) + (voters - 1) * (receive + send) + decision
         simulated[voters] = {"decision_seconds": decision, "added_seconds": added}
         share = added / options.pace

@@ -146,7 +146,8 @@ class Link:
         start = _HEAD.size + _MAC_BYTES
         if len(arrived) < start + length:
             return None
-        mac, body = bytes(arrived[_HEAD.size : start]), bytes(arrived[start : start + length])
+        with memoryview(arrived) as frame:
+            mac, body = bytes(frame[_HEAD.size : start]), bytes(frame[start : start + length])
         del arrived[: start + length]
         if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, body)):
             raise LinkClosed("a frame that was not signed by the other side")
