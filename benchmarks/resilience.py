@@ -22,11 +22,12 @@ import statistics
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from dataclasses import replace as with_values
 from pathlib import Path
 from typing import Any
 
 from machine import machine
+from msgspec.structs import replace
 
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.coordinator import Coordinator
@@ -71,7 +72,7 @@ def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[lis
     with tempfile.TemporaryDirectory() as folder:
         coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, folder))
         start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, workers=workers)
-        agents = [Child(AGENT, replace(start, node=f"node{node}")) for node in range(nodes)]
+        agents = [Child(AGENT, with_values(start, node=f"node{node}")) for node in range(nodes)]
         barrier, seconds = context.Barrier(nodes * workers), context.Queue()
         processes = [
             context.Process(
@@ -97,22 +98,22 @@ def decision_seconds(voters: int, rounds: int = 20) -> float:
     coordinator.start()
     nodes = [Status(f"n{index}", 1) for index in range(voters)]
 
-    def say(**values: object) -> None:
+    def say(**values: object) -> float:
+        """Seconds of hearing that all nodes have changed like this."""
         for index, status in enumerate(nodes):
-            nodes[index] = replace(status, serial=status.serial + 1, **values)  # type: ignore[arg-type]
-            coordinator.hear(nodes[index], 0.0)
+            nodes[index] = replace(status, serial=status.serial + 1, **values)
+        began = time.perf_counter()
+        for status in nodes:
+            coordinator.hear(status, 0.0)
+        return time.perf_counter() - began
 
     say()
     say(generation=1, phase=Phase.FENCED)
     say(phase=Phase.READY, ready_at=0)
     say(phase=Phase.RUNNING, base=1, hashes=HASHES)
     assert coordinator.task is Task.RUN
-    seconds = []
-    for step in range(rounds):
-        began = time.perf_counter()
-        say(prepared=step, applied=step)
-        seconds.append(time.perf_counter() - began)
-        assert coordinator.committed == step + 1
+    seconds = [say(prepared=step, applied=step) for step in range(rounds)]
+    assert coordinator.committed == rounds
     return statistics.median(seconds)
 
 
@@ -189,8 +190,9 @@ def main() -> None:
     receive, send = message_seconds()
     print(f"a vote takes {receive * 1e6:.0f} us to receive, an answer {send * 1e6:.0f} us to send")
     simulated = {}
+    of_one = decision_seconds(1)  # which is in what one node's vote was measured to take
     for voters in (8, 32, 64, 128, 256):
-        decision = decision_seconds(voters)
+        decision = decision_seconds(voters) - of_one
         added = max(0.0, measured["1x1"]["added_seconds"]) + (voters - 1) * (receive + send) + decision
         simulated[voters] = {"decision_seconds": decision, "added_seconds": added}
         share = added / options.pace

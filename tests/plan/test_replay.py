@@ -128,6 +128,25 @@ def test_what_pipelines_without_a_loss_had_done_is_kept():
     assert found.samples == int((1000.0 - lost) / 100.0)
 
 
+def test_microbatches_in_flight_are_computed_again():
+    """By hand: steps of 100 s on two pipelines. At 250 s one is lost: of 50 s the last 8 are in flight, and half of the
+    other 42 is lost, too. At 254 s its node is lost that had joined: 4 s are in flight, and half of 21 s goes. The
+    trace's end finds 8 s in flight again."""
+    two = RunningPipelines(((0,), (1,)), 100.0, in_flight_seconds=8.0)
+    events = (NodeEvent(0.0, (0, 1, 2), ()), NodeEvent(250.0, (), (2,)), NodeEvent(254.0, (), (0,)))
+    layouts = iter([RunningPipelines(((2,), (1,)), 100.0, in_flight_seconds=8.0), two, two])
+    costs = RecoveryCosts(0.0, math.inf, checkpoint_steps=1000, keeps_pipelines=True)
+    found = replay("x", NodeTrace("t", events, 1000.0), lambda before, alive: next(layouts), 1.0, costs)
+    lost = 8.0 + 21.0 + 4.0 + 10.5 + 8.0
+    assert found.lost[UNFINISHED] == pytest.approx(lost, rel=1e-6)  # a step's end has a tolerance of 1e-9
+    assert found.samples == int((1000.0 - lost) / 100.0)
+
+
+def test_one_microbatch_of_the_slowest_pipeline_is_in_flight(templates):
+    running = from_templates(templates, 1, 24)(None, frozenset(range(12)))
+    assert running.in_flight_seconds == pytest.approx(12 * 0.05)  # its twelve layers, one after the other
+
+
 def test_up_to_f_losses_at_a_time_never_roll_back(templates):
     """Oobleck's guarantee (thesis 2.3): f + 1 replicas, so f losses leave every layer on some node."""
     import random

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import replace as with_values
+
+from msgspec.structs import replace
 
 from dilatant.resilience.protocol.agent import (
     Activate,
@@ -28,7 +30,7 @@ SETTINGS = Settings(initial=3, attempts=1, join_seconds=0.0, accuse_seconds=0.0)
 
 def running(members: int, settings: Settings = SETTINGS) -> tuple[Coordinator, dict[str, Status]]:
     """A coordinator whose first generation runs, with no step done."""
-    coordinator = Coordinator(replace(settings, initial=members), None, 0.0)
+    coordinator = Coordinator(with_values(settings, initial=members), None, 0.0)
     coordinator.start()
     nodes = {f"n{index}": Status(f"n{index}", 1) for index in range(members)}
     for status in nodes.values():
@@ -165,7 +167,7 @@ def test_generations_without_a_step_end_the_run_in_the_end() -> None:
 
 
 def test_too_few_nodes_save_first_and_then_the_run_stops_and_says_so() -> None:
-    coordinator, nodes = running(3, replace(SETTINGS, fewest=3))
+    coordinator, nodes = running(3, with_values(SETTINGS, fewest=3))
     effects = coordinator.lost("n0", 1.0)
     told = {(o.task, o.ending[:22]) for o in effects if isinstance(o, Order) and o.node != "n0"}
     assert told == {(Task.FENCE, "2 nodes are left of th")}
@@ -191,7 +193,7 @@ def test_when_all_are_asked_to_leave_they_save_together() -> None:
 
 
 def test_a_newcomer_waits_for_the_end_of_the_step() -> None:
-    coordinator, nodes = running(2, replace(SETTINGS, fewest=1))
+    coordinator, nodes = running(2, with_values(SETTINGS, fewest=1))
     nodes["new"] = Status("new", 1)
     say(coordinator, nodes, "new")
     say(coordinator, nodes, "n0", prepared=0)
@@ -210,7 +212,7 @@ def test_who_leaves_goes_at_the_end_of_the_step_which_counts() -> None:
 
 
 def test_the_slowest_node_goes_at_the_end_of_the_step_while_enough_remain() -> None:
-    coordinator, nodes = running(3, replace(SETTINGS, fewest=2))
+    coordinator, nodes = running(3, with_values(SETTINGS, fewest=2))
     say(coordinator, nodes, "n0", slow=2.5)
     say(coordinator, nodes, "n2", slow=4.0)
     assert coordinator.generation == 1
@@ -310,7 +312,7 @@ def test_a_worker_that_computes_for_too_long_breaks_its_generation_and_one_that_
 
 def test_who_cannot_leave_in_time_is_given_up() -> None:
     agent = agent_that_runs()
-    agent.settings = replace(SETTINGS, drain_seconds=30.0)
+    agent.settings = with_values(SETTINGS, drain_seconds=30.0)
     agent.leave()
     agent.tick(100.0)
     agent.tick(122.5)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dilatant.plan.compose import compose_pipelines, share_microbatches
+from dilatant.plan.compose import compose_pipelines, lines, share_microbatches
 from dilatant.plan.errors import PlanError
 from dilatant.plan.node_trace import NodeTrace
 from dilatant.plan.reinstantiate import Reinstantiation, node_layers, reinstantiate
@@ -59,7 +59,11 @@ def from_templates(
         )
         pipelines = tuple(pipeline.nodes for pipeline in change.pipelines)
         return RunningPipelines(
-            pipelines, change.seconds, _busiest_link(change), kept=_state_kept(old, alive, spans)
+            pipelines,
+            change.seconds,
+            _busiest_link(change),
+            kept=_state_kept(old, alive, spans),
+            in_flight_seconds=_one_microbatch(templates, pipelines, num_microbatches),
         )
 
     return react
@@ -120,7 +124,7 @@ def compare_recovery(
     background, free = replace(costs, checkpoint_seconds=0.0), RecoveryCosts(0.0, math.inf, 0.0, 1, 0.0, 1.0)
     runs = (
         ("templates", ours, background),
-        ("restart from checkpoint", restart, costs),
+        ("restart from checkpoint", restart, replace(costs, keeps_pipelines=False)),
         ("templates at no cost", without_cost(ours), free),
     )
     return tuple(
@@ -197,7 +201,20 @@ def _fresh(
     for size, _ in composition.pipelines:
         pipelines.append(tuple(nodes[used : used + size]))
         used += size
-    return RunningPipelines(tuple(pipelines), composition.seconds, kept=before is None)
+    return RunningPipelines(
+        tuple(pipelines),
+        composition.seconds,
+        kept=before is None,
+        in_flight_seconds=_one_microbatch(templates, pipelines, num_microbatches),
+    )
+
+
+def _one_microbatch(
+    templates: Mapping[int, Template], pipelines: Sequence[Sequence[int]], num_microbatches: int
+) -> float:
+    """The most seconds that any of these pipelines takes for a microbatch alone, forward and backward."""
+    seconds, bottleneck, planned = lines(templates, [len(nodes) for nodes in pipelines], num_microbatches)
+    return float((seconds - (planned - 1) * bottleneck).max())
 
 
 def _state_kept(

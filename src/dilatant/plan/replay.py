@@ -28,8 +28,9 @@ class RecoveryCosts:
     or receives, `copy_bytes_per_second`. `restart_seconds`: to start all processes anew and load a checkpoint. A
     checkpoint is saved every `checkpoint_steps` steps and stops training for `checkpoint_seconds`. `salvaged` is the
     part of an interrupted step's work that is kept; with `keeps_pipelines` that is what those pipelines had done that
-    lost no node, since a sample that lacks a layer runs through all of them again. Losses are announced
-    `notice_seconds` ahead (spot instances): a checkpoint that takes no longer is then saved in time.
+    lost no node, but for their microbatches in flight, since a sample that lacks a layer runs through all of them
+    again. Losses are announced `notice_seconds` ahead (spot instances): a checkpoint that takes no longer is then saved
+    in time.
     """
 
     reconfigure_seconds: float = 5.0
@@ -59,6 +60,7 @@ class RunningPipelines:
 
     `step_seconds` is infinite while it cannot train. `moved_bytes` is the most that any node sent or received to get
     here; `kept` says that the state of training survived on the nodes; `restarted` that all processes start anew.
+    When a step is interrupted, its last `in_flight_seconds` went into microbatches whose backward has not ended.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -66,6 +68,7 @@ class RunningPipelines:
     moved_bytes: int = 0
     kept: bool = True
     restarted: bool = False
+    in_flight_seconds: float = 0.0
 
 
 Reaction = Callable[[RunningPipelines | None, frozenset[int]], RunningPipelines]
@@ -235,8 +238,15 @@ class _Run:
         done = self._progress(available)
         begun_before = self._credit * step if done.steps == 0 and not self._costs.keeps_pipelines else 0.0
         self.lost[SAVING] += done.saving
-        self.lost[UNFINISHED] += max(done.rest - begun_before, 0.0) * (1.0 - salvaged)
-        self._credit = (begun_before + max(done.rest - begun_before, 0.0) * salvaged) / step
+        begun = max(done.rest - begun_before, 0.0)
+        assert self.current is not None
+        # What an earlier interruption left is no longer in flight.
+        in_flight = (
+            min(self.current.in_flight_seconds, begun, available) if self._costs.keeps_pipelines else 0.0
+        )
+        kept = (begun - in_flight) * salvaged
+        self.lost[UNFINISHED] += begun - kept
+        self._credit = (begun_before + kept) / step
         if done.saved:
             self._unsaved = _Unsaved(done.unsaved, done.unsaved * step)
         else:

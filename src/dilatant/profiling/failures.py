@@ -85,6 +85,7 @@ def recovery_costs(
         restart_seconds=usual.restart_seconds + saving,
         checkpoint_steps=problem.config.train.save_steps or max(1, round(SAVE_EVERY / step_seconds)),
         checkpoint_seconds=saving,
+        keeps_pipelines=problem.config.resilience.salvage,
     )
 
 

@@ -85,7 +85,12 @@ class ReplaySetting:
             f"Assumed: {seconds_text(recovery.reconfigure_seconds)} to form new pipelines and "
             f"{bytes_text(recovery.copy_bytes_per_second)} per second copied to or from a node; "
             f"{seconds_text(recovery.restart_seconds)} to restart; a checkpoint every "
-            f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}.",
+            f"{counted(recovery.checkpoint_steps, 'step')}, which takes {seconds_text(recovery.checkpoint_seconds)}. "
+            + (
+                "Of an interrupted step, what pipelines without a loss had done is kept."
+                if recovery.keeps_pipelines
+                else "An interrupted step is repeated."
+            ),
             "`dilatant train` goes on like this with `resilience.enabled`; without it, it restarts from a checkpoint.",
         )
 

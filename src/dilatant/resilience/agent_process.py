@@ -90,6 +90,8 @@ class Service:
         while not (self._agent.ended or self.ended or self._misses_coordinator()):
             for heard in self._connections.wait(beat / 2):
                 self._hear(heard)
+            if self._agent.changed:
+                self._report()  # a step may wait for it
             if self._is_asked_to_leave.is_set():
                 self._is_asked_to_leave.clear()
                 self._agent.leave()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilatant.resilience.protocol.values import Settings
+from dilatant.resilience.protocol.values import Message, Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Message, frozen=True):
     """The first message of an agent that knows nothing but where the coordinator is; the answer is a `Job`."""
 
 

@@ -115,7 +115,7 @@ class WorkerLink:
     def vote(self, step: int, hashes: Mapping[str, int]) -> None:
         """Say that this worker has all gradients of a step, and return when it is committed. Raises Fenced when it is
         not known whether it is, or RunEnded."""
-        self._send(Prepared(self._generation, step, dict(hashes)))
+        self._send(Prepared(self._generation, step, hashes))
         self._await(Apply)
 
     def slow(self, times: float) -> None:

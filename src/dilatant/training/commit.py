@@ -52,11 +52,16 @@ ALONE = Membership()
 """Of a run that ends with its first rank."""
 
 
-def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[str, str]) -> dict[str, int]:
-    """Layer and box → hash of the gradients there, equal on all who hold the same: 63 bits of sums over their bits.
+_WORD = torch.int64
+_PRIME = 2**61 - 1  # a power of two would lose signs, the highest bits of words
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    One pass over memory, on the device: it finds what memory or a network corrupted, not who means harm. parameters:
-    logical name or key of a box → parameter; layer_of: logical name → layer.
+
+def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[str, str]) -> dict[str, int]:
+    """Layer and box → hash of the gradients there, equal on all who hold the same: 61 bits of sums over their bits.
+
+    One pass over memory, on the device, in words of eight bytes: it finds what memory or a network corrupted, not who
+    means harm. parameters: logical name or key of a box → parameter; layer_of: logical name → layer.
     """
     names, sums = [], []
     for key, parameter in parameters.items():
@@ -65,13 +70,22 @@ def gradient_hashes(parameters: Mapping[str, nn.Parameter], layer_of: Mapping[st
             continue
         name, _, box = key.partition("@")
         names.append(f"{layer_of.get(name, name)}@{box}" if box else layer_of.get(name, name))
-        bits = (
-            gradient.detach().reshape(-1).view(torch.int32 if gradient.element_size() == 4 else torch.int16)
-        )
-        # Two moments of the bits, so that swapped numbers show as well as changed ones.
-        half = bits.numel() // 2
-        sums.append(torch.stack([bits.sum(dtype=torch.int64), bits[:half].sum(dtype=torch.int64)]))
+        sums.append(_halves(gradient.detach().reshape(-1)))
     hashes: dict[str, int] = {}
-    for name, (whole, first) in zip(names, torch.stack(sums).tolist() if sums else []):
-        hashes[name] = (hashes.get(name, 0) * 1_000_003 + whole * 31 + first) & (2**63 - 1)
+    for name, (first, second) in zip(names, torch.stack(sums).tolist() if sums else []):
+        hashes[name] = (hashes.get(name, 0) * 1_000_003 + first * 31 + second) % _PRIME
     return hashes
+
+
+def _halves(flat: torch.Tensor) -> torch.Tensor:
+    """[2]: sums, modulo 2^64, over the words of each half of `flat`, so that numbers which changed places show as well
+    as others. What fills no pair of words counts in the second half."""
+    size = flat.element_size()
+    if flat.storage_offset() * size % _WORD.itemsize:
+        flat = flat.clone()  # words begin at multiples of their size
+    pairs = flat.numel() * size // (2 * _WORD.itemsize)
+    paired = pairs * 2 * _WORD.itemsize // size
+    sums = flat[:paired].view(_WORD).view(2, pairs).sum(1)
+    if paired < flat.numel():
+        sums[1] += flat[paired:].view(_INTEGERS[size]).sum(dtype=_WORD)
+    return sums

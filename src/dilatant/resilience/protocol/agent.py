@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from dilatant.resilience.protocol.values import DRAIN_SHARE, NO_STATE, Order, Phase, Settings, Status, Task
+from msgspec.structs import replace
+
+from dilatant.resilience.protocol.values import (
+    DRAIN_SHARE,
+    NO_STATE,
+    Message,
+    Order,
+    Phase,
+    Settings,
+    Status,
+    Task,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Message, frozen=True):
     """Stop what you compute, and answer with `Stopped`."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rebuild:
+class Rebuild(Message, frozen=True):
     """Become part of this generation, and answer with `Made`. See `Order`; first_rank: of this node's workers."""
 
     generation: int
@@ -30,38 +39,33 @@ class Rebuild:
     doubted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Activate:
+class Activate(Message, frozen=True):
     """All are ready: train."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Message, frozen=True):
     """The step is committed."""
 
     generation: int
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Message, frozen=True):
     """The run is over, or (is_out) goes on without this node."""
 
     reason: str
     is_out: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAndEnd:
+class SaveAndEnd(Message, frozen=True):
     """Save after the step in hand, and end with `Done`."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(Message, frozen=True):
     """Stop what you compute, write down what is finished of the step for those who go on without this node as
     `generation`, and answer with `HandedOver`."""
 
@@ -71,8 +75,7 @@ class HandOver:
 Command = Fence | Rebuild | Activate | Apply | SaveAndEnd | HandOver | End
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Message, frozen=True):
     """A worker stands still, with these steps applied to the state of generation `base`. prepared: a step that it could
     still apply."""
 
@@ -82,16 +85,14 @@ class Stopped:
     prepared: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(Message, frozen=True):
     """A worker holds what it needs for a generation, with these steps applied."""
 
     generation: int
     applied: int
 
 
-@dataclass(frozen=True, slots=True)
-class Computing:
+class Computing(Message, frozen=True):
     """A worker has what it needs to compute a step, which should not take it longer than `limit_seconds`."""
 
     generation: int
@@ -99,17 +100,15 @@ class Computing:
     limit_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Message, frozen=True):
     """A worker has all gradients of a step. hashes: layer → hash of them."""
 
     generation: int
     step: int
-    hashes: Mapping[str, int] = field(default_factory=dict)
+    hashes: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(Message, frozen=True):
     """A worker cannot go on in this generation. accuses: the node that it waited for. fatal: nobody could."""
 
     generation: int
@@ -118,30 +117,26 @@ class Broken:
     fatal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Message, frozen=True):
     """A worker has nothing left to do."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Died:
+class Died(Message, frozen=True):
     """A worker is gone."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Slow:
+class Slow(Message, frozen=True):
     """A worker is so many times slower than others, which is too much; 0 when it is no longer."""
 
     generation: int
     times: float
 
 
-@dataclass(frozen=True, slots=True)
-class HandedOver:
+class HandedOver(Message, frozen=True):
     """A worker has nothing more to give to this generation, which it is no part of."""
 
     generation: int
@@ -343,7 +338,10 @@ class Agent:
             return [Activate(own.generation)]
         if own.phase is Phase.RUNNING and order.committed == own.applied + 1 and own.prepared == own.applied:
             self._prepared.clear()
+            unsaid = self.changed
             self._set(applied=order.committed, prepared=None, hashes={})
+            # Who decided it need not hear it at once: the next status says it, with the next step at the latest.
+            self.changed = unsaid
             return [Apply(own.generation, order.committed - 1)]
         return []
 

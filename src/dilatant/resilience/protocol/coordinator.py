@@ -37,6 +37,7 @@ class Coordinator:
         self.term = before.term + 1
         self.generation = before.generation
         self.members = before.members
+        self._names = frozenset(before.members)  # the same, to look one up among hundreds
         self.task = Task.WAIT
         self.base = NO_STATE
         self.committed = 0
@@ -67,7 +68,7 @@ class Coordinator:
     def hear(self, status: Status, now: float) -> list[Effect]:
         """A node says how it is."""
         is_new = status.phase is Phase.FRESH and status.generation == 0
-        is_known = is_new or status.node in self._giving or status.node in self.members
+        is_known = is_new or status.node in self._giving or status.node in self._names
         if status.node in self._gone or not is_known:
             return [self._order(status.node, Task.OUT)]
         if self.stopped:
@@ -79,7 +80,7 @@ class Coordinator:
         if known is not None and known.serial == status.serial:
             return []
         self.statuses[status.node] = status
-        if status.prepared == self.committed == status.applied and status.node in self.members:
+        if status.prepared == self.committed == status.applied and status.node in self._names:
             self._voted.add(status.node)
         if self._is_quiet(status) and len(self._voted) < len(self.members):
             return []  # the step's cost must not grow with the square of its voters
@@ -260,6 +261,7 @@ class Coordinator:
         self._accused_since = None
         self._ordered_at = now
         self.members = tuple(members)
+        self._names = frozenset(members)
         self.task, self.reason, self._newcomer_since = Task.FENCE, reason, None
         return [Persist(self._record()), *self._orders()]
 

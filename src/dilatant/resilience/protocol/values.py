@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 NO_STATE = -1
 """The base of a node that holds nothing of the run yet."""
@@ -18,6 +20,13 @@ TOO_FEW = "nodes are left of the"
 """In the reason of a run that stops since there are too few."""
 DRAIN_SHARE = 0.75
 """Of the time that a node has to leave: what it waits for the end of the step. The rest is for handing over."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What travels: on the wire its name and its fields in order, each of them checked when it is read.
+
+    Structs and not dataclasses, for a step waits for some of them: they are made and changed in a tenth of the time.
+    """
 
 
 class Phase(StrEnum):
@@ -49,8 +58,7 @@ class Task(StrEnum):
     STOP = "stop"
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(Message, frozen=True):
     """All that a coordinator knows of a node.
 
     node: a name that no other process, nor this one after a restart, ever has. serial: grows with every change.
@@ -71,7 +79,7 @@ class Status:
     applied: int = 0
     ready_at: int | None = None
     prepared: int | None = None
-    hashes: Mapping[str, int] = field(default_factory=dict)
+    hashes: Mapping[str, int] = {}
     accuses: str | None = None
     broken: str = ""
     failed: str = ""
@@ -83,8 +91,7 @@ class Status:
     slow: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(Message, frozen=True):
     """All that a node is to know. term, serial: a later order has a greater pair.
 
     members: of a generation that is to be rebuilt, those that ran before first, in the order of ranks; workers: of

@@ -1,0 +1,44 @@
+"""Hashes of gradients: equal for equal bits wherever they lie, unlike for anything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dilatant.training.commit import gradient_hashes
+
+
+def hash_of(gradient: torch.Tensor) -> int:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return gradient_hashes({"weight": parameter}, {"weight": "layer"})["layer"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [1, 2, 3, 4, 7, 8, 9, 31, 64, 1001])
+def test_a_hash_depends_on_bits_and_not_on_where_they_lie(numel: int, dtype: torch.dtype) -> None:
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    shifted = torch.empty(numel + 1, dtype=dtype)[1:].copy_(gradient)  # begins in the middle of a word
+    assert hash_of(gradient) == hash_of(shifted) == hash_of(gradient.clone())
+    for place in range(numel):
+        changed = gradient.clone()
+        changed[place] = -changed[place]  # one bit
+        assert hash_of(changed) != hash_of(gradient)
+
+
+def test_halves_that_changed_places_show() -> None:
+    gradient = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    assert hash_of(torch.cat([gradient[32:], gradient[:32]])) != hash_of(gradient)
+
+
+def test_a_layer_has_the_hash_of_all_its_gradients() -> None:
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b", "frozen")}
+    layer_of = dict.fromkeys(parameters, "layer")
+    for name in ("a", "b"):
+        parameters[name].grad = torch.ones(4)
+    before = gradient_hashes(parameters, layer_of)
+    parameters["b"].grad = torch.full((4,), 2.0)
+    assert gradient_hashes(parameters, layer_of).keys() == before.keys() == {"layer"}
+    assert gradient_hashes(parameters, layer_of) != before
+    assert gradient_hashes({}, {}) == {}
