@@ -4,18 +4,20 @@ visitors become members, and are gone again before they have done their part."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
+from msgspec.structs import replace
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.fork_server import RANK_PRELOAD
@@ -118,7 +120,7 @@ class Ranks:
         name = f"node{self._added}"
         index = self._added % self._size
         self._added += 1
-        agent = Child(AGENT, replace(self._start(self._coordinator.port), node=name))
+        agent = Child(AGENT, dataclasses.replace(self._start(self._coordinator.port), node=name))
         arguments = (str(self._config), self._plan, self._store.port, name, agent.port, index, self._size)
         process = self._context.Process(target=_train, args=arguments)
         process.start()

@@ -91,6 +91,7 @@ def _run(
         if victim == rank:
             runtime._executor._recorder = _Ending(runtime._recorder, after)  # type: ignore[assignment]
         with contextlib.suppress(CommAborted):
+            comm.world.barrier("all being there")
             runtime.execute(samples, step, step_number=0)
         runtime.close()
         comm.close()
