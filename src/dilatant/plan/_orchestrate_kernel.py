@@ -7,36 +7,43 @@ of a module after it, its own number of stages.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 ANY_DEPTH = -(1 << 40)
 
 
-@njit(cache=True)
-def frontier(
-    gpus,
-    replicas,
-    tp,
-    pp,
-    seconds,
-    share,
-    state,
-    optimizer,
-    activation,
-    capacity,
-    divided,
-    samples,
-    after,
-    most,
-    keep_stages,
-):
-    """(rows kept, their options): those not dominated among rows whose replicas divide `divided`, by rising GPUs.
+class Ways(NamedTuple):
+    """Ways to lay out a module, by rising GPUs. seconds: of the whole module for one sample; share: the largest stage's
+    part of the layers."""
 
-    Rows must be sorted by GPUs. `seconds` is the whole module's for one sample, `share` the largest stage's part
-    of the layers, `samples` the samples of a language microbatch, `most` the microbatches of a step. With
-    `keep_stages` an option with fewer stages is not dominated: what feeds it keeps fewer microbatches.
+    gpus: NDArray[np.int64]
+    replicas: NDArray[np.int64]
+    tp: NDArray[np.int64]
+    pp: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    share: NDArray[np.float64]
+
+
+class Held(NamedTuple):
+    """Bytes of a whole module: its state, what of it replicas share, and the activations of a sample."""
+
+    state: float
+    optimizer: float
+    activation: float
+
+
+@njit(cache=True)
+def frontier(ways, held, capacity, divided, samples, after, most, keep_stages):
+    """(rows kept, their options): those not dominated among ways whose replicas divide `divided`, by rising GPUs.
+
+    `samples` are those of a language microbatch, `most` the microbatches of a step. With `keep_stages` an option with
+    fewer stages is not dominated: what feeds it keeps fewer microbatches.
     """
+    gpus, replicas, tp, pp, seconds, share = ways
     kept = np.empty(gpus.size, np.int64)
     options = np.empty((gpus.size, 4))
     number = 0
@@ -46,8 +53,8 @@ def frontier(
         merged = samples * (divided // replicas[row])
         warm = seconds[row] * merged
         stage = warm * share[row]
-        free = capacity - (state + optimizer / replicas[row]) * share[row] / tp[row]
-        each = activation * merged * share[row] / tp[row]
+        free = capacity - (held.state + held.optimizer / replicas[row]) * share[row] / tp[row]
+        each = held.activation * merged * share[row] / tp[row]
         if free < 0.0:
             continue
         in_flight = most if each * most <= free else np.int64(free / each)

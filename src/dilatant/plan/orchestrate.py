@@ -175,15 +175,13 @@ class _Table:
         after: bool = False,
     ) -> Options:
         """(row numbers, options) with a number of replicas that divides (or, if `exact`, is) `replicas`."""
-        from dilatant.plan._orchestrate_kernel import frontier
+        from dilatant.plan._orchestrate_kernel import Held, Ways, frontier
 
         rows = np.flatnonzero(self.replicas == replicas if exact else replicas % self.replicas == 0)
-        module = self.module
-        kept, options = frontier(
-            self.gpus[rows], self.replicas[rows], self.tp[rows], self.pp[rows], self.seconds[rows], self.share[rows],
-            float(module.state_bytes), float(module.optimizer_bytes), float(module.activation_bytes),
-            float(capacity), replicas, samples, after, count, exact,
-        )  # fmt: skip
+        columns = self.gpus, self.replicas, self.tp, self.pp, self.seconds, self.share
+        ways, module = Ways(*(column[rows] for column in columns)), self.module
+        held = Held(float(module.state_bytes), float(module.optimizer_bytes), float(module.activation_bytes))
+        kept, options = frontier(ways, held, float(capacity), replicas, samples, after, count, exact)
         return rows[kept], options
 
     def allocation(self, row: int, replicas: int, samples: int) -> ModuleAllocation:
