@@ -167,6 +167,7 @@ class Runtime:
             model.graph.anchor,
             num_sources,
         )
+        self._has_planned = False
         if begins_alike:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
@@ -233,6 +234,7 @@ class Runtime:
         by the same costs, and at most `cost_correction.INTERVAL` steps ahead. By default the one to be executed next.
         Raises RuntimeError for a step further ahead, UserError for samples that cannot be assigned.
         """
+        self._has_planned = self._has_planned or not forwards
         number, salvage = self._number(step_number), self._unfinished.salvage
         if salvage is not None and not forwards and salvage.is_of(number, samples):
             unfinished = self._unfinished
@@ -307,7 +309,10 @@ class Runtime:
 
     def take_up(self, salvage: Salvage, gradients: Mapping[str, Tensor]) -> None:
         """Salvage a step: when it is planned and executed next, only what is missing runs. gradients: this rank's part,
-        by logical name. Where the step's samples turn out to be others, all of it runs."""
+        by logical name. Where the step's samples turn out to be others, all of it runs. Raises RuntimeError where
+        a step is planned already, which would run whole."""
+        if self._has_planned:
+            raise RuntimeError("a step was planned before it was known what of it is salvaged")
         self._unfinished.take_up(salvage, gradients)
 
     @property
