@@ -52,9 +52,11 @@ def test_every_rank_gets_its_own_in_order_while_workers_are_killed(pool) -> None
             entry.losses for source in sources for entry in list(source._asked.entries.values())
         )
         unheard = any(link.pid in dead or link.fallen for source in sources for link in source._links)
-        if len(dead) < 8 and not (tried_again or unheard):
+        # One that dies again and again before it begins ends the pool, which is right and another test.
+        begun = [hand.process.pid for hand in owner._crew.hands if hand.is_ready]
+        if begun and len(dead) < 8 and not (tried_again or unheard):
             with suppress(ProcessLookupError):  # of before
-                pid = draw.choice(owner.pids)
+                pid = draw.choice(begun)
                 os.kill(pid, signal.SIGKILL)
                 dead.add(pid)
     assert len(dead) > 2
