@@ -2,8 +2,9 @@
 
 Each machine is an agent with one process on this computer; a lost one is killed, agent and all, without notice. An
 event that takes a share of the trace's nodes takes that share of ours, one at least; so for what joins. The ceiling is
-what would have been trained had each change taken no time: the median step with so many members, over the time they
-were members. Afterwards one process trains as many steps, and every step has to have had the same tokens.
+what would have been trained had each change taken no time: a step in the median time from one step's end to the next
+with so many members, over the time they were members. Afterwards one process trains as many steps, and every step has
+to have had the same tokens.
 
     python benchmarks/trace_replay.py ../shared/traces/oobleck/scale_p3-trace.csv --json results.json
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from dilatant.plan.node_trace import NodeTrace, load_node_trace
 
@@ -131,25 +133,40 @@ def round_up(share: float) -> int:
     return max(1, round(share)) if share else 0
 
 
-def fraction(events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was trained over what no cost of changes would have left, from the first step's end to the last one's."""
+def ended_at(run: Path) -> dict[int, float]:
+    """When each step was over and written down, in seconds since 1970: what trackers were told."""
+    ended: dict[int, float] = {}
+    for file in sorted(run.rglob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(file)).Load():
+            ended.setdefault(event.step, event.wall_time)
+    return ended
+
+
+def fraction(
+    events: list[dict[str, Any]], steps: list[dict[str, Any]], ended: Mapping[int, float]
+) -> dict[str, Any]:
+    """What was trained over what no cost of changes would have left, from the first step's end to the last one's.
+
+    ended: see `ended_at`; what ranks do between steps takes time, too, whether machines change or not.
+    """
     commits = [event for event in events if event["task"] == "commit"]
     members = {event["generation"]: len(event["members"]) for event in events}
     by_members: defaultdict[int, list[float]] = defaultdict(list)
     for step in steps:
         if "recovery" not in step and step["step"] > 1:
-            by_members[members[step["generation"]]].append(step["step_seconds"])
+            seconds = ended[step["step"]] - ended[step["step"] - 1]
+            by_members[members[step["generation"]]].append(seconds)
     median = {count: statistics.median(each) for count, each in by_members.items()}
-    ended = next(event["time"] for event in reversed(events) if event["task"] == "stop")
+    end = next(event["time"] for event in reversed(events) if event["task"] == "stop")
     changes = [event for event in events if event["task"] == "fence" and event["time"] > commits[0]["time"]]
     since, count, ceiling = commits[0]["time"], len(commits[0]["members"]), 0.0
-    for at, following in [*((one["time"], len(one["members"])) for one in changes), (ended, 0)]:
+    for at, following in [*((one["time"], len(one["members"])) for one in changes), (end, 0)]:
         ceiling += (at - since) / median.get(count, statistics.median(median.values()))
         since, count = at, following
     kept = [step["recovery"].get("salvaged_share", 0.0) for step in steps if "recovery" in step]
     return {
         "steps": len(steps), "ceiling": ceiling, "fraction": (len(steps) - 1) / ceiling, "changes": len(changes),
-        "seconds": ended - commits[0]["time"], "median_step_seconds": median, "salvaged_shares": kept,
+        "seconds": end - commits[0]["time"], "median_step_seconds": median, "salvaged_shares": kept,
     }  # fmt: skip
 
 
@@ -218,7 +235,9 @@ def main() -> None:
         subprocess.run(digits, check=True, stdout=subprocess.DEVNULL)
         machines = replay(folder, data, trace, options.machines, options.seconds, options.speed)
         steps = machines.steps()
-        found = fraction(read_lines(folder / "run" / "resilience" / "events.jsonl"), steps)
+        found = fraction(
+            read_lines(folder / "run" / "resilience" / "events.jsonl"), steps, ended_at(folder / "run")
+        )
         distance = check_ledger(folder, data, steps)
     report(found, distance)
     if options.json:

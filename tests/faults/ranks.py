@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,6 +128,18 @@ class Ranks:
         self._nodes[name] = agent, process
         return name
 
+    def lose_late(self, name: str) -> int:
+        """As `lose`, once the others have done all of a step that can be done without that rank; of a later one than
+        the first of a generation, whose successor ranks have yet to agree on."""
+        time.sleep(0.5)
+        pids = [process.pid for other, (_, process) in self._nodes.items() if other != name]
+        os.kill(self._nodes[name][1].pid, signal.SIGSTOP)
+        looks = 0
+        while looks < 20:
+            looks = looks + 1 if all(map(_sleeps, pids)) else 0
+            time.sleep(0.01)
+        return self.lose(name)
+
     def lose(self, name: str) -> int:
         """Kill a rank; the generation that it was in."""
         generation = max(event["generation"] for event in self._events())
@@ -200,6 +213,12 @@ def _train(config: str, plan: str, store: int, node: str, agent: int, rank: int,
     at = connect_store("127.0.0.1", store, TOKEN, on_one_machine=True)
     worker = Worker(rank, size, rank, torch.device("cpu"), at)
     train_seat(worker, load_config(config), plan, StartingPoint(None), "nothing", Seat(node, 0, agent, TOKEN))
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether no thread of a process has anything to do."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
 
 
 def _least(pid: int) -> Held:

@@ -27,6 +27,7 @@ from dilatant.resilience.standby import Standby
 from dilatant.resilience.wire import (
     MAX_FRAME_BYTES,
     VERSION,
+    Connections,
     Hello,
     Link,
     LinkClosed,
@@ -269,6 +270,22 @@ def test_what_somebody_in_between_writes_ends_the_connection(change: str) -> Non
         socket_of_client.sendall(frame)
         with pytest.raises(LinkClosed):
             server.receive()
+
+
+def test_a_connection_that_goes_wrong_after_a_message_is_said_to_be_closed() -> None:
+    listener = listen("127.0.0.1")
+    connections = Connections(listener, TOKEN)
+    client = connect(*listener.getsockname(), TOKEN)
+    client.send(Done(1))
+    client.socket.sendall(b"\xff" * 64)  # read together with the message before it
+    heard: list[object] = []
+    deadline = time.monotonic() + 20
+    while len(heard) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        heard += [received.message for received in connections.wait(0.1)]
+    assert heard == [Done(1), None]
+    client.close()
+    listener.close()
 
 
 def test_a_message_of_another_kind_ends_the_connection() -> None:

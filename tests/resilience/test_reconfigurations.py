@@ -74,6 +74,24 @@ def test_losses_are_those_of_one_process_to_the_bit_whoever_leaves_when(
     assert found == losses(tmp_path / "alone")
 
 
+def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    ranks = Ranks(tmp_path, config, 4)
+    try:
+        ranks.await_commit(0)
+        for name in ("node3", "node2", "node1"):
+            ranks.await_commit(ranks.lose_late(name))
+    finally:
+        ranks.close()
+    kept = [rebuild["salvaged_share"] for rebuild in read_rebuilds(tmp_path / "run")][1:]
+    # One may be stopped when it has given all that a step needs of it, so that the others can end that: then none.
+    assert any(share > 0 for share in kept), kept
+    found = losses(tmp_path / "run")
+    train(alone(tmp_path, config, len(found)))
+    assert found == losses(tmp_path / "alone")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_hundred_reconfigurations_leave_nothing_behind(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 
 from dilatant.cli.status import status
 from dilatant.config import UserError
@@ -15,7 +16,7 @@ from dilatant.plan.replay import COPYING, RECONFIGURING, UNFINISHED
 from dilatant.report.replay_page import TONES
 from dilatant.resilience.coordinator_process import EVENTS, STATE
 from dilatant.resilience.history import PAGE, TRACE, generations, write_history
-from dilatant.resilience.protocol.values import Record
+from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Record
 from dilatant.resilience.status import REBUILDS, read_rebuilds, read_status
 
 EVENT = {"time": 5.0, "task": "run", "generation": 1, "step": 3, "members": ["node0"], "reason": ""}
@@ -109,6 +110,19 @@ def test_history_says_who_left_and_came_and_what_it_cost(tmp_path: Path) -> None
     assert of_recovery[:2] == [("fence", 10e6), ("plan", 10.5e6)]
     (last,) = (each for each in slices if each["name"] == "generation 3: 2 nodes")
     assert last["args"]["pairs kept"] == 30
+
+
+@pytest.mark.parametrize(
+    ("stopped", "code"),
+    [(FINISHED, 0), ("", 75), (ASKED, 75), (f"1 {TOO_FEW} 2", 75), ("UserError: bad data", 1)],
+)
+def test_the_exit_code_says_whether_to_start_again(tmp_path: Path, stopped: str, code: int) -> None:
+    write(tmp_path, "", "")
+    (tmp_path / "resilience" / STATE).write_bytes(msgspec.json.encode(Record(1, 1, stopped=stopped)))
+    for as_json in (False, True):
+        with pytest.raises(typer.Exit) as ended:
+            status(tmp_path, as_json=as_json, exit_code=True)
+        assert ended.value.exit_code == code
 
 
 def test_a_folder_without_such_a_run(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ def status(
     folder: RunPath,
     as_json: AsJson = False,
     follow: Annotated[bool, typer.Option("--follow", help="Go on showing it until the run ends.")] = False,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code",
+            help="End with 0 where the run is finished, 75 where `dilatant resume` may go on, 1 after a mistake.",
+        ),
+    ] = False,
 ) -> None:
     """Show members, generation and history of a run with `resilience.enabled`."""
     from rich.console import Console
@@ -36,16 +43,16 @@ def status(
     found = read_status(folder)
     if as_json:
         print(json.dumps(asdict(found)))
-        return
-    console = Console()
-    if not follow:
-        console.print(_shown(found))
-        return
-    with Live(_shown(found), console=console, auto_refresh=False) as live:
-        while not found.stopped:
-            time.sleep(FOLLOW_SECONDS)
-            found = read_status(folder)
-            live.update(_shown(found), refresh=True)
+    elif not follow:
+        Console().print(_shown(found))
+    else:
+        with Live(_shown(found), console=Console(), auto_refresh=False) as live:
+            while not found.stopped:
+                time.sleep(FOLLOW_SECONDS)
+                found = read_status(folder)
+                live.update(_shown(found), refresh=True)
+    if exit_code:
+        raise typer.Exit(found.exit_code)
 
 
 def _shown(found: RunStatus) -> Group:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from dilatant.comm.store_protocol import Refused
 from dilatant.comm.token import REMEDY, shared_token
+from dilatant.config.config import Config
+from dilatant.config.environment import Place
 from dilatant.config.errors import UserError
 from dilatant.resilience.agent_process import NO_COORDINATOR, Service
 from dilatant.resilience.job import Ask, Job, WorkerStart
@@ -51,6 +53,23 @@ class AgentOptions:
     notice_file: Path | None = None
     notice_url: str | None = None
     stands_by: bool = False
+
+
+def coordinator_port(place: Place) -> int:
+    """Where who leads listens under a launcher: torchrun's own store is at the port that it names. Raises UserError
+    where the launcher started several processes on a machine."""
+    if place.local_size > 1:
+        raise UserError(
+            f"{place.launcher} started {place.local_size} processes on this machine; with resilience.enabled start "
+            "one, which starts resilience.ranks_per_node itself (Slurm: --ntasks-per-node=1)"
+        )
+    return place.port if place.hosts_store else place.port + 1
+
+
+def launched_agent(config: Config, place: Place) -> AgentOptions:
+    """Of a machine that a launcher started behind the first one, which leads. Raises as `coordinator_port`."""
+    stands_by = place.rank == 1 and config.resilience.standby is not None
+    return AgentOptions(place.host, coordinator_port(place), stands_by=stands_by)
 
 
 def run_agent(options: AgentOptions) -> int:

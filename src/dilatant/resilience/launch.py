@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dilatant.comm.launch import WorkerFailed, launch_local
 from dilatant.comm.token import fresh_token
 from dilatant.config import Config, UserError
 from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.plan import Plan
+from dilatant.report.durable import write_durably
 from dilatant.report.run_folder import RunFolder
 from dilatant.report.say import warn
 from dilatant.report.wording import counted
-from dilatant.resilience.coordinator_process import read_record
+from dilatant.resilience.coordinator_process import STATE, read_record
 from dilatant.resilience.history import PAGE, TRACE, write_history
 from dilatant.resilience.process import TOO_FEW_EXIT_CODE, Child, Start
 from dilatant.resilience.protocol.values import TOO_FEW, Record, Settings
@@ -96,13 +99,17 @@ def stopped_error(record: Record) -> WorkerFailed:
 
 
 def fresh_folder(config: Config) -> Path:
-    """For the coordinator's record, without that of a run before. Raises UserError."""
+    """For the coordinator's record, without that of a start before, but with its term: agents of that start which are
+    still looking for it find this one, and heed none whose term is not greater. Raises UserError."""
     folder = RunFolder(config.output_dir).path / FOLDER
+    before = known_record(folder)
     shutil.rmtree(folder, ignore_errors=True)
     for shown in (PAGE, TRACE):
         (folder.parent / shown).unlink(missing_ok=True)
     try:
         folder.mkdir(parents=True)
+        if before is not None:
+            write_durably(folder / STATE, msgspec.json.encode(Record(term=before.term)).decode() + "\n")
     except OSError as error:
         raise UserError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
     return folder

@@ -7,47 +7,40 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from dilatant.comm.comm import Comm
 from dilatant.comm.errors import CommTimeout
-from dilatant.comm.gather import all_gather_object
 from dilatant.comm.launch import Worker
 from dilatant.comm.rendezvous import end_generation
 from dilatant.comm.store import Store, connect
 from dilatant.config import Config, UserError
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.plan.plan import Plan
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.run_folder import RunFolder, last_step
-from dilatant.resilience.handover import clear_handed_over, hand_over, handed_over
+from dilatant.resilience.generation_plan import GenerationPlans, tell_plan
+from dilatant.resilience.handover import clear_handed_over, hand_over
 from dilatant.resilience.history import write_history
-from dilatant.resilience.layer_seconds import layer_seconds
+from dilatant.resilience.inherited import take_over, take_up
 from dilatant.resilience.protocol.agent import Rebuild
 from dilatant.resilience.protocol.values import NO_STATE
-from dilatant.resilience.replan import replan
-from dilatant.resilience.salvage import salvage_step
 from dilatant.resilience.status import REBUILDS
-from dilatant.resilience.transfer import Lost, transfer
+from dilatant.resilience.transfer import Lost
 from dilatant.resilience.wire import StoreAt
 from dilatant.resilience.worker_link import Fenced, RunEnded, WorkerLink
-from dilatant.training.checkpoint import list_checkpoints, newest_valid
-from dilatant.training.checkpoint_boxes import pieces_of
+from dilatant.training.checkpoint import newest_valid
 from dilatant.training.commit import Membership
 from dilatant.training.decoding import KeptPool, decoding_of, stand_by
-from dilatant.training.layout import INTERLEAVED, SCHEDULE, TrainingPlan
-from dilatant.training.prepare import Prepared, prepare, with_costs
+from dilatant.training.layout import TrainingPlan
+from dilatant.training.prepare import Prepared, prepare
 from dilatant.training.rank import RunResult, Show, begin_folder, train_to_end
 from dilatant.training.starting_point import Start, agreed_checkpoint
 from dilatant.training.stop_signal import StopSignal
 from dilatant.training.trainer import Trainer
 
-LOOK = timedelta(seconds=0.2)
-"""How long a rank waits for the plan before it looks whether it still should."""
 STORE_SECONDS = 30.0
 """For a store that was there a moment ago."""
 LATER_SECONDS = 1.0
@@ -132,9 +125,9 @@ class _Rank:
             self._stop.request,
             self._hand_over,
         )
-        self._initial = TrainingPlan.from_json(plan_json)
+        initial = TrainingPlan.from_json(plan_json)
         try:
-            self._prepared: Prepared = prepare(config, self._initial)
+            self._prepared: Prepared = prepare(config, initial)
         except UserError as error:
             self._link.lost(str(error))
             raise
@@ -151,8 +144,8 @@ class _Rank:
         self._is_torn = False
         self._mistake: UserError | None = None
         self._node_of: list[str] = []
-        self._layer_seconds = layer_seconds(config, self._prepared, self._initial.plan)
-        self._warm_up()
+        self._plans = GenerationPlans(config, self._prepared, initial)
+        self._plans.warm_up()
         self._link.warm()
 
     def run(self) -> RunResult | None:
@@ -180,13 +173,6 @@ class _Rank:
                     raise
                 finally:
                     self._still()
-
-    def _warm_up(self) -> None:
-        """Search the templates of the next loss, which should not wait for it."""
-        plan = self._initial.plan
-        survivors = {rank: rank for rank in range(len(plan.ranks) - 1)}
-        if survivors:
-            self._replanned(plan, survivors, ())
 
     def _generation(self, order: Rebuild, stop: StopSignal) -> RunResult:
         """Become part of a generation, and train in it to the end."""
@@ -258,14 +244,8 @@ class _Rank:
         self._store_at = at
         self._worker = replace(self._worker, store=store)
         if held is not None:
-            self._tell_plan(held.generation, held.planned, held.members, held.workers)
+            tell_plan(self._store, held.generation, held.planned, held.members, held.workers)
             self._store.set(_BEGUN, b"")
-
-    def _tell_plan(
-        self, generation: int, planned: TrainingPlan, members: Sequence[str], workers: Sequence[int]
-    ) -> None:
-        document = {"plan": planned.to_json(), "members": members, "workers": workers}
-        self._store.set(_plan_key(generation), json.dumps(document))
 
     def _made(self, order: Rebuild) -> Held:
         """This rank's trainer in the generation, with the state of those who hold it."""
@@ -273,7 +253,7 @@ class _Rank:
         self._node_of = [node for node, count in zip(order.members, order.workers) for _ in range(count)]
         held = self._held if self._held is not None and self._held.generation == order.base else None
         watch, began = Stopwatch(), time.process_time()
-        planned = self._planned(order)
+        planned = self._plans.of(order, self._rank, self._store, self._link)
         watch.lap("plan")
         trainer = self._trainer(
             order, planned, order.base != NO_STATE, None if held is None else held.trainer
@@ -285,9 +265,10 @@ class _Rank:
         else:
             try:
                 old = None if held is None else held.trainer
-                copied = self._take_over(trainer, old)
+                copied = take_over(trainer, old, self._folder.checkpoints)
                 watch.lap("copy")
-                pairs, given = self._salvage(order, trainer, old)
+                if self._config.resilience.salvage and not order.doubted:
+                    pairs, given = take_up(trainer, old, order.base, self._handed_over)
                 trainer.decide_ahead()
                 watch.lap("salvage")
             except Lost:
@@ -324,55 +305,6 @@ class _Rank:
             with (self._folder.path / FOLDER / REBUILDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         return Held(order.generation, trainer, planned, order.members, order.workers)
-
-    def _planned(self, order: Rebuild) -> TrainingPlan:
-        """The plan of the generation, with its costs: made by the first rank, which all others wait for. Raises
-        Fenced."""
-        key = _plan_key(order.generation)
-        if self._rank == 0:
-            planned = self._replan(order)
-            self._tell_plan(order.generation, planned, order.members, order.workers)
-            return planned
-        while True:
-            if self._link.is_fenced:
-                raise Fenced
-            with contextlib.suppress(TimeoutError):
-                self._store.wait([key], LOOK)
-                return TrainingPlan.from_json(json.loads(self._store.get(key))["plan"])
-
-    def _replan(self, order: Rebuild) -> TrainingPlan:
-        initial, size = self._initial, sum(order.workers)
-        if order.base == NO_STATE:
-            known = min(size, len(initial.plan.ranks))
-            before, old = initial.plan, {rank: rank for rank in range(known)}
-            if size == len(before.ranks):
-                return initial
-        else:
-            document = json.loads(self._store.get(_plan_key(order.base)))
-            before = TrainingPlan.from_json(document["plan"]).plan
-            was, now = (
-                _ranks_of(members, workers)
-                for members, workers in (
-                    (document["members"], document["workers"]),
-                    (order.members, order.workers),
-                )
-            )
-            old = {rank: now[seat] for seat, rank in was.items() if seat in now}
-        plan = self._replanned(before, old, sorted({*range(size)} - {*old.values()}))
-        schedule, count = initial.schedule, initial.num_microbatches
-        if size == 1:
-            schedule, count = "serial", 1
-        elif schedule == INTERLEAVED and not _goes_round(plan):
-            schedule = SCHEDULE
-        planned = replace(initial, plan=plan, schedule=schedule, num_microbatches=count, costs=None)
-        planned = replace(planned, predicted_seconds=None)
-        return with_costs(self._config, self._prepared.samples, self._prepared.model, planned)
-
-    def _replanned(self, before: Plan, survivors: Mapping[int, int], joined: Sequence[int]) -> Plan:
-        anchor, initial = self._prepared.model.graph.anchor, self._initial
-        total = initial.num_microbatches * len(initial.plan.unit(anchor).replicas)
-        tolerance = self._config.resilience.fault_tolerance
-        return replan(before, anchor, survivors, joined, tolerance, total, self._layer_seconds)
 
     def _trainer(
         self, order: Rebuild, planned: TrainingPlan, weights_follow: bool, before: Trainer | None
@@ -428,38 +360,6 @@ class _Rank:
                 self._config, self._prepared, planned, self._folder, self._start.discards, self._show
             )
             self._store.set(_BEGUN, b"")
-
-    def _take_over(self, trainer: Trainer, old: Trainer | None) -> int:
-        """Bring what ranks hold of the generation before to where it belongs now; the bytes that came here from others.
-        Raises Lost on all ranks."""
-        newest = list_checkpoints(self._folder.checkpoints)[:1] if trainer.rank == 0 else []
-        own = None if old is None else [old.values(), sorted(old.names_with_moments())]
-        gathered = all_gather_object(trainer.comm, [own, newest[0].step if newest else 0, trainer.stays])
-        told = [each for each, *_ in gathered if each is not None]
-        values = told[0][0]
-        stays = all(each for *_, each in gathered)
-        copied = 0
-        if not stays:
-            everybody = {name for _, names in told for name in names}
-            held = [] if old is None else list(pieces_of(old.state(), old.shapes))
-            wanted = trainer.empty_state(everybody)
-            copied = transfer(trainer.comm, held, list(pieces_of(wanted, trainer.shapes)))
-        trainer.go_on_from(values, stays)
-        trainer.continue_branch(gathered[0][1], newest[0].path if newest else None)
-        return copied
-
-    def _salvage(self, order: Rebuild, trainer: Trainer, old: Trainer | None) -> tuple[tuple[int, int], int]:
-        """Bring what is finished of the step in hand to where it counts; its pairs of a layer and a sample that are
-        kept, and those that are not, (0, 0) where nothing is; and how many ranks that left have handed over."""
-        if order.doubted or not self._config.resilience.salvage:
-            return (0, 0), 0
-        comm, step = trainer.comm, trainer.step
-        left = handed_over(self._handed_over, order.base, step, comm.rank, comm.size)
-        found = salvage_step(comm, step, None if old is None else old.runtime, trainer.runtime, left)
-        if found is None:
-            return (0, 0), 0
-        given = {move.source for move in found.moves if move.source >= comm.size}
-        return found.pairs(trainer.runtime.trained_by_layer), len(given)
 
     @property
     def _handed_over(self) -> Path:
@@ -518,21 +418,3 @@ class _Rank:
         nodes = {self._node_of[rank] for rank in culprits} - {self._seat.node}
         accuses = nodes.pop() if len(nodes) == 1 else None
         self._link.broken(f"{type(error).__name__}: {error}", isinstance(error, UserError), accuses)
-
-
-def _plan_key(generation: int) -> str:
-    return f"resilience/plan/{generation}"
-
-
-def _ranks_of(members: Sequence[str], workers: Sequence[int]) -> dict[tuple[str, int], int]:
-    """(node, index of the worker) → rank."""
-    seats = [(node, index) for node, count in zip(members, workers) for index in range(count)]
-    return {seat: rank for rank, seat in enumerate(seats)}
-
-
-def _goes_round(plan: Plan) -> bool:
-    return any(
-        len({stage.ranks for stage in replica.stages}) < len(replica.stages)
-        for unit in plan.units
-        for replica in unit.replicas
-    )

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from dilatant.config import Config, UserError
-from dilatant.config.environment import Place, place_from
+from dilatant.config.environment import place_from
+from dilatant.resilience.agent_run import coordinator_port, launched_agent, run_agent
 from dilatant.resilience.job import is_loopback
 from dilatant.training.rank import RunResult, Show
 from dilatant.training.run import Resilient
@@ -35,14 +36,10 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
 
         return train_once(config, overwrite=overwrite, show=show, resilient=Resilient(launch_resiliently))
     if place is not None:
-        if place.local_size > 1:
-            raise UserError(
-                f"{place.launcher} started {place.local_size} processes on this machine; with resilience.enabled start "
-                "one, which starts resilience.ranks_per_node itself (Slurm: --ntasks-per-node=1)"
-            )
         if place.rank:
-            return _as_agent(config, place)
-        address = (place.host if is_loopback(place.host) else ""), _port(place)
+            code = run_agent(launched_agent(config, place))
+            return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)
+        address = (place.host if is_loopback(place.host) else ""), coordinator_port(place)
     from dilatant.resilience.machines import Leading, lead
 
     assert address is not None
@@ -52,16 +49,3 @@ def train(config: Config, *, overwrite: bool = False, show: Show = "nothing") ->
     launcher = "resilience.listen" if place is None else place.launcher
     resilient = Resilient(partial(lead, leading), nodes, launcher)
     return train_once(config, overwrite=overwrite, show=show, resilient=resilient)
-
-
-def _port(place: Place) -> int:
-    """Torchrun's own store is at the port that it names."""
-    return place.port if place.hosts_store else place.port + 1
-
-
-def _as_agent(config: Config, place: Place) -> RunResult:
-    from dilatant.resilience.agent_run import AgentOptions, run_agent
-
-    stands_by = place.rank == 1 and config.resilience.standby is not None
-    code = run_agent(AgentOptions(place.host, _port(place), stands_by=stands_by))
-    return RunResult(Path(config.output_dir), 0, 0, 0.0, code, is_first=False)

@@ -13,7 +13,8 @@ from typing import Any
 from dilatant.config.errors import UserError
 from dilatant.report.run_folder import last_step
 from dilatant.resilience.coordinator_process import COMMIT, EVENTS, read_record
-from dilatant.resilience.protocol.values import Task
+from dilatant.resilience.process import TOO_FEW_EXIT_CODE
+from dilatant.resilience.protocol.values import ASKED, FINISHED, TOO_FEW, Task
 
 REBUILDS = "rebuilds.jsonl"
 """In the run's folder for recovery: how long its first rank took for each generation."""
@@ -43,6 +44,13 @@ class RunStatus:
     stopped: str
     nodes: tuple[Node, ...]
     events: tuple[dict[str, Any], ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0: the run is finished. 1: a mistake ended it. 75: it goes on, or may be gone on with."""
+        if self.stopped == FINISHED:
+            return 0
+        return TOO_FEW_EXIT_CODE if self.stopped in ("", ASKED) or TOO_FEW in self.stopped else 1
 
 
 def read_status(run: Path) -> RunStatus:

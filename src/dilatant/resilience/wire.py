@@ -83,6 +83,7 @@ class Link:
         self._own, self._theirs = (b"c", b"s") if is_client else (b"s", b"c")
         self._sent = self._received = 0
         self._arrived = bytearray()
+        self._failure: LinkClosed | None = None
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
@@ -114,10 +115,12 @@ class Link:
         try:
             while (message := self._next_message()) is not None:
                 messages.append(message)
-        except LinkClosed:
+        except LinkClosed as failure:
             if not messages:
                 raise
-            self.close()  # which the next read says
+            self._failure = failure  # which the next read says; whoever waits for one is woken
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
         return messages
 
     def close(self) -> None:
@@ -127,6 +130,8 @@ class Link:
         self.socket.close()
 
     def _read(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         try:
             data = self.socket.recv(_READ_BYTES)
         except OSError as error:
