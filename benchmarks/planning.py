@@ -275,7 +275,7 @@ def _unlike_rows(
     yield Row(
         f"{name}, batch {batch}",
         time.process_time() - began,
-        bar=2.0 if cluster.nodes <= 4 else 15.0,
+        bar=2.0 if cluster.nodes <= 4 else 10.0,
         note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated",
     )
     scorer = plan_scorer(model, costs, half, samples, batch)

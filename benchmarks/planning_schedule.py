@@ -173,7 +173,8 @@ def drawn_run(microbatches: int) -> tuple[Plan, StepCosts, list[Drawn]]:
     seconds[:, 2:] = seconds[:, 1:2] / 2
     none = np.zeros((len(placed), 3))
     each = np.zeros((4, len(placed)))
-    table = StageCosts(seconds, none, none, none, none, *each, late_bytes=np.zeros((len(placed), 2, 3)))
+    late, items = np.zeros((len(placed), 2, 3)), np.ones(len(placed))
+    table = StageCosts(seconds, none, none, none, none, *each, late_bytes=late, items_per_token=items)
     rng = np.random.default_rng(0)
     samples = []
     for draw in range(8 * 16 * microbatches):

@@ -57,7 +57,7 @@ from dilatant.schedule import (
 )
 from dilatant.schedule.contention import travel
 from dilatant.schedule.graph import ScheduleGraph, build
-from dilatant.schedule.predict import message_bytes, message_sums, piece_sums, step_bytes
+from dilatant.schedule.predict import message_bytes, message_sums, op_sums, piece_sums, step_bytes
 from dilatant.schedule.simulate import action_array
 
 HIDDEN, LAYERS, VISION_LAYERS = 256, 8, 6
@@ -218,7 +218,8 @@ def step_of(case: Case, costs: CostModel) -> tuple[ScheduleGraph, np.ndarray]:
     graph = build(plan, assignment, schedule)
     table = stage_costs(plan, describe_model(model).spec, costs)
     message = message_bytes(graph, table, message_sums(graph, tokens))
-    size = step_bytes(graph, table, piece_sums(graph, tokens), message)
+    sums = op_sums(graph, table, piece_sums(graph, tokens), tokens)
+    size = step_bytes(graph, table, sums, message)
     return graph, size.message
 
 

@@ -214,11 +214,15 @@ def _draw_plan(
         tp, cp = groups[group]
         ranks_of[group] = tuple(range(first, first + tp * cp))
 
+    by_items = {name for name in layers if name != "language" and draw(st.booleans())}
+
     def on_ranks(name: str, stage: Stage) -> Stage:
         (group,) = stage.ranks
         tp, cp = groups[group]
         dividing = [ep for ep in range(tp, tp * cp + 1, tp) if tp * cp % ep == 0 and experts % ep == 0]
         ep = draw(st.sampled_from([1, *dividing])) if name == "language" and experts > 1 else 1
+        if name in by_items:  # whole items for each rank, whatever else they share
+            tp, cp = 1, tp * cp
         return replace(stage, ranks=ranks_of[group], tp=tp, cp=cp, ep=ep)
 
     return Plan(

@@ -21,7 +21,7 @@ def polynomial(coefficients, tokens):
 def closed_form(spec, costs, tokens, batch, rules=RULES):
     """A scorer for samples of equal tokens: fill along the chain plus the slowest rank, memory by path depth."""
 
-    def evaluate(plan, microbatches, row_tokens=None):
+    def evaluate(plan, microbatches, row_tokens=None, schedule=None):
         table = stage_costs(plan, spec, costs, rules)
         depths = path_depths(plan)
         replicas = max(len(one.replicas) for one in plan.units)

@@ -40,8 +40,9 @@ class Case:
     ) -> SearchResult | None:
         """What a mode of `dilatant plan` chooses, its microbatches formed by `policy`; None where nothing fits."""
         model, costs = model_spec(self.units), cost_model(self.units, self.hardware)
+        splits = mode is Mode.BEST  # as published systems do not
         scorer = plan_scorer(
-            model, costs, self.cluster, self.workload, self.batch, policy=policy, rules=self.rules  # type: ignore[arg-type]
+            model, costs, self.cluster, self.workload, self.batch, policy=policy, rules=self.rules, splits=splits,  # type: ignore[arg-type]
         )  # fmt: skip
         try:
             return search(
@@ -56,6 +57,7 @@ class Case:
                 self.rules,
                 num_microbatches=num_microbatches,
                 chunks=chunks,
+                halves=splits,
             )
         except PlanError:
             return None

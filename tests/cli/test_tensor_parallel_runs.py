@@ -17,6 +17,7 @@ SHARED = {
     "colocated": {"vision": "language"},
     "microbatches": 2,
 }
+ITEMS = {**SHARED, "units": {"vision": {"cp": 2}, "language": {"tp": 2, "pp": 2}}}
 CONTEXT = {"units": {"vision": {}, "language": {"replicas": 2, "cp": 2}}, "microbatches": 2}
 EXPERTS = {"units": {"vision": {}, "language": {"tp": 2, "cp": 2, "ep": 4}}, "microbatches": 2}
 UNLIKE = {"units": {"vision": {}, "language": {"tp": 2, "replicas": 2}}, "microbatches": 2}
@@ -48,12 +49,13 @@ def go_back(run: Path, number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [SHARED, ITEMS], ids=["layers", "items"])
 def test_a_run_of_shared_layers_goes_on_with_shared_rows_and_then_in_one_process(
-    project: Path, dilatant: Dilatant
+    project: Path, dilatant: Dilatant, shared: dict
 ) -> None:
     config, one, run = project / "config.yaml", project / "one", project / "run"
     dilatant("train", config, "--set", "output_dir=one")
-    code, _, err = dilatant("train", config, *layout(SHARED))
+    code, _, err = dilatant("train", config, *layout(shared))
     assert code == 0, err
     # fp32 sums in another order, which six optimizer steps amplify.
     assert losses(run) == pytest.approx(losses(one), rel=1e-4)

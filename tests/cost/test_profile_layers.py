@@ -77,6 +77,29 @@ def test_kept_bytes_are_what_autograd_saves_without_parameters():
     assert 0 < found.weight_bytes <= found.activation_bytes
 
 
+class _Experts(nn.Module):
+    """Two products with weights that lie together, as those of fused experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(1, WIDTH, 256))
+        self.down = nn.Parameter(torch.randn(1, 256, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(hidden @ self.up[0]) @ self.down[0]
+
+
+def test_the_weight_half_of_experts_keeps_what_that_of_linear_layers_does():
+    linear = nn.Sequential(nn.Linear(WIDTH, 256, bias=False), nn.GELU(), nn.Linear(256, WIDTH, bias=False))
+    kept = [
+        measure(probe.build(), probe, tokens=100, repeats=1).weight_bytes
+        for part in (linear, _Experts())
+        for probe in [LayerProbe("layer", lambda part=part: nn.Sequential(nn.LayerNorm(WIDTH), part), rows)]
+    ]
+    # Two inputs and two outputs.
+    assert kept == [4 * 100 * 2 * (WIDTH + 256)] * 2
+
+
 def test_a_layer_of_integers_has_no_input_gradient():
     probe = LayerProbe(
         "embedding", lambda: nn.Embedding(10, WIDTH), lambda n: ((torch.zeros(n, dtype=torch.long),), {})

@@ -29,19 +29,21 @@ def stage_sums(seconds, cut):
     return [sum(seconds[a:b]) for a, b in zip(cut, (*cut[1:], len(seconds)))]
 
 
-def best_step(vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True):
+def best_step(vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True, by_items=False):
     """The least `best_on` of these devices or fewer."""
     return min(
-        best_on(vision, language, degrees, fewer, batch, sizes, fits) for fewer in range(1, devices + 1)
+        best_on(vision, language, degrees, fewer, batch, sizes, fits, by_items)
+        for fewer in range(1, devices + 1)
     )
 
 
-def best_on(vision, language, degrees, devices, batch, sizes, fits):
+def best_on(vision, language, degrees, devices, batch, sizes, fits, by_items=False):
     """The least fill + (microbatches - 1) * slowest over all ways to use all devices.
 
     `vision(degree, samples)` and `language(degree, samples)` list the seconds of layers. Encoders run on devices of
     their own or in the first language stage. `fits` takes what shares devices, as tuples (unit, tp, samples, first
-    layer, end layer, microbatches in flight), and says whether these have the memory.
+    layer, end layer, microbatches in flight), and says whether these have the memory. by_items: some degree of ranks
+    may share the encoder's items, too, instead of its layers: `vision(-degree, samples)`.
     """
     best = float("inf")
     for replicas, samples in itertools.product(range(1, devices + 1), sizes):
@@ -67,16 +69,18 @@ def best_on(vision, language, degrees, devices, batch, sizes, fits):
                     (stage_sums(llm, cut), held("language", tp, cut, len(llm), 0))
                     for cut in cuts(len(llm), pp)
                 ]
-                if rest == 0:
-                    own = vision(tp, samples)
-                    (inside,) = held("vision", tp, (0,), len(own), pp)
+                for shared in (tp, -tp) if by_items and tp > 1 else (tp,):
+                    if rest:
+                        break
+                    own = vision(shared, samples)
+                    (inside,) = held("vision", shared, (0,), len(own), pp)
                     for stages, memory in options:
                         if fits(inside, memory[0]) and all(map(fits, memory[1:])):
                             best = min(best, time([stages[0] + sum(own), *stages[1:]]))
                 options = [stages for stages, memory in options if all(map(fits, memory))]
-                for width in degrees:
+                for width in (*degrees, *(-tp for tp in degrees if by_items and tp > 1)):
                     encoder = vision(width, samples)
-                    depth, left = divmod(rest, width)
+                    depth, left = divmod(rest, abs(width))
                     if left or not 1 <= depth <= len(encoder):
                         continue
                     for ahead in cuts(len(encoder), depth):

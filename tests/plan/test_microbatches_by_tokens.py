@@ -60,6 +60,35 @@ def test_no_plan_beats_the_bound_of_its_candidate(seed):
         assert finals.seconds[one] >= one.bound / ROUNDING
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_plan_beats_the_bound_of_its_candidate_where_no_row_may_be_long(seed):
+    """Microbatches of so many samples, too, are cut further where a limit asks for that; dense rows then cost less."""
+    draw = random.Random(seed)
+    spec, costs, workload, batch = case(draw)
+    workload = replace(workload, dense={"language": draw.choice([0.5, 1.0, 2.0])})
+    machine, limit = cluster(1, draw.randint(1, 3)), draw.randint(3, 40)
+    scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES, row_tokens=limit)
+    space = open_space(spec, costs, machine, workload, batch, RULES, row_limit=limit)
+    finals = Finals(space, RULES, scorer)
+    for one in enumerate_candidates(space, Mode.BEST, (1, 2, 3)):
+        finals.simulate(one)
+        assert finals.seconds[one] >= one.bound / ROUNDING
+
+
+def test_rows_that_a_limit_makes_may_cost_less_than_samples_alone():
+    """Half of (9 + 1) squared, twice, is less than all squares: dense rows are cheap where short samples fill them."""
+    spec, costs = model(unit("language", 1)), cost_model({"language": 1e-9}, square=1.0)
+    workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": 0.5})
+    machine = cluster(1, 1)
+    scorer = plan_scorer(spec, costs, machine, workload, 4, rules=RULES, row_tokens=10)
+    space = open_space(spec, costs, machine, workload, 4, RULES, row_limit=10)
+    one = enumerate_candidates(space, Mode.BEST, (4,))[0]
+    finals = Finals(space, RULES, scorer)
+    finals.simulate(one)
+    assert finals.seconds[one] >= one.bound / ROUNDING
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_a_search_that_also_cuts_by_tokens_is_no_slower(seed):
@@ -99,6 +128,30 @@ def test_three_devices_share_a_batch_that_does_not_divide_by_three():
         else:
             assert answer.is_chosen
             assert answer.plans[0].score.seconds == seconds
+
+
+def test_asked_for_a_budget_of_tokens_it_says_what_became_of_it():
+    spec, costs = model(unit("language", 1)), cost_model({"language": 1.0}, call=1.0)
+    workload, machine = Workload({"language": np.full(8, 5.0)}), cluster(1, 3)
+    scorer = plan_scorer(spec, costs, machine, workload, 8, rules=RULES)
+    budgets = (10, 15)
+    found = search(spec, costs, machine, workload, 8, scorer, Mode.BEST, (1, 2), RULES, 1, row_tokens=budgets)
+    space = open_space(spec, costs, machine, workload, 8, RULES, row_tokens=budgets)
+
+    def ask(text):
+        return why_not(space, read_asked(text, ["language"]), found, scorer, (1, 2), RULES)
+
+    assert found.winner.row_tokens == 15
+    assert ask("microbatch_tokens: 15").is_chosen
+    slower = ask("language: {replicas: 3}, microbatch_tokens: 10")
+    assert not slower.is_chosen
+    assert {one.row_tokens for one in slower.plans} == {10}
+    assert slower.plans[0].score.seconds > found.seconds
+    # 8 samples of 5 tokens on one replica: as many microbatches as by two samples each, which is tried instead.
+    (alike,) = ask("language: {replicas: 1}, microbatch_tokens: 10").impossible
+    assert "10 tokens are tried only where a step then has another number of microbatches" in alike
+    (untried,) = ask("microbatch_tokens: 6").impossible
+    assert untried == "microbatch_tokens 6 was not tried; 10 or 15 was (plan.microbatch_tokens)"
 
 
 def test_bounds_count_on_no_number_of_dense_rows():

@@ -17,8 +17,8 @@ from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.options import OptionTable
 from dilatant.plan.unit_layers import UnitLayers
-from dilatant.schedule.plan_scorer import plan_scorer
-from dilatant.schedule.zero_bubble import zero_bubble_h1
+from dilatant.schedule import FAMILIES
+from dilatant.schedule.plan_scorer import TRIED, plan_scorer
 from model_cases import cluster, cost_model
 from search_cases import RULES, find, random_vlm
 
@@ -190,8 +190,8 @@ def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
         }
         workload = Workload(tokens, {}, {"language": draw.choice([1.0, 2.0])} if draw.random() < 0.7 else {})
         machine = cluster(draw.choice([1, 2]), devices)
-        halves = draw.random() < 0.3
-        families = {"zb-h1": zero_bubble_h1} if halves else None
+        names = draw.choice([TRIED, ("1f1b",), ("zb-h1",), ("zb-h2",)])
+        families, halves = {name: FAMILIES[name] for name in names}, names != ("1f1b",)
         rules = replace(RULES, zero=draw.choice(["none", "node", "all"]), ranks_per_node=devices)
         scorer = plan_scorer(spec, costs, machine, workload, batch, rules=rules, families=families)
         row_tokens = draw.choice([(), (draw.randint(4, 30),)])

@@ -86,6 +86,9 @@ def test_colocated_units_and_several_stages_of_one_replica_on_a_rank_are_valid()
         )
     )
     validate(together, model(), cluster())
+    by_items = tuple(replace(stage, tp=1, cp=2) for stage in together.units[0].replicas[0].stages)
+    vision = replace(together.units[0], replicas=(Replica(by_items),))
+    validate(Plan((vision, together.units[1])), model(), cluster())
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_what_does_not_fit_memory_names_the_rank_and_the_bytes():
         ("language: {replicas: 3}", "a global batch of 8 does not divide among 3 replicas"),
         ("vision: {pp: 2}, language: {tp: 2, pp: 2}", "with all units it takes 6 devices, and there are 4"),
         ("language: {chunks: 3}", "chunks 3 were not tried"),
+        ("microbatch_tokens: 8", "microbatch_tokens 8 was not tried; no budget of tokens was"),
     ],
 )
 def test_what_cannot_be_says_why(asked, said):
@@ -109,7 +110,8 @@ def test_what_cannot_be_says_why(asked, said):
 
 @pytest.mark.parametrize(
     "text", ["", "language", "language: 2", "text: {pp: 2}", "language: {pp: zwei}", "language: {pp: 0}",
-             "language: {ep: 2}", "language: {pp: true}", "{language: {pp: 2}", "[1]", "&a [*a]"]
+             "language: {ep: 2}", "language: {pp: true}", "{language: {pp: 2}", "[1]", "&a [*a]",
+             "microbatch_tokens: 0", "microbatch_tokens: many", "microbatch_tokens: {pp: 1}"]
 )  # fmt: skip
 def test_what_is_no_layout_is_refused(text):
     with pytest.raises(UserError, match="is no layout"):

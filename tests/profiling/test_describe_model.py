@@ -24,6 +24,11 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "tie_word_embeddings": True,
 }  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 SIGLIP = {
     "model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "hidden_size": 16,
     "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -57,6 +62,17 @@ def config(
 
 def described(given: Config) -> ModelDescription:
     return describe_model(skeleton(given, 64))
+
+
+def test_ranks_share_tokens_items_or_samples(tmp_path: Any) -> None:
+    units = {unit.name: unit.items_per_token for unit in described(config(tmp_path)).spec.units}
+    assert units == pytest.approx({"vision": 1 / 16, "audio": 1 / 12, "language": 1.0})  # told by division
+    native = {
+        "model_type": "qwen2_5_vl", "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2,
+        "out_hidden_size": 32, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    whole = described(config(tmp_path, vision={"kind": "image", "config": native, "projector": "mlp"}))
+    assert whole.spec.unit("vision").items_per_token == 0.0
 
 
 def test_the_description_without_weights_is_that_of_the_real_model(tmp_path):
@@ -140,12 +156,7 @@ def test_layers_are_measured_at_their_own_tokens_and_modelled_for_other_hardware
 
 
 def test_modelled_products_are_the_weights_that_a_token_meets(tmp_path):
-    mixture = {
-        "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }  # fmt: skip
-    model = described(config(tmp_path, mixture))
+    model = described(config(tmp_path, MIXTRAL))
     layer = model.spec.unit("language").layers[1]
     assert (layer.experts, layer.expert_parameters) == (8, 8 * 3 * 32 * 64)
     shapes = layer_shapes(model)
@@ -170,6 +181,17 @@ def test_the_head_costs_what_its_targets_cost(tmp_path):
     assert used.layer(head).recompute(100) == 0.0
     (block,) = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
     assert used.layer(block) == whole.layer(block)
+
+
+def test_only_weight_gradients_of_linear_layers_are_put_off(tmp_path):
+    """What the runtime makes in the first half of a split backward must not be planned for the second."""
+    for language in (LLAMA, MIXTRAL):
+        found = described(config(tmp_path, language))
+        used = costs_in_use(
+            analytic_costs(layer_shapes(found), load_hardware("A100")), found, 1.0, 2048, None
+        )
+        splits = {entry.kind: used.layer(entry.kind).splits for entry in found.types}
+        assert {entry.role for entry in found.types if splits[entry.kind]} == {BLOCK, "projector"}
 
 
 def test_a_head_in_chunks_holds_one_chunk_and_its_input(tmp_path):

@@ -16,7 +16,7 @@ from dilatant.models.whole import Whole
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import degrees_of, layer_costs, measure_layers
 from dilatant.profiling.layer_probes import layer_probe
-from dilatant.profiling.layer_shards import tensor_shard
+from dilatant.profiling.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.profiling.planned_hardware import plan_target
 from tiny_wholes import WHOLES, whole_config
 
@@ -42,13 +42,15 @@ BLOCKS = {
 """Parameters of one of two ranks, counted from the configs."""
 
 
-def configured(tmp_path: Any, language: dict[str, Any] = LLAMA, **rest: Any) -> Any:
+def configured(
+    tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP, **rest: Any
+) -> Any:
     return parse_config(
         {
             "model": {
                 "language_model": {"config": language, "tokenizer": "bytes"},
                 "encoders": {
-                    "vision": {"kind": "image", "config": SIGLIP, "projector": "mlp"},
+                    "vision": {"kind": "image", "config": vision, "projector": "mlp"},
                     "audio": {"kind": "audio", "config": WHISPER, "projector": "linear"},
                 },
             },
@@ -59,8 +61,10 @@ def configured(tmp_path: Any, language: dict[str, Any] = LLAMA, **rest: Any) -> 
     )
 
 
-def described(tmp_path: Any, language: dict[str, Any] = LLAMA) -> ModelDescription:
-    return describe_model(skeleton(configured(tmp_path, language), 65))
+def described(
+    tmp_path: Any, language: dict[str, Any] = LLAMA, vision: dict[str, Any] = SIGLIP
+) -> ModelDescription:
+    return describe_model(skeleton(configured(tmp_path, language, vision), 65))
 
 
 def parameters_of(entry: Any, degree: int) -> int:
@@ -176,3 +180,14 @@ def test_a_family_whose_shares_are_not_known_is_refused(tmp_path):
     (block,) = (entry for entry in model.types if entry.kind.startswith("gpt_neox block"))
     with pytest.raises(UserError, match=r"(?s)tp = 1 only.*'attention.query_key_value' holds queries, keys"):
         tensor_shard(block.unit, 2)
+
+
+def test_a_unit_that_ranks_cannot_share_stays_whole_beside_one_that_they_can(tmp_path):
+    """Three heads beside four: the encoder has costs for one rank, and for ranks that share its images."""
+    three = described(tmp_path, vision={**SIGLIP, "hidden_size": 24, "num_attention_heads": 3})
+    wide = [(1, 1), (1, 2), (2, 1), (4, 1)]
+    found = degrees_by_kind(three, wide)
+    for unit in three.spec.units:
+        expected = wide[:2] if unit.name == "vision" else wide
+        assert all(found[layer.kind] == expected for layer in unit.layers)
+    assert degrees_by_kind(three, [(2, 1)])[three.spec.unit("vision").layers[1].kind] == [(1, 1)]

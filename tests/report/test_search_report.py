@@ -50,7 +50,7 @@ def report():
     workload = Workload({name: values.astype(float) for name, values in tokens.items()})
     timelines = {}
 
-    def evaluate(plan, microbatches, row_tokens):
+    def evaluate(plan, microbatches, row_tokens, schedule=None):
         step = {}
         for unit in plan.units:
             shares = np.array_split(np.arange(BATCH), len(unit.replicas))

@@ -41,7 +41,10 @@ def origin(said: str = "measured on a test") -> StepCosts:
     seconds[:, 2:] = seconds[:, 1:2] / 2
     none, late = np.zeros((4, 3)), np.zeros((3, 2, 3))
     return StepCosts(
-        StageCosts(seconds, none, none, none, none, *np.zeros((4, 3)), late_bytes=late), origin=said
+        StageCosts(
+            seconds, none, none, none, none, *np.zeros((4, 3)), late_bytes=late, items_per_token=np.ones(3)
+        ),
+        origin=said,
     )
 
 

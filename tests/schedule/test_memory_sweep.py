@@ -87,7 +87,15 @@ def unit_costs(stages: int) -> StageCosts:
     none, late = np.zeros((stages, 3)), np.zeros((stages, 2, 3))
     always = np.full(stages, 10.0)
     return StageCosts(
-        seconds, per_token, per_token / 2, none, none.copy(), always, *np.zeros((3, stages)), late_bytes=late
+        seconds,
+        per_token,
+        per_token / 2,
+        none,
+        none.copy(),
+        always,
+        *np.zeros((3, stages)),
+        late_bytes=late,
+        items_per_token=np.ones(stages),
     )
 
 

@@ -35,7 +35,14 @@ from dilatant.schedule import (
     trainability_of,
 )
 from dilatant.schedule.contention import travel
-from dilatant.schedule.predict import action_seconds, message_bytes, message_sums, piece_sums, step_bytes
+from dilatant.schedule.predict import (
+    action_seconds,
+    message_bytes,
+    message_sums,
+    op_sums,
+    piece_sums,
+    step_bytes,
+)
 from oracles.event_simulator import samples_of
 
 RECOMPUTE = ("none", "block", "block_keep_attention")
@@ -80,7 +87,8 @@ def test_every_action_takes_the_sum_of_its_layers_over_its_samples(seed, family)
     schedule = FAMILIES[family](step.plan, step.assignment, trainability)
     graph = build(step.plan, step.assignment, schedule)
     tokens = {unit.name: rng.integers(0, 30, 16) for unit in step.plan.units}
-    found = action_seconds(graph, stage_costs(step.plan, model, costs), piece_sums(graph, tokens))
+    table = stage_costs(step.plan, model, costs)
+    found = action_seconds(graph, table, op_sums(graph, table, piece_sums(graph, tokens), tokens))
     for op in range(graph.num_ops):
         action = graph.action(op)
         placed = step.plan.stages()[action.stage]
@@ -155,6 +163,36 @@ def test_wide_stages_send_shares_and_gather_them():
     assert lag(Stage(0, 1, (0, 1), tp=2), wide) == 4.0 + 1.0
     assert lag(Stage(0, 1, (0, 1, 2, 3), cp=4), wide) == 2.0 + 1.0
     assert lag(replace(wide, ranks=(0, 1, 2, 3)), Stage(0, 1, (4,))) == 8.0
+    # The same four ranks: each has 2 of 8 bytes, and gathers with one other what the two of a place need.
+    assert lag(replace(wide, tp=1, cp=4), wide) == 4.0 * (1 - 1 / 2) / 2.0
+    # Each takes 2 of 8 bytes, of which it has a quarter: those of its items.
+    assert lag(wide, replace(wide, tp=1, cp=4)) == 2.0 * (1 - 1 / 4) / 2.0
+
+
+@pytest.mark.parametrize(
+    ("items_per_token", "fullest"),
+    [
+        (1.0, (9 + 5 + 4) / 2),  # tokens: halves
+        (0.5, 5 * 2.0),  # nine items of two tokens
+        (0.0, 9.0),  # whole samples: 9 on one rank, 5 and 4 on the other
+    ],
+)
+def test_the_fullest_rank_decides_where_ranks_share_items(items_per_token, fullest):
+    plan = Plan((UnitPlan("vision", (Replica((Stage(0, 1, (0, 1), cp=2),)),)),))
+    assignment = Assignment({"vision": (((0, 1, 2),),)})
+    halved = LayerCost(
+        *(Quadratic(b=0.5, c=7.0) for _ in range(4)),
+        activation_bytes=Quadratic(b=0.5),
+    )
+    costs = CostModel("synthetic", "synthetic", "float32", {"block": {(1, 2): halved}})
+    layer = LayerSpec("vision", "block", 0)
+    model = ModelSpec((UnitSpec("vision", (layer,), items_per_token=items_per_token),))
+    table = stage_costs(plan, model, costs)
+    timeline = predict(plan, assignment, gpipe(plan, assignment), table, {"vision": [9, 5, 4]})
+    # Forward and the first trainable layer's backward, with what each call costs whoever shares it.
+    assert timeline.seconds == 2 * (fullest + 7.0)
+    assert timeline.peak_bytes is not None
+    assert timeline.peak_bytes.tolist() == [fullest] * 2
 
 
 def test_rows_on_the_same_ranks_travel_no_link():
@@ -225,14 +263,17 @@ def test_what_a_forward_allocates_its_backward_frees_once(seed, family):
     shapes = (4, 3), (3,), (3,), (3,), (3,), (), ()
     late = np.zeros((count, 2, 3))
     costs = StageCosts(
-        *(rng.random((count, *shape)) for shape in shapes[:-1]), *np.zeros((3, count)), late_bytes=late
+        *(rng.random((count, *shape)) for shape in shapes[:-1]),
+        *np.zeros((3, count)),
+        late_bytes=late,
+        items_per_token=np.ones(count),
     )
     graph = build(step.plan, step.assignment, FAMILIES[family](step.plan, step.assignment, step.trainability))
     tokens = {unit.name: rng.integers(1, 30, 16) for unit in step.plan.units}
-    sums = piece_sums(graph, tokens)
+    sums = op_sums(graph, costs, piece_sums(graph, tokens), tokens)
     message = message_bytes(graph, costs, message_sums(graph, tokens))
     size = step_bytes(graph, costs, sums, message)
-    balance = np.zeros((count, len(sums)))
+    balance = np.zeros((count, len(graph.packed.pieces.microbatch)))
     np.add.at(balance, (graph.stage, graph.piece), size.allocate - size.release)
     np.testing.assert_allclose(balance, 0.0, atol=1e-9)  # sums of doubles below 1e4
     halves = graph.kind == 3  # an input half may take: it recomputes what its weight half needs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from dilatant.schedule import (
     one_f_one_b,
     schedule_problems,
     simulate,
+    split_backward,
     trainability_of,
     validate,
     zero_bubble_h1,
@@ -262,3 +265,42 @@ def test_weight_gradients_run_in_the_order_of_their_input_gradients(family):
         halves = {kind: [a.microbatch for a in actions if a.kind == kind] for kind in "IW"}
         assert halves["W"] == halves["I"]
         assert len(halves["W"]) == 12
+
+
+def halved(actions, splits, limits):
+    """`actions` of a rank with split backwards, by the rule's words."""
+    found = []
+
+    def waiting():
+        """Input gradients without weight gradients, oldest first."""
+        done = [(a.stage, a.microbatch, a.samples) for a in found if a.kind == "W"]
+        return [a for a in found if a.kind == "I" and (a.stage, a.microbatch, a.samples) not in done]
+
+    def held(stage):
+        ended = sum(a.kind == "W" and a.stage == stage for a in found)
+        return sum(a.kind == "F" and a.stage == stage for a in found) - ended
+
+    for place, action in enumerate(actions):
+        stage = action.stage
+        if not splits[stage]:
+            found.append(action)
+        elif action.kind == "F":
+            while held(stage) >= limits[stage] and any(a.stage == stage for a in waiting()):
+                found.append(replace(waiting()[0], kind=ActionKind.W))
+            found.append(action)
+        else:
+            found.append(replace(action, kind=ActionKind.I))
+            if all(later.kind != "F" for later in actions[place:]):
+                found.append(replace(waiting()[0], kind=ActionKind.W))
+    return (*found, *(replace(one, kind=ActionKind.W) for one in waiting()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["gpipe", "1f1b", "eager"]), st.data())
+def test_weight_gradients_come_where_the_rule_says(seed, name, data):
+    step = random_step(seed)
+    whole = FAMILIES[name](step.plan, step.assignment, step.trainability)
+    limits = [data.draw(st.integers(0, 4)) for _ in step.plan.stages()]
+    schedule = split_backward(step.plan, step.assignment, whole, step.trainability, limits)
+    for rank, actions in whole.actions.items():
+        assert schedule.actions[rank] == halved(actions, step.trainability.weight_gradient, limits)

@@ -127,6 +127,7 @@ def test_a_run_goes_on_with_the_moments_the_place_and_the_bad_samples_of_its_che
             costs=SimpleNamespace(from_json=lambda costs: done.update(costs=costs)),
         ),
         _sampler=SimpleNamespace(resume=lambda place: place),
+        evaluator=SimpleNamespace(),
         _saving=SimpleNamespace(continue_from=lambda step, path: done.update(saved=step, branch=path)),
         _known=set(),
         _shapes={},

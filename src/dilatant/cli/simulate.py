@@ -200,7 +200,8 @@ def _show(
     as_json: bool,
     console: Console,
 ) -> None:
-    from dilatant.profiling.planning import compare_schedules, simulated_steps
+    from dilatant.profiling.plan_variants import compare_schedules
+    from dilatant.profiling.planning import simulated_steps
     from dilatant.report.plan_table import print_plan
     from dilatant.training.planned_run import plan_report
 
@@ -216,7 +217,8 @@ def _show(
     if given.step is not None:
         prediction = _prediction(planned, report.plan, given.step)
         report = _beside(report, given.schedule, given.step, prediction)
-    steps = simulated_steps(planned.problem, winner.plan, winner.num_microbatches, winner.row_tokens)
+    own = winner.plan, winner.num_microbatches, winner.row_tokens, winner.score.schedule or None
+    steps = simulated_steps(planned.problem, *own)
     schedules = compare_schedules(planned.problem, winner)
     written = {} if page is None else _write_pages(page, report, given, prediction)
     if as_json:

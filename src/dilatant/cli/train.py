@@ -112,13 +112,17 @@ def _written_out(
 
 def run(config: Config, *, overwrite: bool = False, as_json: bool = False) -> int:
     """Train, show how it ended, and return the exit code. Raises UserError."""
-    began = time.monotonic()
-    if config.parallel.is_laid_out or config.parallel.auto:
-        from dilatant.comm.fork_server import warm_up
-        from dilatant.config.environment import place_from
+    from dilatant.config.environment import place_from
 
-        if place_from() is None:
-            warm_up()  # before our own imports, which take as long as the server's
+    began, place = time.monotonic(), place_from()
+    if config.resilience.enabled and place is not None and place.rank:
+        from dilatant.resilience.agent_run import launched_agent, run_agent
+
+        return run_agent(launched_agent(config, place))  # without our own imports: only its ranks need them
+    if place is None and (config.parallel.is_laid_out or config.parallel.auto):
+        from dilatant.comm.fork_server import warm_up
+
+        warm_up()  # before our own imports, which take as long as the server's
 
     from dilatant.comm.launch import WorkerFailed
     from dilatant.resilience.run import train

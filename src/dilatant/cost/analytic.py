@@ -189,19 +189,22 @@ def analytic_cost(
 def analytic_costs(
     shapes: Mapping[str, LayerShape],
     hardware: Hardware,
-    degrees: Iterable[Degree] = ((1, 1),),
+    degrees: Iterable[Degree] | Mapping[str, Iterable[Degree]] = ((1, 1),),
     dtype: str = "bfloat16",
     gpus_per_node: int | None = None,
 ) -> CostModel:
-    """A cost model of these layer types at these (tp, cp), said to be analytic. gpus_per_node: as in `analytic_cost`.
-    UserError for an unknown dtype."""
-    wanted = sorted(set(degrees))
+    """A cost model of these layer types at these (tp, cp), or each at its own, said to be analytic. gpus_per_node: as
+    in `analytic_cost`. UserError for an unknown dtype."""
+    by_kind = degrees if isinstance(degrees, Mapping) else dict.fromkeys(shapes, tuple(degrees))
     return CostModel(
         hardware=hardware.name,
         origin="analytic",
         dtype=dtype,
         layers={
-            kind: {degree: analytic_cost(shape, hardware, dtype, *degree, gpus_per_node) for degree in wanted}
+            kind: {
+                (tp, cp): analytic_cost(shape, hardware, dtype, tp, cp, gpus_per_node)
+                for tp, cp in sorted(set(by_kind[kind]))
+            }
             for kind, shape in shapes.items()
         },
         note=f"from FLOPs and bytes, not measured; {hardware.source}",

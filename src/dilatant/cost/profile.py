@@ -361,7 +361,8 @@ def _saved_bytes(
     """Bytes that autograd keeps, those of them a split backward keeps for its weight half, and the output's.
 
     Counted by storage, so that views are not counted twice, and without parameters. The weight half needs the inputs of
-    all linear layers, and the gradients of their outputs.
+    all linear layers, and the gradients of their outputs; of experts whose weights lie together, about what is kept in
+    between, and the gradient of the output.
     """
     import torch
 
@@ -384,11 +385,25 @@ def _saved_bytes(
                 weight += value.numel() * value.element_size()
                 counted.add(value.untyped_storage().data_ptr())
 
-    hooks = [
-        module.register_forward_hook(count)
-        for module in layer.modules()
-        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad
-    ]
+    before: dict[nn.Module, set[int]] = {}
+
+    def begin(module: nn.Module, _: tuple[Any, ...]) -> None:
+        before[module] = {*storages}
+
+    def count_within(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        nonlocal weight
+        kept_within = {key: size for key, size in storages.items() if key not in before[module] | counted}
+        weight += sum(kept_within.values())
+        counted.update(kept_within)
+        count(module, inputs, output)
+
+    hooks = []
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad:
+            hooks.append(module.register_forward_hook(count))
+        elif any(own.dim() == 3 and own.requires_grad for own in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(begin))
+            hooks.append(module.register_forward_hook(count_within))
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = forward()

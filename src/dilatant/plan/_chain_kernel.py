@@ -10,10 +10,23 @@ from numba import njit
 
 @njit(cache=True, error_model="numpy")
 def chain_times(
-    work, forward, light, held, backward, microbatches, waits, ring, ring_bandwidth, sync, bandwidth, bucket
+    work,
+    forward,
+    light,
+    held,
+    backward,
+    microbatches,
+    waits,
+    ring,
+    ring_bandwidth,
+    sync,
+    bandwidth,
+    bucket,
+    behind,
 ):
     """(the longest work, and with sums of gradients, the least of the last bucket, the most that is exposed): seconds;
-    arrays [groups], with `waits` of stages that each wait for the lightest sample of those before."""
+    arrays [groups], with `waits` of stages that each wait for the lightest sample of those before. behind: all of a
+    stage's gradients are summed behind its backwards, no bucket beside them."""
     busiest, longest, least, exposed = -np.inf, -np.inf, np.inf, -np.inf
     ahead = 0.0
     for group in range(work.size):
@@ -21,7 +34,7 @@ def chain_times(
         if waits:
             ahead += light[group]
             busy = busy + ahead - light[group]
-        last = 1.0 / max(1.0, math.ceil(held[group] / bucket))
+        last = 1.0 if behind else 1.0 / max(1.0, math.ceil(held[group] / bucket))
         sums = ring * held[group] / ring_bandwidth
         exposed = max(exposed, sums - backward[group], sums * last)
         sums = sync * held[group] / bandwidth

@@ -48,6 +48,7 @@ class Candidate:
                 option.chunks,
                 option.recompute,
                 {[*option.cuts][-1]: option.ep},
+                option.degrees,
             )
             for count, option in zip(self.counts, self.options)
         )

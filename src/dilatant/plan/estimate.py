@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,8 @@ def chain_times(space: Space, replicas: int, microbatches: int, option: Option) 
     """The times of one option in `replicas` pipelines with so many microbatches.
 
     No schedule beats a stage's work, before the least that comes after its last microbatch; nor the sum of a stage's
-    gradients, which nothing precedes but its forwards.
+    gradients, which nothing precedes but its forwards. Where backwards are split, a stage waits for forwards alone, and
+    sums its gradients behind all of its work.
     """
     key = option, replicas, microbatches
     if key not in space.times:
@@ -36,14 +38,24 @@ def _chain_times(space: Space, option: Option, replicas: int, microbatches: int)
     holders, cluster = replicas * option.cp, space.cluster
     ring = 2 * (holders - 1) / holders
     waits = option.chunks == 1
-    busiest, longest, last, exposed = kernel(
-        option.work, option.forward, option.light, option.gradient_bytes, option.backward, microbatches, waits,
-        ring, _ring_bandwidth(cluster, holders, option.tp),
-        *least_sync(holders, option.tp, cluster, space.table.units.rules), float(BUCKET_BYTES),
-    )  # fmt: skip
-    if option.ep > 1:  # of experts there may be no other holder
-        return ChainTimes(busiest, option.heavy, exposed)
-    return ChainTimes(longest, option.heavy + last, exposed)
+    sums = (
+        _ring_bandwidth(cluster, holders, option.tp),
+        *least_sync(holders, option.tp, cluster, space.table.units.rules),
+    )
+
+    def times(light: NDArray[np.float64], heavy: float, behind: bool) -> tuple[float, float, float]:
+        busiest, longest, last, exposed = kernel(
+            option.work, option.forward, light, option.gradient_bytes, option.backward, microbatches, waits,
+            ring, *sums, float(BUCKET_BYTES), behind,
+        )  # fmt: skip
+        if option.ep > 1:  # of experts there may be no other holder
+            return busiest, heavy, exposed
+        return longest, heavy + last, exposed
+
+    stages, path, exposed = times(option.light, option.heavy, False)
+    if not space.halves or not waits:
+        return ChainTimes(stages, path, math.inf, math.inf, exposed)
+    return ChainTimes(stages, path, *times(option.light_split, option.heavy_split, True)[:2], exposed)
 
 
 def exposed_seconds(option: Option, sums: NDArray[np.float64]) -> float:
@@ -71,10 +83,13 @@ def estimate(
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
     """Seconds that no schedule beats; the language model's stages wait for the lightest sample to come to them."""
     ahead = max((one.lightest for one in before.options), default=0.0)
-    least = 0.0
+    ahead_split = max((one.lightest_split for one in before.options), default=0.0)
+    whole = split = 0.0
     for option, own in zip(options, times, strict=True):
-        least = max(least, own.stages + ahead if option is language else own.stages, own.path)
-    return least
+        waits = option is language
+        whole = max(whole, own.stages + ahead if waits else own.stages, own.path)
+        split = max(split, own.stages_split + ahead_split if waits else own.stages_split, own.path_split)
+    return min(whole, split)
 
 
 def _last_bucket(option: Option) -> NDArray[np.float64]:

@@ -102,13 +102,13 @@ class Finals:
         return False
 
     def reorder(self, most: int = 2) -> None:
-        """Simulate the best plans in every other rank order too."""
+        """Simulate the best plans in every other rank order too, under the schedule that suited them best."""
         for one, candidate in sorted(self._found, key=lambda found: found[0].score.seconds)[:most]:
             if candidate.bound >= self._ceiling:
                 continue
             for plan in self._plans(candidate):
                 again = {unit.name: unit.recompute for unit in one.plan.units}
-                self._score(candidate, recomputing(plan, again))
+                self._score(candidate, recomputing(plan, again), one.score.schedule or None)
 
     def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
         """Simulate the candidates of which one more pipeline on their idle devices promises most, with it; at most so
@@ -145,20 +145,23 @@ class Finals:
             return 0.0
         return sync_seconds(plan, self._space.model, cluster, self._rules).longest
 
-    def _score(self, candidate: Candidate, plan: Plan) -> tuple[Option, float, str] | None:
-        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why."""
+    def _score(
+        self, candidate: Candidate, plan: Plan, schedule: str | None = None
+    ) -> tuple[Option, float, str] | None:
+        """None if the plan is ranked now, or was seen before; else the part that overflows, its bytes, and why.
+        schedule: the family to simulate, else the one that suits the plan best."""
         key = plan, candidate.num_microbatches, candidate.row_tokens
         if key in self._seen:
             return None  # DistTrain's search finds some of the others' plans
         self._seen.add(key)
         cluster = self._space.cluster
-        score = self._scorer(*key)
+        score = self._scorer(*key, *filter(None, [schedule]))
         excess = cluster.overflow(plan.ranks, score.peak_bytes)
         if excess > 0.0:
             most = cluster.bytes_of(plan.ranks).tolist()
             frugal = more_recomputed(plan, score, self._space.table.units, most)
             if frugal is not None:
-                return self._score(candidate, frugal)
+                return self._score(candidate, frugal, schedule)
             culprit, text = rejection(plan, candidate, score, cluster, excess)
             return culprit, excess, text
         self._found.append((_ranked(plan, candidate, score, cluster), candidate))

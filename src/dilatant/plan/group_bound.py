@@ -39,9 +39,10 @@ def _heaviest(spaces: Sequence[Space]) -> float:
     """Seconds of the heaviest sample in the unit in which it takes the longest, where that is fastest."""
     return max(
         min(
-            float(space.table.units.layers(unit, tp, cp, 1).heavy.sum())
+            float((layers.heavy_split if space.halves else layers.heavy).sum())
             for space in spaces
             for tp, cp in space.table.units.degrees([unit])
+            for layers in [space.table.units.layers(unit, tp, cp, 1)]
         )
         for unit in spaces[0].roles.units
     )

@@ -62,10 +62,12 @@ def _kinds(
         own.sort(key=lambda one: (one.estimate, one.gpus))
         kept[count] = []
         taken: list[list[int]] = []
-        for one in own if home is None else (one.in_group(home) for one in own):
-            devices = [one.gpus_in(group) for group in range(groups)]
+        for one in own:
+            devices = [
+                one.gpus_in(group) if home is None else one.gpus * (group == home) for group in range(groups)
+            ]
             if not any(all(a <= b for a, b in zip(other, devices)) for other in taken):
-                kept[count].append(one)
+                kept[count].append(one if home is None else one.in_group(home))
                 taken.append(devices)
             if len(kept[count]) == most:
                 break

@@ -68,13 +68,15 @@ class UnitSpec:
     """One unit's layers in order, and the units that consume its output.
 
     `recompute` says what of its blocks is recomputed in the backward, as `train.recompute` does; None leaves it to the
-    plan.
+    plan. `items_per_token`: what context-parallel ranks share is indivisible items (images, clips), so many for each of
+    their tokens: 1 where they share tokens, 0 where whole samples.
     """
 
     name: str
     layers: tuple[LayerSpec, ...]
     feeds: tuple[str, ...] = ()
     recompute: Recompute | None = "none"
+    items_per_token: float = 1.0
 
     @property
     def trainable(self) -> tuple[bool, ...]:

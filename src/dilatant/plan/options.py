@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +57,10 @@ class OptionTable:
         balance: NDArray[np.float64] | None = None,
         chunks: int = 1,
         ep: int = 1,
+        whole_items: bool = False,
     ) -> Option | None:
-        """`unit` in `stages` stages, with all of the units `extra` in its first; None if memory forbids.
+        """`unit` in `stages` stages, with all of the units `extra` in its first, of which each rank runs `whole_items`
+        instead of a part of every layer; None if memory forbids.
 
         `behind` stages follow on the longest path. Cut for the fastest slowest stage, under memory only where the free
         cut does not fit; what does not fit either way recomputes as little as it can. `balance` [layers] replaces the
@@ -67,24 +70,27 @@ class OptionTable:
             return None
         found: list[Option] = []
         for level in self.units.levels([unit, *extra]):
-            asked = _Asked(unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level, ep)
-            option = self._chain(asked, behind, balance)
+            known = unit, tp, cp, stages, samples, microbatches, tuple(extra), chunks, level, ep
+            asked = _Asked(*known, whole_items, balance is None)
+            option, is_free = self._chain(asked, behind, balance)
             if option is None:
                 continue
             found.append(option if level == "none" else self._relaxed(asked, option, behind))
-            if option is self._options.get((asked, balance is None)):
+            if is_free:
                 break  # cut as is best for time: more recomputation only takes longer
         return min(found, key=lambda one: one.total + (microbatches - 1) * one.slowest, default=None)
 
-    def _chain(self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None) -> Option | None:
-        free = asked, balance is None
-        if free not in self._options:
-            self._options[free] = self._free_cut(asked, balance).option(asked.microbatches, self._capacity)
-        option = self._options[free]
-        assert option is not None, "cut without memory"
+    def _chain(
+        self, asked: _Asked, behind: int, balance: NDArray[np.float64] | None
+    ) -> tuple[Option | None, bool]:
+        """The chain, and whether it is cut as is best for time."""
+        option = self._options.get(asked)
+        if option is None:
+            option = self._free_cut(asked, balance).option(asked.microbatches, self._capacity)
+            self._options[asked] = option
         if option.room >= behind or asked.chunks > 1:
-            return option if option.room >= behind else None
-        bound = *free, behind
+            return (option if option.room >= behind else None), True
+        bound = *asked, behind
         if bound not in self._options:
             layers = self._merged(asked)
             weights = layers.seconds if balance is None else balance
@@ -92,13 +98,13 @@ class OptionTable:
             self._options[bound] = (
                 None if tight is None else self._option(asked, tight, layers.by_stage(tight))
             )
-        return self._options[bound]
+        return self._options[bound], False
 
     def _free_cut(self, asked: _Asked, balance: NDArray[np.float64] | None) -> _Laid:
         """Cut for the fastest slowest stage. Of the number of microbatches it only counts, and only with extra units in
         the first stage, whether there are more of them than stages."""
         more = bool(asked.extra) and asked.microbatches > asked.stages
-        key = *asked.but_microbatches, more, balance is None
+        key = *asked.but_microbatches, more
         if key not in self._free_cuts:
             layers = self._merged(asked)
             cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
@@ -110,7 +116,7 @@ class OptionTable:
         microbatches that are in flight at most."""
         key = "relaxed", asked, tuple(option.cuts[asked.unit]), behind
         if key not in self._options:
-            layers, free = self._merged(asked), self._merged(replace(asked, level="none"))
+            layers, free = self._merged(asked), self._merged(asked._replace(level="none"))
             cuts = option.cuts[asked.unit]
             more, held = free.kept - layers.kept, layers.by_stage(cuts)
             again = np.full(len(more), True)
@@ -198,9 +204,10 @@ class OptionTable:
         if not asked.extra:
             return own
         alone, more = asked.stages == 1, asked.microbatches > asked.stages
-        key = replace(asked, stages=int(alone), microbatches=int(more), chunks=1)
+        key = asked._replace(stages=int(alone), microbatches=int(more), chunks=1)
         if key not in self._joined:
-            others = [self.units.layers(other, *degree).on(1) for other in asked.extra]
+            theirs = *asked.degree_of_extra, asked.samples, asked.level
+            others = [self.units.layers(other, *theirs).on(1) for other in asked.extra]
             self._joined[key] = own.ahead_of(others, more)
         return self._joined[key]
 
@@ -230,6 +237,8 @@ class _Laid:
 
         held, chunks = (self.static, self.transient, self.kept), self.unlimited.chunks
         room = room_behind(float(capacity_bytes), *held, microbatches, chunks, UNLIMITED)
+        if room == UNLIMITED:
+            return self.unlimited
         if room not in self._by_room:
             self._by_room[room] = replace(self.unlimited, room=room)
         return self._by_room[room]
@@ -260,15 +269,17 @@ def _laid(
         gradient_bytes=gradient,
         light=stages.light,
         heavy=float(stages.heavy.sum()),
+        light_split=stages.light_split,
+        heavy_split=float(stages.heavy_split.sum()),
         chunks=asked.chunks,
         recompute={unit: how for unit, how in recompute.items() if how},
         ep=asked.ep,
+        degrees=dict.fromkeys(asked.extra, asked.degree_of_extra) if asked.whole_items else {},
     )
     return _Laid(option, static, transient, kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """What a chain is to be like: its key among those known."""
 
     unit: str
@@ -281,10 +292,18 @@ class _Asked:
     chunks: int
     level: Recompute
     ep: int = 1
+    whole_items: bool = False
+    by_seconds: bool = True  # of its layers, not by a balance that was given
+
+    @property
+    def degree_of_extra(self) -> tuple[int, int]:
+        """(tp, cp) of the extra units."""
+        return (1, self.tp * self.cp) if self.whole_items else (self.tp, self.cp)
 
     @property
     def but_microbatches(self) -> tuple[object, ...]:
         """All but their number."""
         return (
-            self.unit, self.tp, self.cp, self.stages, self.samples, self.extra, self.chunks, self.level, self.ep
+            self.unit, self.tp, self.cp, self.stages, self.samples, self.extra, self.chunks, self.level, self.ep,
+            self.whole_items, self.by_seconds,
         )  # fmt: skip

@@ -25,6 +25,9 @@ from dilatant.plan.ways import Row, Way, Ways, best_rows, undominated
 MOST_WAYS = 4
 """On many devices, to run the units that are on other groups, for each way to run the language model."""
 
+SURELY = 1.0 - 1e-9
+"""Sums in another order differ by less."""
+
 
 def placed_candidates(
     spaces: Sequence[Space],
@@ -72,6 +75,9 @@ class _Join:
         """The candidate with chains of the other units, those that promise most."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
+        later = (space.heaviest(near.replicas * near.num_microbatches) - 1.0) / 2
+        if near.estimate * SURELY > most_seconds and near.num_microbatches - 1 >= later:
+            return  # other units only add to fill and slowest stage
         at = next(number for number, option in enumerate(near.options) if language in option.cuts)
         own, before, after = near.options[at], near.options[:at], near.options[at + 1 :]
         following = max((option.stages for option in after), default=0)
@@ -84,7 +90,7 @@ class _Join:
             + np.maximum(ways.before, max((option.total for option in before), default=0.0))
             + np.maximum(ways.after, max((option.total for option in after), default=0.0))
         )
-        heavy = (space.heaviest(near.replicas * near.num_microbatches) - 1.0) / 2 * (fill - slowest)
+        heavy = later * (fill - slowest)
         rounds = GAPS if own.chunks > 1 else 1.0
         sums = max(
             chain_times(space, count, near.num_microbatches, option).exposed_sync
@@ -140,10 +146,7 @@ class _Join:
             ]
             if not own:
                 return None
-            bound = max(
-                bound,
-                min(max(one.times.stages, one.times.path) for one in own),
-            )
+            bound = max(bound, min(one.times.least for one in own))
             if unit in roles.encoders:
                 room = min([room, *(one.option.room for one in own)])
             alone = [*self.away.values()].count(group) == 1 and not are_few(self.spaces)

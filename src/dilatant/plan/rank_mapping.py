@@ -19,7 +19,8 @@ class Chain:
     `cuts[unit]` are the first layers of that unit's stages. Several units in one chain are colocated: their k-th
     stages share devices. A unit may have fewer stages than the chain; they are its first ones. `chunks` stages are on
     the same devices: the chain goes round its groups so often. `recompute[unit]`: as in `UnitPlan`. `ep[unit]`: ranks
-    that divide its experts, 1 where it says nothing.
+    that divide its experts, 1 where it says nothing. `degrees[unit]`: the tp and cp of one that shares the devices
+    otherwise.
     """
 
     replicas: int
@@ -29,6 +30,7 @@ class Chain:
     chunks: int = 1
     recompute: Mapping[str, tuple[Recompute, ...]] = field(default_factory=dict)
     ep: Mapping[str, int] = field(default_factory=dict)
+    degrees: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -113,8 +115,7 @@ def _replicas(name: str, chain: Chain, layers: int, number: int, ranks: _Ranks) 
                     first,
                     end,
                     ranks[number, replica, stage % chain.groups],
-                    chain.tp,
-                    chain.cp,
+                    *chain.degrees.get(name, (chain.tp, chain.cp)),
                     chain.ep.get(name, 1),
                 )
                 for stage, (first, end) in enumerate(zip(chain.cuts[name], ends))

@@ -28,6 +28,8 @@ class PlanScore:
 
 class PlanScorer(Protocol):
     """Simulates a plan whose pipelines have so many microbatches in a step, or more where one would have more than
-    `row_tokens` tokens of the language model."""
+    `row_tokens` tokens of the language model; under the schedule family that suits it best, or that is named."""
 
-    def __call__(self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, /) -> PlanScore: ...
+    def __call__(
+        self, plan: Plan, num_microbatches: int, row_tokens: int | None = None, schedule: str | None = None, /
+    ) -> PlanScore: ...

@@ -53,9 +53,10 @@ def search(
     all_devices: bool = False,
     copies: int = 1,
     ranks_per_node: int | None = None,
-    halves: bool = False,
+    halves: bool = True,
     leftovers: bool = False,
     row_tokens: Sequence[int] = (),
+    row_limit: int | None = None,
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
@@ -64,7 +65,8 @@ def search(
     encoders run (`EncoderPosition`); `mode` restricts this to what a published system would consider,
     `num_microbatches` to plans with that many, `all_devices` to those on the largest number of devices that any uses,
     `copies` to those with every layer on so many nodes of `ranks_per_node` devices (default: those of the cluster).
-    halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less.
+    halves: `scorer` may split backwards (zero-bubble schedules), so bounds count on less. row_limit: most tokens of the
+    language model in any microbatch that `scorer` makes, if it cuts them.
     row_tokens: budgets of tokens of the language model to cut microbatches by as well: any number of pipelines then
     shares the batch, and a step has as many microbatches as its samples take (mode `BEST` without `num_microbatches`).
     leftovers: devices that promising plans leave idle may form one more pipeline, unlike the others and with fewer of
@@ -87,7 +89,16 @@ def search(
     )
     spaces = [
         open_space(
-            model, costs.on(group.name), group, workload, global_batch, rules, chunks, halves, row_tokens
+            model,
+            costs.on(group.name),
+            group,
+            workload,
+            global_batch,
+            rules,
+            chunks,
+            halves,
+            row_tokens,
+            row_limit,
         )
         for group in cluster.groups
     ]
@@ -215,4 +226,4 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
 
 def _from_rank(scorer: PlanScorer, first: int) -> PlanScorer:
     """Scores plans of a group whose ranks count from 0."""
-    return lambda plan, count, row_tokens=None: scorer(plan.shifted(first), count, row_tokens)
+    return lambda plan, *how: scorer(plan.shifted(first), *how)

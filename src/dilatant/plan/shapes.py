@@ -71,15 +71,21 @@ class _Shape:
                     yield self._candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[Candidate]:
-        """Encoders on the devices of the language model's first stage."""
-        roles = self.space.roles
+        """Encoders on the devices of the language model's first stage, whose ranks share their layers as they do its
+        own, or their items."""
+        roles, units = self.space.roles, self.table.units
+        most = len(self.space.model.unit(roles.language).layers)
+        alone = set(units.degrees(roles.encoders))
+        ways = [(tp, cp, False) for tp, cp in units.degrees([*roles.encoders, roles.language])]
+        ways += [
+            (tp, cp, True) for tp, cp in units.degrees([roles.language]) if tp > 1 and (1, tp * cp) in alone
+        ]
         for after in self._after(budget):
-            for tp, cp in self.table.units.degrees([*roles.encoders, roles.language]):
-                most = len(self.space.model.unit(roles.language).layers)
+            for tp, cp, whole_items in ways:
                 for stages in range(1, min(most, (budget - after.gpus) // (tp * cp)) + 1):
                     shape = roles.language, tp, cp, stages, self.samples, self.microbatches, after.stages
-                    for ep in self.table.units.expert_degrees(roles.language, tp, cp):
-                        option = self.table.chain(*shape, roles.encoders, ep=ep)
+                    for ep in units.expert_degrees(roles.language, tp, cp):
+                        option = self.table.chain(*shape, roles.encoders, ep=ep, whole_items=whole_items)
                         if option is not None:
                             yield self._candidate(EncoderPosition.IN_LANGUAGE, Side(), option, after)
 

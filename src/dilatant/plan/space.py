@@ -30,7 +30,8 @@ FEW = 16
 class Space:
     """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
     language model. row_tokens: most tokens of it in a microbatch, of plans that are cut by tokens; `by_tokens` are
-    their options. times: those known, by chain, number of pipelines and microbatches."""
+    their options. halves: backwards may be split. times: those known, by chain, number of pipelines and
+    microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -42,6 +43,7 @@ class Space:
     tokens: NDArray[np.float64]
     chunks: tuple[int, ...] = (1,)
     row_tokens: tuple[int, ...] = ()
+    halves: bool = True
     times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
     _chains: dict[tuple[int, int, int | None], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict
@@ -106,17 +108,20 @@ def open_space(
     global_batch: int,
     rules: ParameterBytes = BF16,
     chunks: Sequence[int] = (1,),
-    halves: bool = False,
+    halves: bool = True,
     row_tokens: Sequence[int] = (),
+    row_limit: int | None = None,
 ) -> Space:
     """What `search` searches, with arguments as there, on the devices of one kind."""
-    limits = cluster.gpus_per_node, rules, global_batch, halves
-    units = UnitLayers(model, costs, workload, *limits)
+    limits = cluster.gpus_per_node, rules, global_batch
+    roles = roles_of(model)
+    tokens = np.asarray(workload.tokens[roles.language], dtype=np.float64)
+    # A limit that no batch is above cuts nothing.
+    limited = row_limit is not None and float(tokens.reshape(-1, global_batch).sum(axis=1).max()) > row_limit
+    units = UnitLayers(model, costs, workload, *limits, by_tokens=limited)
     table = OptionTable(units, cluster.bytes_per_device)
     unaware = OptionTable(UnitLayers(_all_trainable(model), costs, workload, *limits), math.inf)
     by_tokens = OptionTable(units.cut_by_tokens(), cluster.bytes_per_device) if workload.dense else table
-    roles = roles_of(model)
-    tokens = np.asarray(workload.tokens[roles.language], dtype=np.float64)
     return Space(
         model,
         roles,
@@ -128,6 +133,7 @@ def open_space(
         tokens,
         tuple(chunks),
         tuple(row_tokens),
+        halves,
     )
 
 

@@ -34,7 +34,7 @@ class StageCosts:
     taken from then to the update, for what a rank keeps of its own gradients beside the sums. `late_bytes`,
     `[stages, 2, 3]`, are taken by a backward when it is at the stage's beginning, beyond what is kept: by a whole one
     that makes the first weight gradients, with those of the layers behind, and by an input-gradient half, with what
-    these layers keep for their other half.
+    these layers keep for their other half. `items_per_token` `[stages]`: as in `UnitSpec`.
     """
 
     seconds: NDArray[np.float64]
@@ -47,6 +47,7 @@ class StageCosts:
     sum_bytes: NDArray[np.float64]
     own_gradient_bytes: NDArray[np.float64]
     late_bytes: NDArray[np.float64]
+    items_per_token: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +204,8 @@ def stage_costs(
         late[entry.index] = _late(*held, gradients)
         summed[entry.index] = _sum_bytes(entry, plan, model, rules)
         own_gradient[entry.index] = _own_gradient_bytes(entry, plan, model, rules)
-    return StageCosts(*columns)
+    items = np.asarray([model.unit(entry.unit).items_per_token for entry in placed])
+    return StageCosts(*columns, items_per_token=items)
 
 
 def _transient(own: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:

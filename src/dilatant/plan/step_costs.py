@@ -70,6 +70,7 @@ class StepCosts:
             count = len(plan.stages())
             nothing = [0.0] * count  # in older files
             older = {**dict.fromkeys(BY_STAGE, nothing), "late_bytes": [[[0.0] * 3] * 2] * count}
+            older["items_per_token"] = [1.0] * count
             by_name = {**older, **document["stages"]}
             arrays = {one.name: np.asarray(by_name[one.name], dtype=np.float64) for one in fields(StageCosts)}
             cluster = document["cluster"]
@@ -98,7 +99,7 @@ class StepCosts:
             shape = {
                 "seconds": (count, len(KIND_ORDER), 3),
                 "late_bytes": (count, 2, 3),
-                **dict.fromkeys(("static_bytes", *BY_STAGE), (count,)),
+                **dict.fromkeys(("static_bytes", "items_per_token", *BY_STAGE), (count,)),
             }.get(name, (count, 3))
             if values.shape != shape:
                 raise ValueError(f"{name} has shape {list(values.shape)}, but this plan needs {list(shape)}")
@@ -135,7 +136,8 @@ def token_costs(plan: Plan, backward: tuple[bool, ...]) -> StepCosts:
     seconds[:, 2:, 1] = seconds[:, 1:2, 1] / 2
     nothing = np.zeros((count, 3))
     none, late = np.zeros(count), np.zeros((count, 2, 3))
-    stages = StageCosts(seconds, nothing, nothing, nothing, nothing, none, none, none, none, late)
+    bytes_ = (nothing, nothing, nothing, nothing, none, none, none, none, late)
+    stages = StageCosts(seconds, *bytes_, items_per_token=np.ones(count))
     return StepCosts(stages, origin=TOKENS)
 
 

@@ -80,6 +80,14 @@ def _add_rings(
         sums += [_Ring(part, 2, alike) for alike in zip(*sharing.values(), strict=True)]
 
 
+@lru_cache(maxsize=2)
+def _places(
+    ranks: tuple[int, ...], cluster: Cluster
+) -> tuple[dict[int, Cluster], dict[int, tuple[int, int]]]:
+    """By rank its group, and its node and port there; the same in all orders of ranks."""
+    return dict(zip(ranks, map(cluster.at, ranks))), dict(zip(ranks, map(cluster.place_of, ranks)))
+
+
 def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster) -> dict[int, float]:
     """Seconds by rank until all its rings are done.
 
@@ -89,8 +97,7 @@ def _ring_seconds(rings: Iterable[_Ring], ranks: Sequence[int], cluster: Cluster
     slowest on a ring decides.
     """
     inside, waits = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    group_of = dict(zip(ranks, map(cluster.at, ranks)))
-    place_of = dict(zip(ranks, map(cluster.place_of, ranks)))
+    group_of, place_of = _places(tuple(ranks), cluster)
     homes = {place_of[rank][0]: group_of[rank] for rank in ranks}
     bandwidth = {node: group.port.bandwidth for node, group in homes.items()}
     through: dict[tuple[int, int], float] = defaultdict(float)  # seconds by node and port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -26,8 +27,8 @@ class MeanCosts:
     [stages].
 
     `seconds` is forward plus backward, of which `backward`; `work` the least of `seconds`, however samples are grouped,
-    and `forward` its forwards; `light` and `heavy` those of the lightest and of the heaviest sample alone, of which
-    only what others wait for where backwards are split.
+    and `forward` its forwards; `light` and `heavy` those of the lightest and of the heaviest sample alone, and
+    `light_split` and `heavy_split` what others wait for of them where backwards are split.
     Bytes per rank: `static` throughout (`twice` of them where the first layer is not held too), `kept` per microbatch
     in flight, `transient` while the layer runs, `gradient` to be synced.
     """
@@ -38,6 +39,8 @@ class MeanCosts:
     forward: NDArray[np.float64]
     light: NDArray[np.float64]
     heavy: NDArray[np.float64]
+    light_split: NDArray[np.float64]
+    heavy_split: NDArray[np.float64]
     static: NDArray[np.float64]
     twice: NDArray[np.float64]
     kept: NDArray[np.float64]
@@ -53,14 +56,16 @@ class MeanCosts:
         at = np.array(cuts)
         kept = np.cumsum(self.kept)
         transient = np.maximum.reduceat(self.transient + kept, at) - kept[[*at[1:] - 1, -1]]
-        sums = {one.name: np.add.reduceat(getattr(self, one.name), at) for one in fields(self)}
-        return MeanCosts(**{**sums, "transient": transient})
+        names = [one.name for one in fields(self)]
+        sums = np.add.reduceat(np.stack([getattr(self, name) for name in names]), at, axis=1)
+        return MeanCosts(**{**dict(zip(names, sums)), "transient": transient})
 
     def beside(self, others: Sequence[MeanCosts]) -> MeanCosts:
         """Of stages on the same ranks, which run in turn; each unit has a lightest and a heaviest sample of its own."""
         joined = {}
         for one in fields(self):
-            join = {"transient": np.max, "light": np.min, "heavy": np.min}.get(one.name, np.sum)
+            of_sample = one.name.startswith(("light", "heavy"))
+            join = np.max if one.name == "transient" else np.min if of_sample else np.sum
             joined[one.name] = join([getattr(each, one.name) for each in (self, *others)], axis=0)
         return MeanCosts(**joined)
 
@@ -73,7 +78,7 @@ class MeanCosts:
             column, more = getattr(self, one.name).copy(), [getattr(other, one.name) for other in others]
             if one.name == "transient":
                 column[0] = max(column[0], *(float(other.max()) for other in more))
-            elif one.name not in ("heavy", "twice"):
+            elif one.name not in ("heavy", "heavy_split", "twice"):
                 column[0] += sum(float(other.sum()) for other in more)
             if one.name == "static" and one_ahead:
                 column[0] += sum(float(other.kept.sum()) for other in others)
@@ -84,8 +89,8 @@ class MeanCosts:
 class UnitLayers:
     """The layers of a model's units for microbatches of some number of samples, computed once each.
 
-    halves: backwards may be split, so bounds count on less. by_tokens: so may microbatches. sharing: chains beside each
-    other that share optimizer state.
+    by_tokens: microbatches may be cut further, so bounds count on less. sharing: chains beside each other that share
+    optimizer state.
     """
 
     def __init__(
@@ -96,7 +101,6 @@ class UnitLayers:
         gpus_per_node: int,
         rules: ParameterBytes = BF16,
         global_batch: int = 1,
-        halves: bool = False,
         sharing: int = 1,
         by_tokens: bool = False,
     ) -> None:
@@ -106,7 +110,6 @@ class UnitLayers:
         self._costs = costs
         self._workload = workload
         self._batch = global_batch
-        self._halves = halves
         self._sharing = sharing
         self._by_tokens = by_tokens
         self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
@@ -132,7 +135,6 @@ class UnitLayers:
             self.gpus_per_node,
             self.rules,
             self._batch,
-            self._halves,
         )
         other = UnitLayers(*known, sharing, by_tokens)
         other._tables = self._tables
@@ -180,20 +182,20 @@ class UnitLayers:
             table = self._table(unit, tp, cp, level, ep)
             free = self._table(unit, tp, cp, spec.recompute or "none", ep)
             ranks = self._ranks_sharing(unit, tp, cp, ep)
-            row = self._workload.mean_row(unit, samples)
+            row = self._workload.mean_row(unit, samples) * self._unevenness(unit, cp, samples)
             least = self._workload.least_row(unit, samples, self._by_tokens)
             light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
-            # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
-            there = free.seconds[:, 0] if self._halves else fastest
-            back = free.seconds[:, 0] + free.seconds[:, 2] if self._halves else fastest
             self._layers[key] = MeanCosts(
                 seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
                 backward=table.seconds[:, 1] @ row,
                 work=fastest @ least,
                 forward=free.seconds[:, 0] @ least,
-                light=there @ light,
-                heavy=back @ heavy,
+                light=fastest @ light,
+                heavy=fastest @ heavy,
+                # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
+                light_split=free.seconds[:, 0] @ light,
+                heavy_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heavy,
                 static=table.static_shared_by(ranks),
                 twice=table.twice(ranks),
                 kept=table.kept_bytes @ row,
@@ -201,6 +203,16 @@ class UnitLayers:
                 gradient=np.array([self.rules.summed * layer.held_trained(tp, ep) for layer in spec.layers]),
             )
         return self._layers[key]
+
+    def _unevenness(self, unit: str, cp: int, samples: float) -> NDArray[np.float64]:
+        """How many times its even share the fullest of cp ranks has of the mean microbatch's row: [3]."""
+        each = self.model.unit(unit).items_per_token
+        if cp == 1 or each == 1.0:
+            return np.ones(3)
+        _, tokens, present = self._workload.mean(unit)
+        items = max(1.0, samples * (tokens * each if each else present))
+        times = cp * math.ceil(items / cp) / items
+        return np.array([times, times, 1.0])
 
     def of_samples(self, unit: str, tp: int, cp: int) -> NDArray[np.float64]:
         """Seconds of each sample in all layers of a unit, without what calls cost: [samples]."""

@@ -18,8 +18,8 @@ def validate(plan: Plan, model: ModelSpec, cluster: Cluster) -> None:
     """Return if the plan is valid; else raise InvalidPlanError listing all that is wrong.
 
     Every layer of every unit must be held once in every replica, in order; a rank belongs to one group of ranks, which
-    may hold stages of several units or several stages of one replica, but not two replicas of one unit; ranks exist
-    in the cluster; the tensor-parallel ranks of a stage share a node.
+    may hold stages of several units, each with its own tp and cp, or several stages of one replica, but not two
+    replicas of one unit; ranks exist in the cluster; the tensor-parallel ranks of a stage share a node.
     """
     problems = plan_problems(plan, model, cluster)
     if problems:
@@ -129,11 +129,8 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[str]:
             problems.append(f"{_place(entry)} names a rank twice: {list(stage.ranks)}")
         for rank in dict.fromkeys(stage.ranks):
             other = groups.setdefault(rank, entry)
-            same = other.stage.ranks == stage.ranks and (other.stage.tp, other.stage.cp) == (
-                stage.tp,
-                stage.cp,
-            )
-            if not same:
+            alike = other.unit != entry.unit or (other.stage.tp, other.stage.cp) == (stage.tp, stage.cp)
+            if other.stage.ranks != stage.ranks or not alike:
                 problems.append(
                     f"rank {rank} is in two groups: {_place(other)} on {list(other.stage.ranks)} (tp {other.stage.tp}, "
                     f"cp {other.stage.cp}) and {_place(entry)} on {list(stage.ranks)} (tp {stage.tp}, cp {stage.cp})"

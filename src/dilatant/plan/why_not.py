@@ -26,11 +26,19 @@ KEYS = ("replicas", "tp", "cp", "pp", "chunks")
 """What may be said of a unit; as in `ParallelSpec`."""
 GROUP = "group"
 """This, too: the name of the group of unlike devices that it is on."""
+TOKENS = "microbatch_tokens"
+"""And this of the whole plan; as in the config's `plan`."""
 TRIED = 3
 """So many of the layouts that fit what is asked are simulated, the most promising."""
 
-Asked = Mapping[str, Mapping[str, Any]]
-"""Unit → key of `KEYS` → whole number, or `GROUP` → name; what is not said may be anything."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A layout in part. units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: the budget of
+    tokens that microbatches are cut by. What is not said may be anything."""
+
+    units: Mapping[str, Mapping[str, Any]]
+    microbatch_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +60,18 @@ class WhyNot:
 
 
 def read_asked(text: str, units: Sequence[str]) -> Asked:
-    """What `vision: {pp: 2}, language: {tp: 4}` asks for. Raises UserError that lists every problem."""
+    """What `vision: {pp: 2}, language: {tp: 4}, microbatch_tokens: 8192` asks for. Raises UserError that lists every
+    problem."""
     try:
         found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
     except yaml.YAMLError:
         found = None
-    if not isinstance(found, dict) or not found or not all(isinstance(own, dict) for own in found.values()):
+    tokens = found.pop(TOKENS, None) if isinstance(found, dict) and TOKENS not in units else None
+    if (
+        not isinstance(found, dict)
+        or not (found or tokens is not None)
+        or not all(isinstance(own, dict) for own in found.values())
+    ):
         raise UserError(f"{text!r} is no layout; write one like 'vision: {{pp: 2}}, language: {{tp: 4}}'")
     problems = [
         f"{unit!r} is no unit of this model; it has {', '.join(units)}" for unit in found if unit not in units
@@ -73,9 +87,11 @@ def read_asked(text: str, units: Sequence[str]) -> Asked:
                 problems.append(f"{unit}: {key!r} cannot be asked for; {', '.join(KEYS)} and {GROUP} can")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        problems.append(f"{TOKENS} is {tokens!r}; it must be a whole number from 1 on")
     if problems:
         raise list_problems(f"{text!r} is no layout of this model:", problems)
-    return found
+    return Asked(found, tokens)
 
 
 def why_not(
@@ -125,14 +141,14 @@ def why_not(
 def _like(
     spaces: Sequence[Space], cluster: Cluster, asked: Asked, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Those of which all chains of each unit are as asked."""
+    """Those that are cut as asked, and of which all chains of each unit are."""
     names = [cluster.groups[number].name for number in range(len(spaces))]
 
     def is_like(candidate: Candidate) -> bool:
         groups = candidate.groups or (0,) * len(candidate.options)
-        return all(
+        return asked.microbatch_tokens in (None, candidate.row_tokens) and all(
             {**_degrees(option, count, unit), GROUP: names[group]}.items() >= wanted.items()
-            for unit, wanted in asked.items()
+            for unit, wanted in asked.units.items()
             for option, count, group in zip(candidate.options, candidate.counts, groups, strict=True)
             if unit in option.cuts
         )
@@ -143,11 +159,14 @@ def _like(
 def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
     stages = len(option.cuts[unit])
     chunks = option.chunks if stages == option.stages else 1
-    return {"replicas": count, "tp": option.tp, "cp": option.cp, "pp": stages // chunks, "chunks": chunks}
+    tp, cp = option.degrees.get(unit, (option.tp, option.cp))
+    return {"replicas": count, "tp": tp, "cp": cp, "pp": stages // chunks, "chunks": chunks}
 
 
 def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
-    for unit, wanted in asked.items():
+    if asked.microbatch_tokens not in (None, winner.row_tokens):
+        return False
+    for unit, wanted in asked.units.items():
         replicas = winner.plan.unit(unit).replicas
         stages = replicas[0].stages
         groups = len({stage.ranks for stage in stages})
@@ -165,8 +184,11 @@ def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
 def _problems(space: Space, asked: Asked) -> list[str]:
     """What no search could find, whatever its cluster."""
     problems = []
+    if asked.microbatch_tokens not in (None, *space.row_tokens):
+        there = f"{_either(space.row_tokens)} was" if space.row_tokens else "no budget of tokens was"
+        problems.append(f"{TOKENS} {asked.microbatch_tokens} was not tried; {there} (plan.{TOKENS})")
     names = [group.name for group in space.cluster.groups if group.name]
-    for unit, wanted in asked.items():
+    for unit, wanted in asked.units.items():
         if wanted.get(GROUP, "") not in ("", *names):
             there = f"they are {', '.join(names)}" if names else "there are none"
             problems.append(f"{unit}: group {wanted[GROUP]!r} is none of cluster.groups; {there}")
@@ -188,9 +210,11 @@ def _problems(space: Space, asked: Asked) -> list[str]:
             problems.append(
                 f"{unit}: chunks {wanted['chunks']} were not tried (plan.chunks, for the language model)"
             )
-    devices = sum(math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.values())
-    shared = {space.roles.language, *space.roles.encoders} >= asked.keys()
-    most = max((math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.values()), default=0)
+    devices = sum(math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.units.values())
+    shared = {space.roles.language, *space.roles.encoders} >= asked.units.keys()
+    most = max(
+        (math.prod(wanted.get(key, 1) for key in KEYS[:4]) for wanted in asked.units.values()), default=0
+    )
     if (most if shared else devices) > space.cluster.num_devices:
         problems.append(
             f"it takes {most if shared else devices} devices, and there are {space.cluster.num_devices}"
@@ -200,7 +224,7 @@ def _problems(space: Space, asked: Asked) -> list[str]:
 
 def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> str:
     """Why nothing is like it although each unit could be."""
-    replicas = {wanted["replicas"] for wanted in asked.values() if "replicas" in wanted}
+    replicas = {wanted["replicas"] for wanted in asked.units.values() if "replicas" in wanted}
     for count in replicas:
         by_tokens = mode is Mode.BEST and any(space.microbatches_of(most, count) for most in space.row_tokens)
         if not by_tokens and all(space.global_batch % (count * size) for size in sizes):
@@ -208,7 +232,7 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
                 f"a global batch of {space.global_batch} does not divide among {count} replicas into microbatches of "
                 f"{_either(sizes)}"
             )
-    taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.items()}
+    taken = {unit: math.prod(wanted.get(key, 1) for key in KEYS[:4]) for unit, wanted in asked.units.items()}
     least = sum(
         taken.get(unit) or min((tp * cp for tp, cp in space.table.units.degrees([unit])), default=1)
         for unit in space.roles.units
@@ -217,6 +241,11 @@ def _nowhere(space: Space, asked: Asked, mode: Mode, sizes: Sequence[int]) -> st
         return f"with all units it takes {least} devices, and there are {space.cluster.num_devices}"
     if len(replicas) > 1:
         return "replicas of unlike number are looked at only as DistTrain's search finds them (mode disttrain or best)"
+    if asked.microbatch_tokens is not None:
+        return (
+            f"{asked.microbatch_tokens} tokens are tried only where a step then has another number of microbatches "
+            "than by any number of samples or other budget, and each pipeline has some"
+        )
     return f"mode {mode} looks at no plan like it"
 
 

@@ -15,6 +15,7 @@ from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs, save_costs
 from dilatant.profiling.describe_model import ModelDescription
 from dilatant.profiling.layer_costs import misfits
+from dilatant.profiling.layer_shards import degrees_by_kind
 from dilatant.profiling.planned_hardware import Target
 
 SCATTERED = 0.3
@@ -51,9 +52,8 @@ def kept_costs(
         return None
     if costs.dtype != target.dtype or costs.longest * REACH < longest or misfits(costs, model):
         return None
-    kinds = {layer.kind for unit in model.spec.units for layer in unit.layers}
-    wanted = set(degrees)
-    return costs if all(wanted <= costs.layers[kind].keys() for kind in kinds) else None
+    wanted = degrees_by_kind(model, degrees)
+    return costs if all({*own} <= costs.layers[kind].keys() for kind, own in wanted.items()) else None
 
 
 def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:

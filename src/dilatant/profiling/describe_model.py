@@ -115,7 +115,7 @@ def describe_model(
     for name, unit in model.units.items():
         geometry = unit.geometry
         layers: list[LayerSpec] = []
-        by_layer = list(_weights_by_layer(unit))
+        by_layer = list(weights_by_layer(unit))
         leading = {id(parameter) for _, parameter in by_layer[0]}
         experts = {layer: _experts(block) for layer, block in zip(unit.layers[1:], unit.blocks)}
         for index, weights in enumerate(by_layer):
@@ -149,7 +149,13 @@ def describe_model(
                 )
             )
         units.append(
-            UnitSpec(name, tuple(layers), model.graph.feeds[name], (recompute or {}).get(name, "none"))
+            UnitSpec(
+                name,
+                tuple(layers),
+                model.graph.feeds[name],
+                (recompute or {}).get(name, "none"),
+                _items_per_token(unit),
+            )
         )
     return ModelDescription(
         spec=ModelSpec(tuple(units)),
@@ -165,12 +171,19 @@ def describe_model(
     )
 
 
+def _items_per_token(unit: Unit) -> float:
+    """As in `UnitSpec`: told by how a unit counts the items of a sample of very many tokens."""
+    many = 1 << 40
+    items = unit.items({unit.unit: many})
+    return items / many if items > 1 else 0.0
+
+
 def _dense(model: MultimodalModel) -> dict[str, float]:
     attention = getattr(model.language.model.config, "_attn_implementation", None)
     return {model.graph.anchor: _DENSE[attention]} if attention in _DENSE else {}
 
 
-def _weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def weights_by_layer(unit: Unit) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """For every layer of the unit its parameters by their name inside the layer, tied ones in each layer."""
     parameters = {
         part: dict(getattr(unit, part).named_parameters(remove_duplicate=False)) for part in unit.parts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dilatant.config import Config, UserError, list_problems
 from dilatant.cost.analytic import analytic_costs
@@ -16,10 +18,19 @@ from dilatant.cost.layer import ZERO, LayerCost
 from dilatant.cost.model import CostModel, Degree, load_costs
 from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
-from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType, ModelDescription
+from dilatant.models.experts import is_fused
+from dilatant.models.parallel_linear import ParallelLinear
+from dilatant.profiling.describe_model import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    LayerType,
+    ModelDescription,
+    weights_by_layer,
+)
 from dilatant.profiling.layer_probes import layer_probe
 from dilatant.profiling.layer_shapes import layer_shapes
-from dilatant.profiling.layer_shards import check_tensor_degrees, tensor_shard
+from dilatant.profiling.layer_shards import degrees_by_kind, tensor_shard
 from dilatant.profiling.planned_degrees import planned_degrees
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.precision import pick_device
@@ -45,9 +56,9 @@ def layer_costs(
     degrees = planned_degrees(config.plan, model, target)
     if target.is_local:
         return measure_layers(model, target, measured_tokens(config), say=say, degrees=degrees)
-    check_tensor_degrees(model, [tp for tp, _ in degrees])
     per_node = target.cluster.gpus_per_node
-    return analytic_costs(layer_shapes(model), target.hardware, degrees, target.dtype, per_node)
+    by_kind = degrees_by_kind(model, degrees)
+    return analytic_costs(layer_shapes(model), target.hardware, by_kind, target.dtype, per_node)
 
 
 def _costs_of_groups(config: Config, model: ModelDescription, target: Target, say: Say) -> CostModel:
@@ -116,23 +127,22 @@ def measure_layers(
     Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
     vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
     from the links of the target's hardware; the cost model's note says so.
-    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips. Raises UserError for
-    degrees that do not divide the layers, and for families whose shares are not known.
+    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips. Raises UserError as
+    `degrees_by_kind`.
     """
-    wanted = sorted(set(degrees))
-    tensor = sorted({tp for tp, _ in wanted})
-    check_tensor_degrees(model, tensor)
+    by_kind = degrees_by_kind(model, degrees)
     device, dtype = pick_device(), getattr(torch, target.dtype)
+    tensor = {entry.kind: sorted({tp for tp, _ in by_kind[entry.kind]}) for entry in model.types}
     shards = {
-        (unit, tp): tensor_shard(unit, tp) for unit in {entry.unit for entry in model.types} for tp in tensor
+        (entry.unit, tp): tensor_shard(entry.unit, tp) for entry in model.types for tp in tensor[entry.kind]
     }
     probes = [
         replace(_probe(share, device, dtype), degree=(tp, 1))
         for entry in model.types
         for tp, share in (
-            [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor]
+            [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor[entry.kind]]
             if entry.is_divided
-            else [(tensor[0], entry)]
+            else [(tensor[entry.kind][0], entry)]
         )
     ]
     # Never more threads than this process trains with (OMP_NUM_THREADS).
@@ -141,13 +151,15 @@ def measure_layers(
     )
     with _threads(threads):
         measured = profile_layers(probes, target.hardware.name, target.dtype, tokens, repeats, say)
-    return measured if wanted == [(1, 1)] else _on_groups(measured, model, target, wanted)
+    alone = all(own == [(1, 1)] for own in by_kind.values())
+    return measured if alone else _on_groups(measured, model, target, by_kind)
 
 
 def _on_groups(
-    measured: CostModel, model: ModelDescription, target: Target, degrees: Sequence[Degree]
+    measured: CostModel, model: ModelDescription, target: Target, degrees: Mapping[str, Sequence[Degree]]
 ) -> CostModel:
-    """The costs at (tp, cp) from those measured at (tp, 1); what is not divided was measured at the first tp."""
+    """The costs at (tp, cp), by layer type, from those measured at (tp, 1); what is not divided was measured at the
+    first tp."""
     layers: dict[str, dict[Degree, LayerCost]] = {}
     for kind, shape in layer_shapes(model).items():
         shares = measured.layers[kind]
@@ -160,7 +172,7 @@ def _on_groups(
                 target.dtype,
                 degree,
             )
-            for degree in degrees
+            for degree in degrees[kind]
         }
     source = target.hardware.source or target.hardware.name
     note = (
@@ -179,15 +191,18 @@ def costs_in_use(
     costs: CostModel, model: ModelDescription, targets: float, row: int, chunk: int | None
 ) -> CostModel:
     """The costs as training meets them: the head runs only on the share `targets` of tokens that carry loss, by chunks
-    if a microbatch of up to `row` tokens has more than `chunk` of them, and never puts its weight gradient off; and
-    only blocks are recomputed."""
+    if a microbatch of up to `row` tokens has more than `chunk` of them; weight gradients are put off only where they
+    are those of linear layers, and never in the head; and only blocks are recomputed."""
     if costs.groups:
         return costs.mapped(lambda own: costs_in_use(own, model, targets, row, chunk))
     heads, blocks = model.kinds(HEAD), model.kinds(BLOCK)
+    put_off = {entry.kind for entry in model.types if puts_off(entry)}
 
     def used(kind: str, cost: LayerCost) -> LayerCost:
+        if kind not in put_off:
+            cost = replace(cost, splits=False)
         if kind in heads:
-            cost = replace(_on_targets(cost, targets), splits=False)
+            cost = _on_targets(cost, targets)
             if chunk is not None and row * targets > chunk:
                 return _in_chunks(cost, chunk / targets, row)
         if kind not in blocks:
@@ -207,6 +222,22 @@ def costs_in_use(
             for kind, degrees in costs.layers.items()
         },
     )
+
+
+def puts_off(entry: LayerType) -> bool:
+    """Whether a split backward puts off most of a layer's weight gradients: those of linear layers and experts, but not
+    those of the head, or of an embedding that may be tied to it (see `runtime.weight_gradients`)."""
+    unit = entry.unit
+    linear = {
+        id(weight)
+        for part in unit.parts
+        for module in getattr(unit, part).modules()
+        if type(module) in (nn.Linear, ParallelLinear) or is_fused(module)
+        for weight in module.parameters(recurse=False)
+    }
+    own = [weight for _, weight in next(islice(weights_by_layer(unit), entry.index, None))]
+    put_off = sum(weight.numel() for weight in own if id(weight) in linear)
+    return entry.role not in (EMBEDDING, HEAD) and 2 * put_off > sum(weight.numel() for weight in own)
 
 
 def _in_chunks(cost: LayerCost, tokens: float, row: int) -> LayerCost:

@@ -13,24 +13,34 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dilatant.config import list_problems
+from dilatant.cost.model import Degree
 from dilatant.models.tensor_parallel import share_heads, with_weights
 from dilatant.models.tensor_plan import TensorPlan, degree_problems, dropout_problems, tensor_plan
 from dilatant.models.unit import Unit
 from dilatant.profiling.describe_model import ModelDescription
 
 
-def check_tensor_degrees(model: ModelDescription, degrees: Iterable[int]) -> None:
-    """Raise UserError, naming the unit and the degrees it takes, unless ranks can share every unit at every degree,
-    in training as well."""
-    wanted, problems = sorted(set(degrees) - {1}), []
+def degrees_by_kind(model: ModelDescription, degrees: Iterable[Degree]) -> dict[str, list[Degree]]:
+    """Layer type → those (tp, cp) of `degrees` at which ranks can share its unit, in training as well; tp 1 for a unit
+    that takes no other. Raises UserError, naming units and the degrees that they take, for a tp that none does."""
+    wanted = sorted(set(degrees))
+    found: dict[str, list[Degree]] = {}
+    problems: dict[int, list[str]] = {tp: [] for tp, _ in wanted if tp > 1}
+    taken: set[int] = set()
     for unit in dict.fromkeys(entry.unit for entry in model.types):
         plan = tensor_plan(unit)
-        problems += [problem for degree in wanted for problem in degree_problems(unit, plan, degree)]
-        problems += dropout_problems(unit, plan) if wanted else []
-    if problems:
+        refused = {tp: degree_problems(unit, plan, tp) or dropout_problems(unit, plan) for tp in problems}
+        for tp, why in refused.items():
+            problems[tp] += why
+            taken |= {tp} - {tp if why else 0}
+        own = [(tp, cp) for tp, cp in wanted if not refused.get(tp)]
+        own = own or sorted({(1, cp) for _, cp in wanted})
+        found |= {entry.kind: own for entry in model.types if entry.unit is unit}
+    if nobody := [problem for tp in problems if tp not in taken for problem in problems[tp]]:
         raise list_problems(
-            "tensor-parallel degrees (plan.tensor_parallel, --tp):", list(dict.fromkeys(problems))
+            "tensor-parallel degrees (plan.tensor_parallel, --tp):", list(dict.fromkeys(nobody))
         )
+    return found
 
 
 def tensor_shard(unit: Unit, degree: int) -> Unit:

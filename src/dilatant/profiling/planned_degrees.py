@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dilatant.config import PlanConfig, UserError
 from dilatant.cost.model import Degree
 from dilatant.profiling.describe_model import ModelDescription
-from dilatant.profiling.layer_shards import check_tensor_degrees
+from dilatant.profiling.layer_shards import degrees_by_kind
 from dilatant.profiling.planned_hardware import Target, is_same_hardware
 from dilatant.runtime.layouts import context_problems
 
 
 def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -> list[Degree]:
     """The (tp, cp) that a config names, else on GPUs the powers of two that fit a node and that training can do for
-    every unit of the model. Processes of a CPU share its memory: there it is 1."""
+    some unit of the model. Processes of a CPU share its memory: there it is 1."""
     node = 1 if is_same_hardware("CPU", target.hardware.name) else target.cluster.gpus_per_node
     powers = [1 << power for power in range(node.bit_length()) if 1 << power <= node]
     tensor: Iterable[int] = plan.tensor_parallel or [tp for tp in powers if _divides(model, tp)]
@@ -26,7 +26,7 @@ def planned_degrees(plan: PlanConfig, model: ModelDescription, target: Target) -
 
 def _divides(model: ModelDescription, tp: int) -> bool:
     try:
-        check_tensor_degrees(model, [tp])
+        degrees_by_kind(model, [(tp, 1)])
     except UserError:
         return False
     return True

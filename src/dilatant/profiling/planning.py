@@ -14,7 +14,6 @@ from dilatant.cost.model import CostModel
 from dilatant.data.pieces import Progress
 from dilatant.plan.errors import BatchError, PlanError
 from dilatant.plan.finals import RankedPlan
-from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.plan import Plan
 from dilatant.plan.refusals import microbatch_sizes_for
@@ -181,12 +180,13 @@ def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False)
         open_space(
             problem.model.spec, problem.costs.on(group.name), group, problem.simulated(), problem.global_batch,
             problem.target.rules, _searched_chunks(config), _splits(config), searched_row_tokens(config),
+            config.row_tokens,
         )
         for group in cluster.groups
     ]  # fmt: skip
     space = replace(spaces[0], cluster=cluster)
     return why_not(
-        space, asked, planned.result, _scorer(problem), _searched_sizes(config, problem.target),
+        space, asked, planned.result, scorer_of(problem), _searched_sizes(config, problem.target),
         problem.target.rules, config.parallel.microbatches, all_devices, spaces,
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
         target.cluster,
         problem.simulated(),
         problem.global_batch,
-        _scorer(problem),
+        scorer_of(problem),
         mode=Mode(config.plan.mode),
         microbatch_sizes=_searched_sizes(config, target),
         rules=target.rules,
@@ -216,6 +216,7 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
         halves=_splits(config),
         leftovers=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
         row_tokens=searched_row_tokens(config),
+        row_limit=config.row_tokens,
     )
 
 
@@ -229,8 +230,9 @@ def searched_row_tokens(config: Config) -> Sequence[int]:
 
 
 def _splits(config: Config) -> bool:
-    """Whether the schedule that the config names splits backwards; none that a search tries by itself does."""
-    return config.parallel.schedule in ("zb-h1", "zb-h2")
+    """Whether a schedule that the search tries splits backwards: none does that a published system would try."""
+    named = config.parallel.schedule
+    return config.plan.mode == Mode.BEST if named is None else named in plan_scorer.SPLIT
 
 
 def _searched_sizes(config: Config, target: Target) -> Sequence[int]:
@@ -265,7 +267,7 @@ def time_plan(
     pipelines.
     """
     validate(plan, problem.model.spec, problem.target.cluster)
-    score = _scorer(problem)
+    score = scorer_of(problem)
     pipelines = max(len(unit.replicas) for unit in plan.units)
     counts = [num_microbatches] if num_microbatches else _microbatch_counts(problem, pipelines)
     found = {count: score(plan, count, row_tokens) for count in counts}
@@ -292,15 +294,20 @@ def time_plan(
 
 def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:
     """Of the simulated steps the one whose time is nearest to their mean."""
-    steps = simulated_steps(problem, ranked.plan, ranked.num_microbatches, ranked.row_tokens)
+    own = ranked.plan, ranked.num_microbatches, ranked.row_tokens, ranked.score.schedule or None
+    steps = simulated_steps(problem, *own)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
 
 
 def simulated_steps(
-    problem: PlanningProblem, plan: Plan, num_microbatches: int, row_tokens: int | None = None
+    problem: PlanningProblem,
+    plan: Plan,
+    num_microbatches: int,
+    row_tokens: int | None = None,
+    schedule: str | None = None,
 ) -> list[plan_scorer.Step]:
-    """One step for every simulated global batch."""
+    """One step for every simulated global batch, under `schedule`, else under the best that a search tries."""
     return plan_scorer.simulated_steps(
         plan,
         num_microbatches,
@@ -312,7 +319,7 @@ def simulated_steps(
         problem.target.rules,
         problem.config.seed,
         min(problem.config.row_tokens, row_tokens or problem.config.row_tokens),
-        _families(problem),
+        _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
     )
 
 
@@ -338,51 +345,13 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
     )
 
 
-def compare_schedules(problem: PlanningProblem, ranked: RankedPlan) -> dict[str, PlanScore]:
-    """The score of the plan under each schedule family. A family that cannot run it is left out."""
-    found = {}
-    for name in FAMILIES:
-        try:
-            found[name] = _score(problem, ranked, name)
-        except ValueError:
-            continue
-    return found
-
-
 def tried_schedules(problem: PlanningProblem) -> tuple[str, ...]:
     """The schedule families that a search of this problem tries."""
     named = _families(problem)
     if named is not None:
         return tuple(named)
     rounds = tuple(plan_scorer.ROUNDS) if max(problem.config.plan.chunks) > 1 else ()
-    return (*plan_scorer.TRIED, *rounds)
-
-
-def without_recomputation(problem: PlanningProblem, ranked: RankedPlan) -> PlanScore | None:
-    """The score of the plan if activations are kept; None where none are recomputed."""
-    units = problem.model.spec.units
-    if all(unit.recompute in ("none", None) for unit in units):
-        return None
-    spec = ModelSpec(tuple(replace(unit, recompute="none") for unit in units))
-    kept = replace(problem, model=replace(problem.model, spec=spec))
-    return _score(kept, ranked)
-
-
-def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> PlanScore:
-    """The score of the plan if all of the unit `name` trained."""
-    units = tuple(
-        replace(unit, layers=tuple(replace(layer, trainable=True) for layer in unit.layers))
-        if unit.name == name
-        else unit
-        for unit in problem.model.spec.units
-    )
-    thawed = replace(problem, model=replace(problem.model, spec=ModelSpec(units)))
-    return _score(thawed, ranked)
-
-
-def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count: int) -> PlanScore:
-    """The score of the plan with so many microbatches in a step, where `train.row_tokens` allows."""
-    return _scorer(problem, ranked.score.schedule or None)(ranked.plan, count)
+    return (*(plan_scorer.TRIED if _splits(problem.config) else plan_scorer.WHOLE), *rounds)
 
 
 def searched_counts(problem: PlanningProblem, pipelines: int) -> tuple[int, ...]:
@@ -402,14 +371,8 @@ def _work(problem: PlanningProblem) -> NDArray[np.float64]:
     return sample_work(problem.model.spec, problem.costs, problem.samples.first(problem.samples.available))
 
 
-def _score(problem: PlanningProblem, ranked: RankedPlan, schedule: str | None = None) -> PlanScore:
-    """The score of the plan under `schedule`, else its own."""
-    score = _scorer(problem, schedule or ranked.score.schedule or None)
-    return score(ranked.plan, ranked.num_microbatches, ranked.row_tokens)
-
-
-def _scorer(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer:
-    """Scores under `schedule`, else the best that a search of this problem tries."""
+def scorer_of(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer:
+    """The function that scores plans under `schedule`, else under the best that a search of this problem tries."""
     return plan_scorer.plan_scorer(
         problem.model.spec,
         problem.costs,
@@ -421,6 +384,7 @@ def _scorer(problem: PlanningProblem, schedule: str | None = None) -> PlanScorer
         problem.config.seed,
         problem.config.row_tokens,
         _families(problem) if schedule is None else {schedule: FAMILIES[schedule]},
+        _splits(problem.config),
     )
 
 

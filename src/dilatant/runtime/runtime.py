@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilatant.comm.comm import Comm
-from dilatant.comm.gather import AsyncAllGather, all_gather_object
+from dilatant.comm.gather import all_gather_object
 from dilatant.comm.nodes import nodes_of
 from dilatant.cost.memory import Zero
 from dilatant.data.sample import EncodedSample
@@ -22,24 +21,23 @@ from dilatant.models.random_draws import draws_of
 from dilatant.models.stage import Predictions, Stage, StepData, stage_tensors
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.plan import Plan
-from dilatant.plan.step_costs import TOKENS, StepCosts, token_costs
+from dilatant.plan.step_costs import StepCosts, token_costs
 from dilatant.runtime.agreement import Agreement, Diverged, digest
 from dilatant.runtime.build import build_shared, build_stages, derive_boundaries
 from dilatant.runtime.cost_correction import CostCorrection
-from dilatant.runtime.exact_sums import ExactGradients, square_sums, squares_of
+from dilatant.runtime.exact_sums import ExactGradients
 from dilatant.runtime.executor import Covered, Executor, nothing_covered
 from dilatant.runtime.holders import boxes_held_on, holdings_of, part, trainable_layers
 from dilatant.runtime.layouts import require_trainable
 from dilatant.runtime.local_stage import local_stages
-from dilatant.runtime.loss_sums import sum_losses, sum_sources
 from dilatant.runtime.outcome import Outcome
 from dilatant.runtime.owned_weights import OwnedWeights
 from dilatant.runtime.recorder import Recorder
 from dilatant.runtime.row_owners import RowOwners
 from dilatant.runtime.salvage import Finished, LayerWeights, Salvage, Salvaged
+from dilatant.runtime.step_end import StepEnd
 from dilatant.runtime.step_planner import PreparedStep, Sized, StepPlanner
 from dilatant.runtime.step_result import Predicted, StepResult
-from dilatant.runtime.step_shares import ShareCounter
 from dilatant.runtime.transport import Transport
 from dilatant.runtime.unfinished_step import UnfinishedStep, speaking_layers, trained_by_layer
 from dilatant.schedule.dependencies import messages
@@ -114,7 +112,6 @@ class Runtime:
         self.plan = plan
         self.comm = comm
         self._owns_comm = owns_comm
-        self._num_sources = num_sources
         self._seed = seed or 0
         self._plan_digest = digest(plan.to_json(), f"{zero} {node_of}")
         attention = model.language.row_attention
@@ -172,7 +169,6 @@ class Runtime:
             self._shared.require_equal()
             costs = _first_ranks(comm, costs, plan)
         self._recorder = Recorder(comm.rank, comm.device)
-        self._shares = ShareCounter(plan)
         self._transport = Transport(comm, [p.stage for p in self._placed], look_ahead, check_transport)
         self._executor = Executor(
             comm.rank,
@@ -191,6 +187,9 @@ class Runtime:
         )
         self._planner = StepPlanner(
             plan, self._trainability, model.graph, microbatching, self.costs, comm.rank
+        )
+        self._end = StepEnd(
+            comm, plan, model.graph, self.costs, self._sync, self.owned, self._recorder, num_sources, exact
         )
         self._last: PreparedStep | None = None
         self._next_step = 0
@@ -283,7 +282,9 @@ class Runtime:
             step = step or self.plan_step(samples, step_number=number)
             self._last = step
             self._next_step = number + 1
-            return self._execute(self._step_data(samples, number), step, number, should_stop, found)
+            data = self._step_data(samples, number)
+            outcomes = self._run(data, step, number)
+            return self._end.agree(number, step, data, outcomes, should_stop, found)
 
     def predict(
         self, samples: Sequence[EncodedSample], step: PreparedStep | None = None
@@ -430,64 +431,6 @@ class Runtime:
     def _number(self, step_number: int | None) -> int:
         return self._next_step if step_number is None else step_number
 
-    def _execute(
-        self,
-        data: StepData,
-        step: PreparedStep,
-        number: int,
-        should_stop: Callable[[], bool],
-        found: Callable[[], Sequence[Any]],
-    ) -> StepResult:
-        outcomes = self._run(data, step, number)
-        anchor = self.model.graph.anchor
-        told = () if step.salvaged is None else step.salvaged.losses_of(self.comm.rank)
-        own_losses, nonfinite = sum_losses(outcomes, data, told, self._exact)
-        own_sources = sum_sources(outcomes, data, told, anchor, self._num_sources)
-        self._sync.finish()
-        weights = {name: loss.weight for name, loss in self.model.graph.losses.items()}
-        actions = self._recorder.rows()
-        shares = self._shares.own(actions, self._recorder.seconds())
-        own_found = list(found())
-        squares = self._own_squares()
-        own = (
-            *(own_losses.get(name, 0.0) for name in weights),
-            *squares,
-            float(should_stop()),
-            float(len(own_found)),
-            *own_sources,
-            *self.costs.own(self.comm.rank, step.work, [action.seconds for action in actions]),
-            *shares,
-        )
-        # Who answers here has all its gradients: the last answer is the agreement that the step commits.
-        values = torch.tensor(own, dtype=torch.float64)
-        gathered = AsyncAllGather(self.comm, values, "the agreement that all gradients are there").wait()
-        sums = gathered.sum(0).tolist()
-        losses = dict(zip(weights, sums))
-        squared = sums[len(losses) : len(losses) + len(squares)]
-        stops, num_found, *rest = sums[len(losses) + len(squares) :]
-        sources, rest = rest[: len(own_sources)], rest[len(own_sources) :]
-        warning = self.costs.finish(number, rest[: self.costs.num_sums])
-        loss = sum(weights[name] * value for name, value in losses.items())
-        samples: tuple[str, ...] = ()
-        if not math.isfinite(loss):
-            everybody = all_gather_object(self.comm, nonfinite)
-            samples = tuple(dict.fromkeys(name for names in everybody for name in names))
-        everything = all_gather_object(self.comm, own_found) if num_found else []
-        return StepResult(
-            loss=loss,
-            losses=losses,
-            target_tokens=int(data.counts[anchor]),
-            grad_norm=math.sqrt(squares_of(squared) if self._exact else squared[0]),
-            should_stop=stops > 0,
-            shares=self._shares.shares(rest[self.costs.num_sums :]),
-            nonfinite_samples=samples,
-            found=tuple(one for of_rank in everything for one in of_rank),
-            predicted_seconds=step.predicted_seconds,
-            drift=self.costs.drift if step.origin != TOKENS else {},
-            warning=warning,
-            source_losses=tuple(value / data.counts[anchor] for value in sources),
-        )
-
     def _run(self, data: StepData, step: PreparedStep, number: int) -> list[Outcome]:
         """Run this rank's part of a step that all agree on; what its last stages made, with the samples it is of."""
         samples = data.samples
@@ -515,13 +458,6 @@ class Runtime:
         self._sync.begin_with(gradients)
         covered = self._covering(salvaged)
         return self._executor.run(step.actions, step.routes, data, agreement, owners, ledger, covered)
-
-    def _own_squares(self) -> list[float]:
-        """This rank's part in the square of the gradients' norm, to be added up over ranks."""
-        if not self._exact:
-            return [self.owned.squared_norm()]
-        gradients = {key: parameter.grad for key, parameter in self.owned.parameters.items()}
-        return square_sums(gradient for _, gradient in self.owned.spoken_parts(gradients))
 
     def _covering(self, salvaged: Salvaged | None) -> Covered:
         """The weights of a stage whose gradients of some samples are salvaged."""

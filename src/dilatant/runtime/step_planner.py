@@ -213,7 +213,8 @@ class StepPlanner:
         rows = slice(packed.offsets[index], packed.offsets[index + 1])
         stage, kind, piece = packed.stage[rows], packed.kind[rows], packed.piece[rows]
         seconds = self._costs.origin.stages.seconds[stage, kind]
-        return OwnWork(seconds * timed.sums[piece], self._costs.group_of(stage, kind))
+        # An even share: what ranks that share items measure adds up to that of all, not to the fullest one's each.
+        return OwnWork(seconds * timed.pieces[piece], self._costs.group_of(stage, kind))
 
 
 def _arrays(tokens: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:

@@ -13,20 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.plan import PlacedStage
 from dilatant.schedule.graph import ScheduleGraph
 from dilatant.schedule.packed import FORWARD
+from dilatant.schedule.plan_arrays import PlanArrays
 
 
 def travel(
     graph: ScheduleGraph, seconds: NDArray[np.float64], size: NDArray[np.float64], cluster: Cluster
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(when every op ends [ops], the seconds from there until each of its messages arrives [messages]) of a step whose
-    ops take `seconds` [ops]; zero between stages on the same ranks. size: bytes that a rank of the stage which makes
-    the rows has of each message.
+    ops take `seconds` [ops]; zero between stages that the same ranks share alike. size: bytes that a rank of the stage
+    which makes the rows has of each message.
 
-    The ranks of both stages send and receive equal shares of it; tensor-parallel ranks then gather theirs. Of
-    unlike devices every port passes bytes at its own pace, and the slower decides when they are there.
+    The ranks of both stages send and receive equal shares of it; tensor-parallel ranks then gather theirs. Ranks that
+    share the two stages unlike keep what they have, and swap the rest where none of them gathers. Of unlike devices
+    every port passes bytes at its own pace, and the slower decides when they are there.
     """
     from dilatant.schedule import graph_kernels as kernels
 
@@ -36,15 +37,14 @@ def travel(
     pairs, pair = np.unique(
         graph.stage[source] * np.int64(len(placed)) + graph.stage[target], return_inverse=True
     )
-    ways = _ways(placed, pairs // len(placed), pairs % len(placed), cluster)
-    tp, cp = (np.asarray([getattr(entry.stage, name) for entry in placed]) for name in ("tp", "cp"))
+    ways = _ways(graph.arrays, tuple(pairs.tolist()), cluster)
+    tp, cp, latency, bandwidth = _stages(graph.arrays, cluster)
     maker = np.where(graph.kind[source] == FORWARD, graph.stage[source], graph.stage[target])
     taker = graph.stage[target]
     whole = size * cp[maker]
-    near = [cluster.at(entry.stage.ranks[0]).inside for entry in placed]
-    latency, bandwidth = np.asarray([(link.latency, link.bandwidth) for link in near]).T
     gathered = whole / cp[taker] * (1 - 1 / tp[taker]) / bandwidth[taker]
-    rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, 0.0)
+    swapped = np.where(ways.swaps[pair], whole / cp[taker] * (1 - 1 / cp[taker]) / bandwidth[taker], 0.0)
+    rest = ways.latency[pair] + np.where(tp[taker] > 1, latency[taker] + gathered, swapped)
     stays = ~ways.moves[pair] | (size == 0)
     # By source, and of one source by target: the order in which they are sent.
     by_target = kernels.group_by_target(graph.edge_target, graph.num_ops)[1]
@@ -56,23 +56,36 @@ def travel(
     return ends, lag
 
 
+@lru_cache(maxsize=1)  # of one plan for many schedules
+def _stages(arrays: PlanArrays, cluster: Cluster) -> tuple[NDArray[np.float64], ...]:
+    """Of stages: tensor and context degrees, latency and bandwidth inside their nodes, [stages] each."""
+    links = [cluster.at(entry.stage.ranks[0]).inside for entry in arrays.placed]
+    own = [
+        (entry.stage.tp, entry.stage.cp, link.latency, link.bandwidth)
+        for entry, link in zip(arrays.placed, links, strict=True)
+    ]
+    return tuple(np.asarray(own, dtype=np.float64).reshape(-1, 4).T)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ways:
     """What messages between pairs of stages pass through: of pair p the ways `way[offsets[p]:offsets[p + 1]]`, for
-    `load` seconds per byte of the whole message. moves, latency: [pairs]."""
+    `load` seconds per byte of the whole message. moves, swaps (between the same ranks), latency: [pairs]."""
 
     offsets: NDArray[np.int64]
     way: NDArray[np.int64]
     load: NDArray[np.float64]
     count: int
     moves: NDArray[np.bool_]
+    swaps: NDArray[np.bool_]
     latency: NDArray[np.float64]
 
 
-def _ways(
-    placed: tuple[PlacedStage, ...], source: NDArray[np.int64], target: NDArray[np.int64], cluster: Cluster
-) -> _Ways:
-    """Ways in order: out of each rank inside its node, in, out of each port, in."""
+@lru_cache(maxsize=1)  # the families of a plan send between the same stages
+def _ways(arrays: PlanArrays, pairs: tuple[int, ...], cluster: Cluster) -> _Ways:
+    """Ways in order: out of each rank inside its node, in, out of each port, in. pairs: source * stages + target."""
+    placed = arrays.placed
+    source, target = np.divmod(np.asarray(pairs, dtype=np.int64), max(len(placed), 1))
     ends = _ends_of(tuple(rank for entry in placed for rank in entry.stage.ranks), cluster)
     widths = np.asarray([len(entry.stage.ranks) for entry in placed])
     firsts = np.cumsum(widths) - widths
@@ -92,7 +105,9 @@ def _ways(
     ]
     count = 2 * (devices + ports)
     codes, at = np.unique(np.concatenate([pair * count + out, pair * count + into]), return_inverse=True)
-    same = np.asarray([placed[a].stage.ranks == placed[b].stage.ranks for a, b in zip(source, target)])
+    ends_of_pair = [(placed[a].stage, placed[b].stage) for a, b in zip(source, target)]
+    same = np.asarray([one.ranks == other.ranks for one, other in ends_of_pair], dtype=bool)
+    alike = np.asarray([(one.tp, one.cp) == (other.tp, other.cp) for one, other in ends_of_pair], dtype=bool)
     latency = np.zeros(len(source))
     np.maximum.at(latency, pair, np.maximum(ends.latency[crosses, sender], ends.latency[crosses, receiver]))
     return _Ways(
@@ -100,7 +115,8 @@ def _ways(
         codes % count,
         np.bincount(at, np.concatenate(loads), len(codes)).astype(np.float64),
         count,
-        ~same.astype(bool),
+        ~(same & alike),
+        same & ~alike,
         latency,
     )
 

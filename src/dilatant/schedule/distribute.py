@@ -9,6 +9,7 @@ replicas: with fewer encoder replicas than language ones the encoder's microbatc
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,12 +176,14 @@ def _spread(
 ) -> tuple[tuple[Microbatch, ...], ...]:
     """Hand the microbatches of anchor replicas to the replicas of one unit that serve them."""
     anchors = len(slots)
-    result: list[list[list[int]]] = [[] for _ in range(replicas)]
-    if replicas <= anchors:
+    result: list[list[Microbatch]] = [[] for _ in range(replicas)]
+    if replicas == anchors:
+        result = slots
+    elif replicas < anchors:
         for replica in range(replicas):
             served = range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
-            for k in range(max(len(slots[a]) for a in served)):
-                result[replica].append([s for a in served if k < len(slots[a]) for s in slots[a][k]])
+            together = itertools.zip_longest(*(slots[a] for a in served), fillvalue=())
+            result[replica] = [tuple(itertools.chain.from_iterable(batches)) for batches in together]
     else:
         for a in range(anchors):
             serving = range(-(-a * replicas // anchors), -(-(a + 1) * replicas // anchors))
@@ -190,6 +193,8 @@ def _spread(
                 for sample, part in zip(batch, group.tolist(), strict=True):
                     parts[part].append(sample)
                 for replica, own in zip(serving, parts, strict=True):
-                    result[replica].append(own)
+                    result[replica].append(tuple(own))
+    if present.all():
+        return tuple(map(tuple, result))
     there = present.tolist()
     return tuple(tuple(tuple(s for s in batch if there[s]) for batch in batches) for batches in result)

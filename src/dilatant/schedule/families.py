@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -256,15 +257,12 @@ def _in_rounds(
 
 def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability: Trainability) -> Schedule:
     """The schedule in which every rank runs the actions of its stages by virtual time."""
-    on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
-    for placed in arrays.placed:
-        for rank in placed.stage.ranks:
-            on_rank[rank].append(placed.index)
-    groups: dict[tuple[int, ...], int] = {}  # ranks with the same stages run the same actions
-    group_of = np.array([groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()])
+    from dilatant.schedule.rank_kernels import order_within
+
+    groups, group_of = _stages_on_ranks(arrays)
     runs = [
         (group, stage, code)
-        for stages, group in groups.items()
+        for group, stages in enumerate(groups)
         for stage in stages
         for code in ((FORWARD, BACKWARD) if trainability.backward[stage] else (FORWARD,))
     ]
@@ -275,9 +273,9 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
     counts = np.diff(pieces.first)[chain]
     run = np.repeat(np.arange(len(runs)), counts)
     piece = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts - pieces.first[chain], counts)
-    order = np.lexsort((np.concatenate(when), group[run]))
     sizes = np.bincount(group, counts, len(groups)).astype(np.int64)
-    firsts, offsets = np.cumsum(sizes) - sizes, np.cumsum(np.append(0, sizes[group_of]))
+    firsts, offsets = np.cumsum(np.append(0, sizes)), np.cumsum(np.append(0, sizes[group_of]))
+    order = order_within(firsts, np.concatenate(when))
     rows = order[np.arange(offsets[-1]) + np.repeat(firsts[group_of] - offsets[:-1], sizes[group_of])]
     actions = PackedActions(
         arrays.ranks,
@@ -288,3 +286,15 @@ def order_by_time(arrays: PlanArrays, pieces: Pieces, times: Times, trainability
         pieces,
     )
     return Schedule(actions)
+
+
+@lru_cache(maxsize=1)  # of one plan for many schedules
+def _stages_on_ranks(arrays: PlanArrays) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
+    """The sets of stages that ranks have, and which of them each rank has: they run the same actions."""
+    on_rank: dict[int, list[int]] = {rank: [] for rank in arrays.ranks}
+    for placed in arrays.placed:
+        for rank in placed.stage.ranks:
+            on_rank[rank].append(placed.index)
+    groups: dict[tuple[int, ...], int] = {}
+    group_of = [groups.setdefault(tuple(own), len(groups)) for own in on_rank.values()]
+    return tuple(groups), np.array(group_of, dtype=np.int64)

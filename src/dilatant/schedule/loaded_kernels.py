@@ -10,15 +10,15 @@ import numpy as np
 
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.schedule.distribute import assign
-from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.simulate import simulate
+from dilatant.schedule.zero_bubble import zero_bubble_h1
 
 
 def _plan_a_step() -> None:
     stages = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
     plan = Plan((UnitPlan("unit", (Replica(stages),)),))
     assignment = assign(plan, {"unit": np.ones(2)}, 2)
-    simulate(one_f_one_b(plan, assignment), plan, assignment, lambda action: 1.0)
+    simulate(zero_bubble_h1(plan, assignment), plan, assignment, lambda action: 1.0)
 
 
 _plan_a_step()

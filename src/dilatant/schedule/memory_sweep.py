@@ -37,7 +37,7 @@ def peak_bytes(
 
     At one moment, what is given back goes before what is taken.
     """
-    from dilatant.schedule.memory_kernels import most_held
+    from dilatant.schedule.rank_kernels import most_held
 
     packed = graph.packed
     num_ranks = len(packed.ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,7 @@ from dilatant.schedule.packed import Pieces
 from dilatant.schedule.plan_arrays import PlanArrays
 
 
+@lru_cache(maxsize=8)  # of a few steps for several families
 def unit_pairs(arrays: PlanArrays, pieces: Pieces) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Producer and consumer piece of every pair that shares a sample, unit edge by unit edge, ascending.
 

@@ -7,12 +7,15 @@ consumed whole, is not cut.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from dilatant.schedule.packed import Pieces, pieces_of
 from dilatant.schedule.plan_arrays import PlanArrays
 from dilatant.schedule.schedule import Assignment, Microbatch
 from dilatant.schedule.trainability import Trainability
 
 
+@lru_cache(maxsize=8)  # of a few steps for several families
 def cut_pieces(arrays: PlanArrays, assignment: Assignment, trainability: Trainability) -> Pieces:
     """All pieces of a step. Samples of a microbatch that go to the same consumers stay together, in the order of
     their first consumer, then of the microbatch. Empty microbatches have no piece, hence no actions.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.enumeration import MANY
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of
@@ -25,27 +28,35 @@ from dilatant.schedule.graph import build
 from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.schedule import Assignment
 from dilatant.schedule.step_assignment import DEPENDS_ON_FAMILY, Microbatching, assign_step
+from dilatant.schedule.step_bounds import least_seconds
 from dilatant.schedule.step_time import TimedStep, time_step
 from dilatant.schedule.timeline import Timeline
 from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
-TRIED: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+WHOLE: Mapping[str, Family] = {"1f1b": one_f_one_b, "half-eager": half_eager, "eager": eager}
+SPLIT: Mapping[str, Family] = {"zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+TRIED = {**WHOLE, **SPLIT}
 """The families among which a plan is given the quickest that fits memory, by the names of `schedule.FAMILIES`."""
 
 ROUNDS: Mapping[str, Family] = {"interleaved": interleaved}
 """The same for a plan whose replicas go round their ranks several times."""
 
-FRUGAL = "1f1b"
+PROMISING = ("eager", "zb-h2")
+"""On many devices, of which steps take long to simulate, the others count only where these overflow memory."""
+
+FIRST, FRUGAL = "eager", "1f1b"
+"""The family that is simulated before others, and tells the least that these take; and that for memory too small."""
 
 
-def families_for(plan: Plan) -> Mapping[str, Family]:
-    """The families that suit a plan."""
+def families_for(plan: Plan, splits: bool = True) -> Mapping[str, Family]:
+    """The families that suit a plan. splits: those that split backwards, too."""
     goes_round = any(
         len({stage.ranks for stage in replica.stages}) < len(replica.stages)
         for unit in plan.units
         for replica in unit.replicas
     )
-    return ROUNDS if goes_round else TRIED
+    return ROUNDS if goes_round else TRIED if splits else WHOLE
 
 
 def plan_scorer(
@@ -59,18 +70,24 @@ def plan_scorer(
     seed: int = 0,
     row_tokens: int | None = None,
     families: Mapping[str, Family] | None = None,
+    splits: bool = True,
 ) -> PlanScorer:
     """The function that scores plans for `plan.search`: the mean over the global batches in `workload`.
 
     `workload` holds a whole number of global batches (`Workload.batches`), one step each. `row_tokens`: as in
-    `Microbatching`. families: as in `best_steps`. Raises PlanError if not.
+    `Microbatching`. families: as in `best_steps`, else `families_for` a plan, with `splits`. Raises PlanError if not.
     """
     parts = workload.steps(global_batch)
 
-    def score(plan: Plan, num_microbatches: int, own_tokens: int | None = None, /) -> PlanScore:
+    def score(
+        plan: Plan, num_microbatches: int, own_tokens: int | None = None, schedule: str | None = None, /
+    ) -> PlanScore:
         tokens = min(filter(None, (row_tokens, own_tokens)), default=None)
+        tried = families or families_for(plan, splits)
+        if schedule is not None:
+            tried = {schedule: tried[schedule]}
         steps = simulated_steps(
-            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, tokens, families
+            plan, num_microbatches, model, costs, cluster, parts, policy, rules, seed, tokens, tried
         )
         return _mean(steps, global_batch)
 
@@ -147,8 +164,9 @@ def best_steps(
     families: Mapping[str, Family] | None = None,
 ) -> list[Step]:
     """One step for every batch, all of one family: the quickest of `families`, on average, that stays in memory in each
-    of them; the most frugal if none does. `how` says the rest: its own family is not looked at. Raises ValueError for a
-    family that cannot run this plan. bytes_per_device: of all, or by rank of `Plan.ranks`."""
+    of them (on many devices of those that are `PROMISING`, if one does); the most frugal if none does. `how` says the
+    rest: its own family is not looked at. Raises ValueError for a family that cannot run this plan. bytes_per_device:
+    of all, or by rank of `Plan.ranks`."""
     families = families or families_for(plan)
     trainability = trainability_of(plan, model.trainable)
     anchor = roles_of(model).language
@@ -173,15 +191,38 @@ def best_steps(
     # A search of samples for every family would take the most time by far: which one to search for is told by samples
     # placed by the quick policy.
     searches = how.policy in DEPENDS_ON_FAMILY
-    quick = {name: timed(name, replace(how, policy="balanced") if searches else how) for name in families}
+    quickly = replace(how, policy="balanced") if searches else how
+    quick: dict[str, list[TimedStep]] = {}
+
+    def time_all(name: str) -> float:
+        quick[name] = timed(name, quickly)
+        return sum(one.seconds_synced for one in quick[name])
+
+    known = dict.fromkeys(families, 0.0)  # seconds, or what they are at least
+    if FIRST in families:
+        first = time_all(FIRST)
+        whole, split = map(sum, zip(*map(least_seconds, quick[FIRST]), strict=True))
+        known = {name: split if name in SPLIT else whole for name in families} | {FIRST: first}
+    many = len(plan.ranks) > MANY
+    queue = [
+        (many and name not in PROMISING, known[name], number, name) for number, name in enumerate(families)
+    ]
+    heapq.heapify(queue)
     # The memory sweep costs more than all the rest: only the quickest family is swept, unless it overflows.
-    steps: list[Step] = []
-    by_speed = sorted(families, key=lambda name: sum(one.seconds_synced for one in quick[name]))
-    for name in (*by_speed, FRUGAL if FRUGAL in families else by_speed[0]):
+    frugal: list[Step] = []
+    while queue:
+        is_late, seconds, number, name = heapq.heappop(queue)
+        if math.isinf(seconds):
+            continue
+        if name not in quick:
+            heapq.heappush(queue, (is_late, time_all(name), number, name))
+            continue
         steps = [_step(one, name) for one in (timed(name, how) if searches else quick[name])]
         if all((_peaks(step) <= bytes_per_device).all() for step in steps):
-            break
-    return steps
+            return steps
+        if not frugal or name == FRUGAL:
+            frugal = steps
+    return frugal
 
 
 def _peaks(step: Step) -> NDArray[np.float64]:

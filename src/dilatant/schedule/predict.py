@@ -15,6 +15,7 @@ from dilatant.schedule.graph import ScheduleGraph, build
 from dilatant.schedule.memory_sweep import StepBytes
 from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from dilatant.schedule.schedule import Assignment, Schedule
+from dilatant.schedule.shared_items import unevenness
 from dilatant.schedule.simulate import run
 from dilatant.schedule.timeline import Timeline
 
@@ -39,7 +40,7 @@ def predict(
     of its links, and turns where they share ports. Raises ScheduleError for a schedule that cannot run.
     """
     graph = build(plan, assignment, schedule)
-    sums = piece_sums(graph, tokens, squares, dense)
+    sums = op_sums(graph, costs, piece_sums(graph, tokens, squares, dense), tokens)
     size = step_bytes(graph, costs, sums, message_bytes(graph, costs, message_sums(graph, tokens, squares)))
     seconds = action_seconds(graph, costs, sums)
     lag = None if cluster is None else travel(graph, seconds, size.message, cluster)[1]
@@ -94,10 +95,22 @@ def message_sums(graph: ScheduleGraph, tokens: Tokens, squares: Tokens | None = 
     return result
 
 
+def op_sums(
+    graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64], tokens: Tokens
+) -> NDArray[np.float64]:
+    """By op what its costs are multiplied by: `[ops, 3]`. That is the `piece_sums` of its piece; where ranks share
+    items that cannot be divided, as much more of it as the fullest rank has than the mean one."""
+    found = sums[graph.piece]
+    by_unit = [np.asarray(tokens[unit], dtype=np.float64) for unit in graph.arrays.units]
+    times = unevenness(graph, costs.items_per_token, by_unit)
+    if times is not None:
+        found[:, :2] *= times[:, None]
+    return found
+
+
 def action_seconds(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of every op: `[ops]`. `sums`: as `piece_sums`."""
-    coefficients = costs.seconds[graph.stage, graph.kind]
-    return np.einsum("ij,ij->i", coefficients, sums[graph.piece])
+    """Seconds of every op: `[ops]`. `sums`: as `op_sums`."""
+    return np.einsum("ij,ij->i", costs.seconds[graph.stage, graph.kind], sums)
 
 
 def message_bytes(graph: ScheduleGraph, costs: StageCosts, sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -113,16 +126,16 @@ def step_bytes(
     sums: NDArray[np.float64],
     message: NDArray[np.float64],
 ) -> StepBytes:
-    """What the memory sweep needs. `sums`, `message`: as `piece_sums`, `message_bytes`."""
-    kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums[graph.piece])
-    weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums[graph.piece])
-    transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums[graph.piece])
+    """What the memory sweep needs. `sums`, `message`: as `op_sums`, `message_bytes`."""
+    kept = np.einsum("ij,ij->i", costs.kept_bytes[graph.stage], sums)
+    weight = np.einsum("ij,ij->i", costs.weight_bytes[graph.stage], sums)
+    transient = np.einsum("ij,ij->i", costs.transient_bytes[graph.stage], sums)
     first, last = ends_of_backward(graph)
     transient[graph.kind == WEIGHT_GRADIENT] = 0.0
     for place, ops in enumerate(
         (first[graph.kind[first] == BACKWARD], np.flatnonzero(graph.kind == INPUT_GRADIENT))
     ):
-        late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[graph.piece[ops]])
+        late = np.einsum("ij,ij->i", costs.late_bytes[graph.stage[ops], place], sums[ops])
         transient[ops] = np.maximum(transient[ops], late)
     transient[last] = np.maximum(transient[last], costs.sum_bytes[graph.stage[last]])
     has_backward = _has(graph, BACKWARD, INPUT_GRADIENT)

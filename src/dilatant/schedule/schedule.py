@@ -47,6 +47,10 @@ class Assignment:
 
     microbatches: dict[str, tuple[tuple[Microbatch, ...], ...]]
 
+    def __hash__(self) -> int:
+        """Of its shape alone, which is quick, for a few that are known."""
+        return hash(tuple((unit, len(replicas)) for unit, replicas in self.microbatches.items()))
+
     def to_json(self) -> str:
         return json.dumps(self.microbatches)
 

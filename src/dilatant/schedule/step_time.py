@@ -15,6 +15,7 @@ from dilatant.schedule.predict import (
     action_seconds,
     message_bytes,
     message_sums,
+    op_sums,
     piece_sums,
     step_bytes,
 )
@@ -27,14 +28,15 @@ from dilatant.schedule.timeline import Timeline
 class TimedStep:
     """A compiled schedule of one batch with what its simulation needs.
 
-    sums: as `piece_sums`. durations: [ops] seconds. message: [messages] bytes. lag: [messages] seconds that each
-    travels, None without links.
+    pieces, sums: as `piece_sums`, `op_sums`. durations: [ops] seconds. message: [messages] bytes. lag: [messages]
+    seconds that each travels, None without links.
     seconds: until the last action; seconds_synced: until every rank has the sums of its gradients, and all updated
     weights.
     """
 
     graph: ScheduleGraph
     costs: StepCosts
+    pieces: NDArray[np.float64]
     sums: NDArray[np.float64]
     durations: NDArray[np.float64]
     lag: NDArray[np.float64] | None
@@ -50,7 +52,8 @@ class TimedStep:
 
 def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> TimedStep:
     """Time the step that `graph` is on these samples."""
-    sums = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
+    pieces = piece_sums(graph, samples.tokens, samples.squares, samples.dense)
+    sums = op_sums(graph, costs.stages, pieces, samples.tokens)
     message = message_bytes(graph, costs.stages, message_sums(graph, samples.tokens, samples.squares))
     durations = action_seconds(graph, costs.stages, sums)
     lag = None
@@ -60,4 +63,4 @@ def time_step(graph: ScheduleGraph, costs: StepCosts, samples: Workload) -> Time
         ends, lag = travel(graph, durations, message, costs.cluster)
     seconds = float(ends.max(initial=0.0))
     synced = max(seconds, synced_seconds(graph, costs, durations, ends))
-    return TimedStep(graph, costs, sums, durations, lag, message, seconds, synced)
+    return TimedStep(graph, costs, pieces, sums, durations, lag, message, seconds, synced)

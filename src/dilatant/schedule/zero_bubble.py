@@ -7,7 +7,6 @@ so its freedom from deadlock, stays.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from dilatant.plan.depth import path_depths
 from dilatant.plan.plan import Plan
 from dilatant.schedule.families import eager, one_f_one_b
-from dilatant.schedule.packed import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, PackedActions, pack
+from dilatant.schedule.packed import PackedActions, pack
 from dilatant.schedule.plan_arrays import plan_arrays
 from dilatant.schedule.schedule import Assignment, Schedule
 from dilatant.schedule.trainability import Trainability, all_trainable
@@ -48,58 +47,16 @@ def split_backward(
     wait for theirs or for their input gradient; one after each input gradient once the rank has no more forwards;
     and the rest at the end. Backwards without weight gradients stay whole.
     """
+    from dilatant.schedule.zero_bubble_kernels import split_rows
+
     trainability = trainability or all_trainable(plan)
     packed = pack(plan_arrays(plan), assignment, schedule)
-    splits = np.asarray(trainability.weight_gradient)
-    kinds: list[int] = []
-    stages: list[int] = []
-    pieces: list[int] = []
-    offsets = [0]
-
-    def emit(kind: int, stage: int, piece: int) -> None:
-        kinds.append(kind)
-        stages.append(stage)
-        pieces.append(piece)
-
-    for index in range(len(packed.ranks)):
-        rows = slice(int(packed.offsets[index]), int(packed.offsets[index + 1]))
-        own = list(
-            zip(
-                packed.kind[rows].tolist(),
-                packed.stage[rows].tolist(),
-                packed.piece[rows].tolist(),
-                strict=True,
-            )
-        )
-        forwards = sum(kind == FORWARD for kind, _, _ in own)
-        held: dict[int, int] = {}
-        waiting: deque[tuple[int, int]] = deque()
-        for kind, stage, piece in own:
-            if kind == FORWARD:
-                forwards -= 1
-                while held.get(stage, 0) >= limits[stage] and any(entry[0] == stage for entry in waiting):
-                    oldest = waiting.popleft()
-                    emit(WEIGHT_GRADIENT, *oldest)
-                    held[oldest[0]] -= 1
-                emit(kind, stage, piece)
-                held[stage] = held.get(stage, 0) + bool(splits[stage])
-            elif kind == BACKWARD and splits[stage]:
-                emit(INPUT_GRADIENT, stage, piece)
-                waiting.append((stage, piece))
-                if not forwards:
-                    emit(WEIGHT_GRADIENT, *waiting.popleft())
-            else:
-                emit(kind, stage, piece)
-        for oldest in waiting:
-            emit(WEIGHT_GRADIENT, *oldest)
-        offsets.append(len(kinds))
-    return Schedule(
-        PackedActions(
-            packed.ranks,
-            np.asarray(offsets, dtype=np.int64),
-            np.asarray(kinds, dtype=np.int8),
-            np.asarray(stages, dtype=np.int32),
-            np.asarray(pieces, dtype=np.int32),
-            packed.pieces,
-        )
+    offsets, kind, stage, piece = split_rows(
+        packed.offsets,
+        packed.kind,
+        packed.stage,
+        packed.piece,
+        np.asarray(trainability.weight_gradient),
+        np.asarray(limits, dtype=np.int64),
     )
+    return Schedule(PackedActions(packed.ranks, offsets, kind, stage, piece, packed.pieces))

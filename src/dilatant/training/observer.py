@@ -80,7 +80,7 @@ class Observer:
             tracker.log(step, scalars)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.figures.items())
         kept = self._config.evaluation.keep_best
-        best = self._trainer.best
+        best = self._trainer.evaluator.best
         about = (
             "" if kept is None or best.step is None else f" (best {kept} {best.value:.4g}, step {best.step})"
         )

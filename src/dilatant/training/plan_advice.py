@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dilatant.plan.score import PlanScore
-from dilatant.profiling.planning import (
-    PlannedRun,
+from dilatant.profiling.plan_variants import (
     compare_schedules,
     score_unfrozen,
     score_with_microbatches,
-    searched_counts,
     without_recomputation,
 )
+from dilatant.profiling.planning import PlannedRun, searched_counts
 from dilatant.report.wording import bytes_text, counted, listed, percent_text, seconds_text
+from dilatant.schedule.plan_scorer import families_for
 
 NOTABLE = 0.01
 """The part of a step that a change must save to be advised: less is within the accuracy of any prediction."""
@@ -23,7 +23,10 @@ def plan_advice(planned: PlannedRun) -> tuple[str, ...]:
 
 
 def _schedules(planned: PlannedRun) -> list[str]:
-    found = compare_schedules(planned.problem, planned.result.winner)
+    """Of those that the search would have tried, had the config not named one."""
+    winner, named = planned.result.winner, planned.problem.config.parallel.schedule
+    others = [name for name in families_for(winner.plan) if name != named] if named else []
+    found = compare_schedules(planned.problem, winner, others)
     faster = {name: score for name, score in found.items() if _is_better(planned, score)}
     if not faster:
         return []

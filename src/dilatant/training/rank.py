@@ -130,7 +130,7 @@ def train_to_end(
         summary = _show_last_step(trainer, folder) if result.step else ""
         evaluation = result.evaluation
         if result.finished and evaluation is None:
-            evaluation = trainer.evaluate()
+            evaluation = trainer.evaluator.evaluate()
             if observer is not None and evaluation is not None:
                 observer.evaluated(trainer.step, evaluation)
     return RunResult(
@@ -147,8 +147,8 @@ def train_to_end(
         began_at,
         first,
         training_began,
-        trainer.best.step,
-        result.step if trainer.ends_early and result.step < result.total_steps else None,
+        trainer.evaluator.best.step,
+        result.step if trainer.evaluator.ends_early and result.step < result.total_steps else None,
     )
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from dilatant.config import ModelConfig
+from dilatant.config import Config, ModelConfig
 from dilatant.config.errors import UserError
 from dilatant.config.model import GeneratorConfig
 from dilatant.models.lora import MAGNITUDE, beside, is_adapter, magnitude_of, plain_key
@@ -35,6 +35,19 @@ from dilatant.training.adapter_files import ADAPTER_FILE, adapted_models, adapte
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+def first_weights(
+    model: MultimodalModel, config: Config, held: Mapping[str, Box], zeros: bool
+) -> dict[str, Tensor]:
+    """What a rank begins with of what it holds, whole or parts: as it was trained before, or `zeros` to be filled in.
+    Raises UserError."""
+    if not zeros:
+        return read_pretrained(model, config.model, held, config.seed) if held else {}
+    four_bit = {name for unit in model.units.values() for name in unit.four_bit}  # these are no state
+    weights = {name: torch.zeros(box.shape) for name, box in held.items() if name not in four_bit}
+    read = {name: box for name, box in held.items() if name in four_bit}
+    return weights | (read_pretrained(model, config.model, read, config.seed) if read else {})
 
 
 def read_pretrained(

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
@@ -23,7 +21,6 @@ from dilatant.data.sampler import SamplerState
 from dilatant.models.freeze import select
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.boxes import parse_key
-from dilatant.plan.plan import Plan
 from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_model import describe_model
 from dilatant.report.metrics import StepMetrics
@@ -38,7 +35,8 @@ from dilatant.training.checkpoint import load, stored_shapes
 from dilatant.training.checkpoint_boxes import Tensors
 from dilatant.training.checkpoint_writer import CheckpointWriter
 from dilatant.training.commit import ALONE, Membership, gradient_hashes
-from dilatant.training.evaluation import Evaluation, Judging, evaluate
+from dilatant.training.evaluation import Evaluation
+from dilatant.training.evaluator import Evaluator
 from dilatant.training.feed import agree_on_bad, merge_found
 from dilatant.training.inputs import Inputs, Steps
 from dilatant.training.latents import with_latents
@@ -58,7 +56,7 @@ from dilatant.training.run_state import held_state, state_tensors
 from dilatant.training.saving import Saving
 from dilatant.training.step_metrics import StepMeter
 from dilatant.training.steps import count_steps, seed_step
-from dilatant.training.stored_weights import read_pretrained
+from dilatant.training.stored_weights import first_weights
 
 SLOWER = 5
 """A step that takes so many times as long as the longest one before is taken to hang."""
@@ -119,7 +117,10 @@ class Trainer:
         self.membership = membership
         self.recovery: Mapping[str, float] = {}
         flops = model_flops(describe_model(model)) if before is None else before._meter.flops
-        weights = {} if before is not None else _first_weights(config, model, plan, worker.rank, membership)
+        weights = {}
+        if before is None:
+            holds = boxes_held_on(holdings_of(plan, model.units), worker.rank)
+            weights = first_weights(model, config, holds, zeros=membership.weights_follow)
         self.runtime: Runtime = Runtime(
             model,
             plan,
@@ -176,9 +177,11 @@ class Trainer:
             self._optimizer = build_optimizer(owned.parameters, config.train.optimizer, matching, exact)
             ema = config.train.optimizer.ema
             self._averages = None if ema is None else Averages(self._optimizer.masters, ema)
-        self.best = Best()
         samples = with_latents(self.comm, config, samples, worker.device)
         self._inputs = Inputs(self.comm, self.runtime, config, samples, membership.pool)
+        self.evaluator = Evaluator(
+            config.evaluation, self._samples, self.runtime, self._inputs, self._optimizer, self._averages
+        )
         self._ahead: tuple[contextlib.ExitStack, Steps] | None = None
         self._left_out: Mapping[int, str] = {}
         self._sampler = samples.train.sampler(config.seed, config.train.global_batch_size)
@@ -246,7 +249,7 @@ class Trainer:
             "position": self._position.to_json(),
             "left_out": dict(self._left_out),
             "costs": self.runtime.costs.to_json(),
-            "best": self.best.to_json(),
+            "best": self.evaluator.best.to_json(),
         }
 
     def names_with_moments(self) -> set[str]:
@@ -275,7 +278,7 @@ class Trainer:
         self.step = values["step"]
         self._position = self._sampler.resume(SamplerState.from_json(values["position"]))
         self._left_out = {int(index): why for index, why in values.get("left_out", {}).items()}
-        self.best = Best.from_json(values.get("best"))
+        self.evaluator.best = Best.from_json(values.get("best"))
         if "costs" in values:
             self.runtime.costs.from_json(values["costs"])
 
@@ -328,13 +331,13 @@ class Trainer:
             with self._begin_steps() as steps:
                 if self._config.data.on_error == "skip":
                     steps.leave_out(agree_on_bad(self.comm, steps.found()))
-                while self.step < self.total_steps and not stop and not self.ends_early:
+                while self.step < self.total_steps and not stop and not self.evaluator.ends_early:
                     metrics, stop = self._train_step(steps, should_stop)
                     if self.step % config.logging_steps == 0 or self.step == self.total_steps:
                         observe(metrics)
-                    evaluation = self._judge(judged)
-                    is_best = self._config.evaluation.keep_best is not None and self.best.step == self.step
-                    if is_best or (config.save_steps and self.step % config.save_steps == 0):
+                    evaluation = self.evaluator.judge(self.step, self.total_steps, judged)
+                    is_due = config.save_steps and self.step % config.save_steps == 0
+                    if is_due or self.evaluator.keeps(self.step):
                         self._saving.save(self.step, self.values())
                     else:
                         self._saving.publish_if_written()
@@ -350,7 +353,7 @@ class Trainer:
         self._saving.complete()
         any_rank(self.comm, False, "the checkpoint's publication")
         seconds = time.perf_counter() - began
-        finished = self.step >= self.total_steps or self.ends_early
+        finished = self.step >= self.total_steps or self.evaluator.ends_early
         return TrainResult(self.step, self.total_steps, seconds, finished, evaluation)
 
     def decide_ahead(self) -> None:
@@ -385,48 +388,6 @@ class Trainer:
         own = None if self._data_wait is None else self._data_wait.to_row()
         rows = all_gather_object(self.comm, own)
         return tuple(DataWait.from_row(row) for row in rows if row is not None)
-
-    def evaluate(self) -> Evaluation | None:
-        """See `evaluation.evaluate`; None without held-out data. Called by all ranks together."""
-        if self._samples.held_out is None:
-            return None
-        how = self._config.evaluation
-        held_out = self._samples.held_out
-        sources = held_out.source_names if isinstance(held_out, Blend) else ()
-        questions = self._inputs.held_out(how.limit, how.batch_size)
-        judging = Judging(self._samples.tokenizer, how.metrics, sources, how.max_new_tokens)
-        with self._averaged():
-            return evaluate(self.runtime, questions, judging)
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether evaluations have not become better for as long as the config waits."""
-        return self.best.ends(self._config.evaluation)
-
-    def _judge(self, judged: Callable[[int, Evaluation], None]) -> Evaluation | None:
-        """The evaluation of this step, where one is due on the way. Called by all ranks together."""
-        how = self._config.evaluation
-        is_due = how.steps is not None and (self.step % how.steps == 0 or self.step == self.total_steps)
-        evaluation = self.evaluate() if is_due else None
-        if evaluation is not None:
-            if how.keep_best is not None:
-                self.best = self.best.after(self.step, evaluation.figures[how.keep_best], how)
-            judged(self.step, evaluation)
-        return evaluation
-
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """The model computes with the averages meanwhile, where there are any."""
-        if self._averages is None:
-            yield
-            return
-        with self._averages.in_place_of(self._optimizer.masters):
-            self._optimizer.write_weights()
-            self.runtime.owned.gather()
-            yield
-        # Not after an error: others may be elsewhere, and what is saved are masters.
-        self._optimizer.write_weights()
-        self.runtime.owned.gather()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on: who waits for it raises. Never raises."""
@@ -531,16 +492,3 @@ class Trainer:
             generation=self.membership.generation,
             recovery=self.recovery,
         )
-
-
-def _first_weights(
-    config: Config, model: MultimodalModel, plan: Plan, rank: int, membership: Membership
-) -> dict[str, torch.Tensor]:
-    """What a rank holds, whole or parts: as it was trained before, or zeros where weights follow."""
-    held = boxes_held_on(holdings_of(plan, model.units), rank)
-    if not membership.weights_follow:
-        return read_pretrained(model, config.model, held, config.seed) if held else {}
-    four_bit = {name for unit in model.units.values() for name in unit.four_bit}  # these are no state
-    weights = {name: torch.zeros(box.shape) for name, box in held.items() if name not in four_bit}
-    read = {name: box for name, box in held.items() if name in four_bit}
-    return weights | (read_pretrained(model, config.model, read, config.seed) if read else {})

@@ -1,0 +1,35 @@
+"""Compiled loops over the messages of a step alone, cached on disk; importing this module imports numba.
+
+Arguments are a `ScheduleGraph`'s, which has edges by position in `order`; the first `num_messages` are messages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def seconds_before(order, offsets, source, edge, num_messages, seconds):
+    """The longest way of messages to each op, without it: [ops]."""
+    before = np.zeros(len(order))
+    for position in range(len(order)):
+        op = order[position]
+        for at in range(offsets[position], offsets[position + 1]):
+            if edge[at] < num_messages:
+                earlier = order[source[at]]
+                before[op] = max(before[op], before[earlier] + seconds[earlier])
+    return before
+
+
+@njit(cache=True, nogil=True)
+def seconds_after(order, offsets, source, edge, num_messages, seconds):
+    """The longest way of messages from each op, without it: [ops]."""
+    after = np.zeros(len(order))
+    for position in range(len(order) - 1, -1, -1):
+        op = order[position]
+        for at in range(offsets[position], offsets[position + 1]):
+            if edge[at] < num_messages:
+                earlier = order[source[at]]
+                after[earlier] = max(after[earlier], after[op] + seconds[op])
+    return after
