@@ -17,6 +17,9 @@ from dilatant.plan.sync_time import least_sync
 
 GAPS = 1.08
 """What interleaved steps take more in simulations than by these sums."""
+FILLING, DELAY = 0.75, 0.4
+"""What is left in simulations of the first microbatch's forwards, and of the delay by the heaviest, where weight
+gradients of all layers fill the rest."""
 
 
 def chain_times(space: Space, replicas: int, microbatches: int, option: Option) -> ChainTimes:
@@ -74,10 +77,24 @@ def estimate(
     times: Sequence[ChainTimes],
 ) -> float:
     """Seconds of a step of so many microbatches of each pipeline, of which the first takes `fill` and each other one
-    `slowest`. The heaviest delays those behind it on its way through the stages, by about half in simulations."""
-    heavy = (space.heaviest(pipelines * microbatches) - 1.0) / 2 * (fill - slowest)
-    rounds = GAPS if any(option.chunks > 1 for option in options) else 1.0
-    return rounds * (fill + (microbatches - 1) * slowest) + heavy + max(one.exposed_sync for one in times)
+    `slowest`. The heaviest delays those behind it on its way through the stages, by about half in simulations. Where
+    backwards may be split, weight gradients fill what others leave, the more of them there are."""
+    heavier = (space.heaviest(pipelines * microbatches) - 1.0) * (fill - slowest)
+    whole = fill + (microbatches - 1) * slowest + heavier / 2
+    summed = max(one.exposed_sync for one in times)
+    if any(option.chunks > 1 for option in options):
+        return GAPS * (whole - heavier / 2) + heavier / 2 + summed
+    if not space.halves:
+        return whole + summed
+    total = sum(option.heavy for option in options)
+    late = total - sum(option.heavy_split for option in options)
+    forward = sum(float((option.seconds - option.backward).sum()) for option in options)
+    share = forward / sum(float(option.seconds.sum()) for option in options)
+    steady = microbatches * slowest
+    last = FILLING * share * fill + steady  # whose stages wait for the first forward,
+    first = (1.0 - late / total) * fill + (1.0 - share) * steady  # and for the first backward
+    split = max(last, first) + DELAY * heavier
+    return whole - max(0.0, whole - split) * min(1.0, 3 * late / total) + summed
 
 
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:
