@@ -84,17 +84,16 @@ def estimate(
     summed = max(one.exposed_sync for one in times)
     if any(option.chunks > 1 for option in options):
         return GAPS * (whole - heavier / 2) + heavier / 2 + summed
-    if not space.halves:
+    heaviest = sum([option.heavy for option in options])
+    if not (space.halves and heaviest):
         return whole + summed
-    total = sum(option.heavy for option in options)
-    late = total - sum(option.heavy_split for option in options)
-    forward = sum(float((option.seconds - option.backward).sum()) for option in options)
-    share = forward / sum(float(option.seconds.sum()) for option in options)
+    late = 1.0 - sum([option.heavy_split for option in options]) / heaviest  # the share of weight gradients
+    share = sum([option.forwards for option in options]) / sum([option.total for option in options])
     steady = microbatches * slowest
     last = FILLING * share * fill + steady  # whose stages wait for the first forward,
-    first = (1.0 - late / total) * fill + (1.0 - share) * steady  # and for the first backward
+    first = (1.0 - late) * fill + (1.0 - share) * steady  # and for the first backward
     split = max(last, first) + DELAY * heavier
-    return whole - max(0.0, whole - split) * min(1.0, 3 * late / total) + summed
+    return whole - max(0.0, whole - split) * min(1.0, 3 * late) + summed
 
 
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:

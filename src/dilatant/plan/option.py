@@ -25,7 +25,8 @@ class Option:
     `light_split` and `heavy_split` as in `MeanCosts`.
     `recompute`, `degrees`: as in `Chain`; `ep` that of the unit that is cut.
     `total` are the seconds until the chain has seen its first microbatch, of which `slowest` count as the first step of
-    a steady state. `lightest`, `lightest_split`: the sums of `light` and of `light_split`.
+    a steady state, and `forwards` those of forwards alone. `lightest`, `lightest_split`: the sums of `light` and of
+    `light_split`.
     """
 
     tp: int
@@ -48,6 +49,7 @@ class Option:
     gpus: int = field(init=False)
     slowest: float = field(init=False)
     total: float = field(init=False)
+    forwards: float = field(init=False)
     lightest: float = field(init=False)
     lightest_split: float = field(init=False)
 
@@ -59,6 +61,7 @@ class Option:
             ("gpus", self.tp * self.cp * groups),
             ("slowest", slowest),
             ("total", total if self.chunks == 1 else slowest + (total - slowest) / self.chunks),
+            ("forwards", total - float(self.backward.sum())),
             ("lightest", float(self.light.sum())),
             ("lightest_split", float(self.light_split.sum())),
         ):
