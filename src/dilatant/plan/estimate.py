@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from dilatant.plan.option import ChainTimes, Option
 from dilatant.plan.sides import Side
 from dilatant.plan.space import Space
 from dilatant.plan.sync_time import least_sync
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 GAPS = 1.08
 """What interleaved steps take more in simulations than by these sums."""
@@ -76,24 +79,37 @@ def estimate(
     options: Sequence[Option],
     times: Sequence[ChainTimes],
 ) -> float:
-    """Seconds of a step of so many microbatches of each pipeline, of which the first takes `fill` and each other one
-    `slowest`. The heaviest delays those behind it on its way through the stages, by about half in simulations. Where
-    backwards may be split, weight gradients fill what others leave, the more of them there are."""
+    """Seconds of a step of equal pipelines: `computed_seconds`, and the sums of gradients behind them."""
+    computed = computed_seconds(space, pipelines, microbatches, fill, slowest, options)
+    return float(computed + max(one.exposed_sync for one in times))
+
+
+def computed_seconds(
+    space: Space,
+    pipelines: int,
+    microbatches: int,
+    fill: Seconds,
+    slowest: Seconds,
+    options: Sequence[Option],
+) -> Seconds:
+    """Seconds of so many microbatches of each pipeline, of which the first takes `fill` and each other one `slowest`.
+    The heaviest delays those behind it on its way through the stages, by about half in simulations. Where backwards may
+    be split, weight gradients fill what others leave, the more of them there are."""
     heavier = (space.heaviest(pipelines * microbatches) - 1.0) * (fill - slowest)
-    whole = fill + (microbatches - 1) * slowest + heavier / 2
-    summed = max(one.exposed_sync for one in times)
+    steady = microbatches * slowest
+    whole = fill + steady - slowest
     if any(option.chunks > 1 for option in options):
-        return GAPS * (whole - heavier / 2) + heavier / 2 + summed
+        return GAPS * whole + heavier / 2
+    whole = whole + heavier / 2
     heaviest = sum([option.heavy for option in options])
     if not (space.halves and heaviest):
-        return whole + summed
+        return whole
     late = 1.0 - sum([option.heavy_split for option in options]) / heaviest  # the share of weight gradients
     share = sum([option.forwards for option in options]) / sum([option.total for option in options])
-    steady = microbatches * slowest
     last = FILLING * share * fill + steady  # whose stages wait for the first forward,
     first = (1.0 - late) * fill + (1.0 - share) * steady  # and for the first backward
-    split = max(last, first) + DELAY * heavier
-    return whole - max(0.0, whole - split) * min(1.0, 3 * late) + summed
+    split = np.maximum(last, first) + DELAY * heavier
+    return whole - np.maximum(0.0, whole - split) * min(1.0, 3 * late)
 
 
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dilatant.plan.candidates import Candidate
-from dilatant.plan.estimate import GAPS, chain_times
+from dilatant.plan.estimate import chain_times, computed_seconds
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.option import Option
 from dilatant.plan.roles import Roles
@@ -75,8 +75,8 @@ class _Join:
         """The candidate with chains of the other units, those that promise most."""
         space = self.spaces[self.home]
         roles, language = space.roles, space.roles.language
-        later = (space.heaviest(near.replicas * near.num_microbatches) - 1.0) / 2
-        if near.estimate * SURELY > most_seconds and near.num_microbatches - 1 >= later:
+        later = space.heaviest(near.replicas * near.num_microbatches)
+        if near.estimate * SURELY > most_seconds and near.num_microbatches >= later:
             return  # other units only add to fill and slowest stage
         at = next(number for number, option in enumerate(near.options) if language in option.cuts)
         own, before, after = near.options[at], near.options[:at], near.options[at + 1 :]
@@ -90,14 +90,12 @@ class _Join:
             + np.maximum(ways.before, max((option.total for option in before), default=0.0))
             + np.maximum(ways.after, max((option.total for option in after), default=0.0))
         )
-        heavy = later * (fill - slowest)
-        rounds = GAPS if own.chunks > 1 else 1.0
         sums = max(
             chain_times(space, count, near.num_microbatches, option).exposed_sync
             for option, count in zip(near.options, near.counts)
         )
-        seconds = rounds * (fill + (near.num_microbatches - 1) * slowest) + heavy
-        estimates = seconds + np.maximum(ways.sync, sums)
+        counts = near.replicas, near.num_microbatches
+        estimates = computed_seconds(space, *counts, fill, slowest, near.options) + np.maximum(ways.sync, sums)
         most = None if are_few(self.spaces) else MOST_WAYS
         for best in np.argsort(estimates, kind="stable")[:most].tolist():
             if estimates[best] > most_seconds:
