@@ -265,3 +265,25 @@ def test_units_go_where_they_run_best_and_pipelines_get_samples_as_fast_as_they_
     # and as much for the gradient of a first layer's weights.
     assert found.seconds == pytest.approx(8 * 4 * 0.5 * 2)
     assert len(found.winner.plan.unit("language").replicas) == 2
+
+
+def test_microbatches_by_tokens_let_any_number_of_pipelines_share_a_batch_across_groups():
+    """Seven samples are no multiple of three pipelines, of which units on the other group take the images."""
+    spec = model(
+        unit("vision", 2, ("language",), trainable=False, parameters=0), unit("language", 1, parameters=0)
+    )
+    fast = cost_model({"vision": 2.0, "language": 1.0}, ((1, 1),), output=0.0)
+    slow = cost_model({"vision": 0.5, "language": 9.0}, ((1, 1),), output=0.0)
+    costs = replace(fast, groups={"fast": fast, "slow": slow})
+    workload = Workload({"vision": np.full(7, 1.0), "language": np.full(7, 4.0)})
+    cluster = cluster_of_groups([group("fast", 3), group("slow", 1)])
+    scorer = plan_scorer(spec, costs, cluster, workload, 7, rules=RULES)
+    shape = spec, costs, cluster, workload, 7, scorer
+    found = search(*shape, rules=RULES, row_tokens=(8,))
+    homes = {
+        one.name: {stage.ranks for replica in one.replicas for stage in replica.stages}
+        for one in found.winner.plan.units
+    }
+    assert homes == {"vision": {(3,)}, "language": {(0,), (1,), (2,)}}
+    assert found.winner.row_tokens == 8
+    assert found.seconds < 0.9 * search(*shape, rules=RULES).seconds

@@ -11,6 +11,7 @@ from dataclasses import replace
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.disaggregated import disaggregated
 from dilatant.plan.group_bound import least_seconds
+from dilatant.plan.microbatch_counts import microbatch_counts
 from dilatant.plan.mixed_pipelines import mixed_candidates
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.placed_units import placed_candidates
@@ -19,9 +20,6 @@ from dilatant.plan.space import Space
 
 FEWEST = 6
 """So many of any kind are simulated, however many devices there are."""
-MANY = 128
-"""On more devices than this fewer plans are simulated than were asked for, but not fewer than `FEWEST`; and
-microbatches by tokens are tried only where no number of samples divides the batch."""
 
 
 def enumerate_candidates(
@@ -51,22 +49,9 @@ def _candidates(
     if mode is Mode.DISTTRAIN:
         return
     for replicas in range(1, space.cluster.num_devices + 1):
-        counts: dict[int, int | None] = {}
-        for size in sizes:
-            count, rest = divmod(space.global_batch, replicas * size)
-            if rest == 0 and microbatches in (None, count):
-                counts[count] = None
-        if mode is Mode.BEST and microbatches is None and _is_tried_by_tokens(space, replicas, not counts):
-            by_tokens = {space.microbatches_of(most, replicas): most for most in space.row_tokens}
-            counts.update((count, most) for count, most in by_tokens.items() if count and count not in counts)
+        counts = microbatch_counts(space, mode, replicas, sizes, microbatches)
         for count, row_tokens in counts.items():
             yield from shapes(space, mode, replicas, count, row_tokens)
-
-
-def _is_tried_by_tokens(space: Space, replicas: int, divides_none: bool) -> bool:
-    """On many devices, of the numbers of pipelines with as many devices each the largest."""
-    devices = space.cluster.num_devices
-    return devices <= MANY or (divides_none and devices // replicas > devices // (replicas + 1))
 
 
 def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:

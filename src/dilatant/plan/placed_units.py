@@ -15,6 +15,7 @@ import numpy as np
 
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.estimate import chain_times, computed_seconds
+from dilatant.plan.microbatch_counts import microbatch_counts
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.option import Option
 from dilatant.plan.roles import Roles
@@ -54,11 +55,10 @@ def placed_candidates(
             )
             near, join = space.with_roles(here), _Join(spaces, home, away)
             for replicas in range(1, space.cluster.num_devices + 1):
-                for size in sizes:
-                    count, rest = divmod(space.global_batch, replicas * size)
-                    if rest == 0 and microbatches in (None, count):
-                        for one in shapes(near, Mode.BEST, replicas, count):
-                            yield from join.with_units_away(one, most_seconds)
+                counts = microbatch_counts(space, Mode.BEST, replicas, sizes, microbatches)
+                for count, row_tokens in counts.items():
+                    for one in shapes(near, Mode.BEST, replicas, count, row_tokens):
+                        yield from join.with_units_away(one, most_seconds)
 
 
 @dataclass(eq=False)
@@ -68,8 +68,8 @@ class _Join:
     spaces: Sequence[Space]
     home: int
     away: Mapping[str, int]
-    _ways: dict[tuple[int, int, int, int], Ways | None] = field(default_factory=dict)
-    _known_chains: dict[tuple[str, int, int, int], list[Option]] = field(default_factory=dict)
+    _ways: dict[tuple[int, int, int | None, int], Ways | None] = field(default_factory=dict)
+    _known_chains: dict[tuple[str, int, int, bool, int], list[Option]] = field(default_factory=dict)
 
     def with_units_away(self, near: Candidate, most_seconds: float) -> Iterator[Candidate]:
         """The candidate with chains of the other units, those that promise most."""
@@ -95,7 +95,9 @@ class _Join:
             for option, count in zip(near.options, near.counts)
         )
         counts = near.replicas, near.num_microbatches
-        estimates = computed_seconds(space, *counts, fill, slowest, near.options) + np.maximum(ways.sync, sums)
+        estimates = computed_seconds(space, *counts, fill, slowest, near.options) + np.maximum(
+            ways.sync, sums
+        )
         most = None if are_few(self.spaces) else MOST_WAYS
         for best in np.argsort(estimates, kind="stable")[:most].tolist():
             if estimates[best] > most_seconds:
@@ -122,7 +124,7 @@ class _Join:
         """The ways beside such pipelines, with so many stages behind the encoders."""
         ways = None
         for far in (0, behind):
-            key = near.replicas, near.microbatch_size, near.num_microbatches, far
+            key = near.replicas, near.num_microbatches, near.row_tokens, far
             if key not in self._ways:
                 self._ways[key] = self._all(*key)
             ways = self._ways[key]
@@ -130,8 +132,9 @@ class _Join:
                 break
         return ways
 
-    def _all(self, replicas: int, size: int, microbatches: int, behind: int) -> Ways | None:
-        roles = self.spaces[self.home].roles
+    def _all(self, replicas: int, microbatches: int, row_tokens: int | None, behind: int) -> Ways | None:
+        space, by_tokens = self.spaces[self.home], row_tokens is not None
+        roles, shared = space.roles, 1 if by_tokens else space.global_batch // (replicas * microbatches)
         left = {group: self.spaces[group].cluster.num_devices for group in self.away.values()}
         rows: list[Row] = [Row((), (), 0.0, 0.0, 0.0, 0.0, tuple(left[group] for group in left))]
         bound, room = 0.0, float("inf")
@@ -139,8 +142,8 @@ class _Join:
             far = behind * (unit in roles.encoders)
             own = [
                 Way(option, count, chain_times(self.spaces[group], count, microbatches, option))
-                for count in _counts(replicas, size)
-                for option in self._chains(unit, count, replicas * size, microbatches, far)
+                for count in _counts(replicas, shared)
+                for option in self._chains(unit, count, microbatches, by_tokens, far)
             ]
             if not own:
                 return None
@@ -171,13 +174,15 @@ class _Join:
             room=room,
         )
 
-    def _chains(self, unit: str, count: int, samples: int, microbatches: int, behind: int) -> list[Option]:
-        """The chains of `count` replicas of a unit that share so many samples of each microbatch."""
-        key = unit, count, microbatches, behind
+    def _chains(self, unit: str, count: int, microbatches: int, by_tokens: bool, behind: int) -> list[Option]:
+        """The chains of `count` replicas of a unit that share the samples of each microbatch."""
+        key = unit, count, microbatches, by_tokens, behind
         if key not in self._known_chains:
             space = self.spaces[self.away[unit]]
             budget, most = space.cluster.num_devices // count, len(space.model.unit(unit).layers)
-            table = space.table.shared_by(count, budget) if budget else space.table
+            table = space.by_tokens if by_tokens else space.table
+            table = table.shared_by(count, budget) if budget else table
+            samples = space.global_batch / microbatches
             found = (
                 table.chain(unit, tp, cp, stages, samples / count, microbatches, behind, ep=ep)
                 for tp, cp in table.units.degrees([unit])

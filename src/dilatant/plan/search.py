@@ -13,10 +13,11 @@ from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.enumeration import FEWEST, MANY, across, best_of_fewer, enumerate_candidates, of_modes
+from dilatant.plan.enumeration import FEWEST, across, best_of_fewer, enumerate_candidates, of_modes
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import Finals
 from dilatant.plan.group_bound import least_seconds
+from dilatant.plan.microbatch_counts import MANY
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.modes import Mode
 from dilatant.plan.refusals import (

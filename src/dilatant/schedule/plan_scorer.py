@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dilatant.cost.memory import BF16, ParameterBytes
 from dilatant.cost.model import CostModel
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.enumeration import MANY
+from dilatant.plan.microbatch_counts import MANY
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.plan import Plan
 from dilatant.plan.roles import roles_of
