@@ -207,7 +207,7 @@ def searched(
 def sharing(found: SearchResult) -> str:
     """The best simulated step by who shares optimizer state."""
     steps = {zero: "does not fit" if s is None else f"{s:.4g} s" for zero, s in found.by_zero.items()}
-    return f"zero {found.winner.zero} of " + ", ".join(f"{zero} {step}" for zero, step in steps.items())
+    return f"zero {found.winner.zero}; " + ", ".join(f"{zero} {step}" for zero, step in steps.items())
 
 
 def search_rows() -> Iterator[Row]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
+from dilatant.plan.enumeration import MANY
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.score import PlanScorer
@@ -25,7 +26,8 @@ def search_zeros(
     all_devices: bool = False,
 ) -> SearchResult:
     """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, and
-    then of its plan under every other way, `glanced` too; where no search finds one, `glanced` are searched.
+    then of its plan under every other way, `glanced` too (not across many unlike devices); where no search finds one,
+    `glanced` are searched.
 
     find: of such a search, for plans that take less than so many seconds. Of equally fast plans the first found is
     chosen. Raises PlanError of the first search where all find nothing.
@@ -45,7 +47,8 @@ def search_zeros(
     if not answers:
         raise next(iter(refused.values()))
     best = best_of(answers, all_devices, exhausted)
-    if len(searched) + len(glanced) == 1:
+    # Across many unlike devices a search takes as long as it may without two more steps to simulate.
+    if len(searched) + len(glanced) == 1 or (cluster.parts and cluster.num_devices > MANY):
         return best
     return _under_each(best, {**searched, **glanced}, cluster)
 
