@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from machine import machine
 from planning_quality import small_cases
 
 from dilatant.cost import CostModel, LayerCost, Quadratic
+from dilatant.cost.memory import BF16, Zero
 from dilatant.plan import (
     Cluster,
     LayerSpec,
@@ -44,6 +45,7 @@ from dilatant.plan import (
     search,
 )
 from dilatant.plan.cluster import cluster_of_groups
+from dilatant.plan.search_result import SearchResult
 from dilatant.schedule.plan_scorer import plan_scorer
 
 
@@ -182,6 +184,32 @@ def stable_batch_rows(runs: int) -> Iterator[Row]:
         yield Row(f"minimum stable batch of 20,000 samples, {method}", seconds)
 
 
+def searched(
+    model: ModelSpec,
+    costs: CostModel,
+    cluster: Cluster,
+    samples: Workload,
+    batch: int,
+    zeros: Sequence[Zero],
+    glanced: Sequence[Zero] = (),
+) -> SearchResult:
+    """A search over who shares optimizer state, as `dilatant plan` makes it on so many devices."""
+    rules = {zero: replace(BF16, zero=zero, ranks_per_node=8) for zero in (*zeros, *glanced)}
+    score = {
+        zero: plan_scorer(model, costs, cluster, samples, batch, rules=own) for zero, own in rules.items()
+    }
+    return search(
+        model, costs, cluster, samples, batch, score[zeros[0]], rules=rules[zeros[0]],
+        others={zero: score[zero] for zero in zeros[1:]}, glanced={zero: score[zero] for zero in glanced},
+    )  # fmt: skip
+
+
+def sharing(found: SearchResult) -> str:
+    """The best simulated step by who shares optimizer state."""
+    steps = {zero: "does not fit" if s is None else f"{s:.4g} s" for zero, s in found.by_zero.items()}
+    return f"zero {found.winner.zero}; " + ", ".join(f"{zero} {step}" for zero, step in steps.items())
+
+
 def search_rows() -> Iterator[Row]:
     """A whole search of a vision-language model, finalists simulated: two steps each on synthetic samples."""
     degrees = ((1, 1), (2, 1), (4, 1), (8, 1))
@@ -217,14 +245,14 @@ def search_rows() -> Iterator[Row]:
             costs = replace(costs, layers={**costs.layers, "language": of_its_size})
         cluster = Cluster(nodes, 8, 80 * 2.0**30, Link(2e11, 5e-6), Link(4e11, 1e-5), 8)
         drawn = samples.batches(batch, 2)
-        scorer = plan_scorer(model, costs, cluster, drawn, batch)
+        zeros = (("node", "all"), ("none",)) if nodes > 2 else (("node", "none", "all"), ())
         began = time.process_time()  # one thread: what else runs on the machine does not count
-        found = search(model, costs, cluster, drawn, batch, scorer)
+        found = searched(model, costs, cluster, drawn, batch, *zeros)
         yield Row(
             f"search on {8 * nodes} devices, batch {batch}, on one core",
             time.process_time() - began,
             bar=bar,
-            note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated",
+            note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated; {sharing(found)}",
         )
         yield Row(
             f"search on {8 * nodes} devices: its plan above the bound that no plan beats",
@@ -268,18 +296,16 @@ def _unlike_rows(
     other = replace(half, bytes_per_device=48 * 2.0**30, name="slow", device="slow", **links)
     together = cluster_of_groups([half, other])
     both = replace(costs, groups={"fast": costs, "slow": slow})
-    scorer = plan_scorer(model, both, together, samples, batch)
     began = time.process_time()
-    found = search(model, both, together, samples, batch, scorer)
+    found = searched(model, both, together, samples, batch, ("node",), ("none", "all"))
     name = f"search on {cluster.num_devices} devices in two groups of unlike ones"
     yield Row(
         f"{name}, batch {batch}",
         time.process_time() - began,
         bar=2.0 if cluster.nodes <= 4 else 10.0,
-        note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated",
+        note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated; {sharing(found)}",
     )
-    scorer = plan_scorer(model, costs, half, samples, batch)
-    alone = search(model, costs, half, samples, batch, scorer)
+    alone = searched(model, costs, half, samples, batch, ("node",), ("none", "all"))
     yield Row(
         f"{name}: its step beside that of the faster group alone", found.seconds / alone.seconds, "x", bar=1.0
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from dilatant.cost.memory import ParameterBytes
@@ -44,9 +46,27 @@ def closed_form(spec, costs, tokens, batch, rules=RULES):
     return evaluate
 
 
+def dearer(scorer, times):
+    """The scorer where steps take so many times as long."""
+
+    def evaluate(*asked):
+        score = scorer(*asked)
+        return replace(score, seconds=score.seconds * times)
+
+    return evaluate
+
+
 def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), finalists=10_000, **kwargs):
     machine = kwargs.pop("machine", None) or cluster(1, devices)
     rules = kwargs.pop("rules", RULES)
+    zeros = kwargs.pop(
+        "zeros", {rules.zero: 1.0}
+    )  # who shares state → how many times as long steps take then
+    rules, *others = [replace(rules, zero=zero) for zero in zeros]
+    scorers = {
+        own.zero: dearer(closed_form(spec, costs, tokens, batch, own), zeros[own.zero])
+        for own in (rules, *others)
+    }
     workload = Workload({name: np.full(batch, float(count)) for name, count in tokens.items()})
     return search(
         spec,
@@ -54,11 +74,12 @@ def find(spec, costs, tokens, devices, batch, mode=Mode.BEST, sizes=(1, 2), fina
         machine,
         workload,
         batch,
-        closed_form(spec, costs, tokens, batch, rules),
+        scorers.pop(rules.zero),
         mode,
         sizes,
         rules,
         finalists,
+        others=scorers,
     )
 
 

@@ -242,7 +242,8 @@ def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatan
     config = load_config(project / "run" / "plan" / "config.yaml")
     problem = planning_problem(config, assemble_samples(config))
     found = TrainingPlan.from_json(plan.read_text())
-    expected = simulated_steps(problem, found.plan, found.num_microbatches, found.row_tokens)[1].timeline
+    shared = problem.sharing(found.zero)
+    expected = simulated_steps(shared, found.plan, found.num_microbatches, found.row_tokens)[1].timeline
     step = MeasuredStep.from_json((project / "trained" / "step.json").read_text())
     assert step.assignment == expected.assignment
     assert step.schedule.to_json() == expected.schedule.to_json()

@@ -12,6 +12,8 @@ import yaml
 from safetensors import safe_open
 from tiny_project import Dilatant, tiny_config
 
+from dilatant.report.plan_report import PlanReport
+
 
 def layout(replicas: int) -> tuple[str, str]:
     units = {"units": {"vision": {}, "language": {"replicas": replicas}}, "colocated": {"vision": "language"}}
@@ -77,6 +79,61 @@ def test_state_of_three_ranks_goes_on_in_one_process_and_then_in_two_ranks(
     assert losses(run) == pytest.approx(losses(one), rel=1e-4)
     weights = stored(step(run, 6), "model")
     assert any("@" in key for key in weights)
+
+
+def test_a_plan_that_shares_state_across_nodes_for_lack_of_memory_is_simulated_and_trained_so(
+    project: Path, dilatant: Dilatant
+) -> None:
+    config, file = project / "config.yaml", project / "run" / "plan" / "plan.json"
+    nodes = [f"cluster.{setting}" for setting in ("hardware=H100", "nodes=2", "gpus_per_node=1")]
+
+    def planned(*more: str) -> PlanReport:
+        settings = [word for setting in (*nodes, *more) for word in ("--set", setting)]
+        code, out, err = dilatant("plan", config, *settings, "--json")
+        assert code == 0, err
+        return PlanReport.from_json(out)
+
+    def peak(report: PlanReport) -> float:
+        return max(one.peak_bytes - one.bytes_by_use.get("reserve", 0) for one in report.memory)
+
+    inside, across = planned("train.zero=node"), planned("train.zero=all")
+    assert peak(inside) > 1.2 * peak(across)
+    roomy, tight = planned(), planned(f"cluster.memory_gib={1.1 * peak(across) / 2**30}")
+    assert (roomy.zero, tight.zero) == ("node", "all")
+    assert "zero none, node or all" in tight.searched
+    assert any("shared by all ranks" in reason and "zero node" in reason for reason in tight.reasons)
+    assert json.loads(file.read_text())["step"]["zero"] == "all"
+
+    def simulated(*more: str) -> PlanReport:
+        code, out, err = dilatant("simulate", file.parent, "--json", *more)
+        assert code == 0, err
+        return PlanReport.from_json(json.dumps(json.loads(out)["report"]))
+
+    assert peak(simulated()) == peak(tight)
+    assert peak(simulated("--set", "train.zero=node")) > 1.2 * peak(tight)
+
+    def trained(folder: str, says: str) -> tuple[list[float], set[bool]]:
+        """Losses, and whether there are keys of boxes."""
+        sets = [f"parallel={{plan: {file}}}", f"output_dir={folder}", "train.device=cpu"]
+        code, out, err = dilatant("train", config, *(word for one in sets for word in ("--set", one)))
+        assert code == 0, err
+        assert says in " ".join(out.split())
+        assert json.loads((project / folder / "plan.json").read_text())["step"]["zero"] == folder
+        return losses(project / folder), {
+            "@" in key for key in stored(step(project / folder, 6), "optimizer")
+        }
+
+    dilatant("train", config, "--set", "output_dir=one")
+    for zero, says, is_divided in (
+        ("all", "all ranks that train the same weight share", True),
+        ("none", "every rank keeps the optimizer state", False),
+    ):
+        document = json.loads(file.read_text())
+        file.write_text(json.dumps({**document, "step": {**document["step"], "zero": zero}}))
+        found, boxes = trained(zero, says)
+        # fp32 sums in another order, which six optimizer steps amplify.
+        assert found == pytest.approx(losses(project / "one"), rel=1e-4)
+        assert (True in boxes) == is_divided
 
 
 def test_sharing_that_nobody_can_do_is_refused_if_it_was_asked_for(project: Path, dilatant: Dilatant) -> None:

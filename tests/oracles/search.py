@@ -29,26 +29,30 @@ def stage_sums(seconds, cut):
     return [sum(seconds[a:b]) for a, b in zip(cut, (*cut[1:], len(seconds)))]
 
 
-def best_step(vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True, by_items=False):
+def best_step(
+    vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True, by_items=False, fits_of=None
+):
     """The least `best_on` of these devices or fewer."""
     return min(
-        best_on(vision, language, degrees, fewer, batch, sizes, fits, by_items)
+        best_on(vision, language, degrees, fewer, batch, sizes, fits, by_items, fits_of)
         for fewer in range(1, devices + 1)
     )
 
 
-def best_on(vision, language, degrees, devices, batch, sizes, fits, by_items=False):
+def best_on(vision, language, degrees, devices, batch, sizes, fits, by_items=False, fits_of=None):
     """The least fill + (microbatches - 1) * slowest over all ways to use all devices.
 
     `vision(degree, samples)` and `language(degree, samples)` list the seconds of layers. Encoders run on devices of
     their own or in the first language stage. `fits` takes what shares devices, as tuples (unit, tp, samples, first
     layer, end layer, microbatches in flight), and says whether these have the memory. by_items: some degree of ranks
-    may share the encoder's items, too, instead of its layers: `vision(-degree, samples)`.
+    may share the encoder's items, too, instead of its layers: `vision(-degree, samples)`. fits_of: number of replicas →
+    `fits`, where they share what stages hold.
     """
     best = float("inf")
     for replicas, samples in itertools.product(range(1, devices + 1), sizes):
         if devices % replicas or batch % (replicas * samples):
             continue
+        fits = fits if fits_of is None else fits_of(replicas)
         budget, count = devices // replicas, batch // (replicas * samples)
 
         def time(stages, count=count):

@@ -116,3 +116,12 @@ def test_what_cannot_be_says_why(asked, said):
 def test_what_is_no_layout_is_refused(text):
     with pytest.raises(UserError, match="is no layout"):
         read_asked(text, ["vision", "language"])
+
+
+def test_a_way_to_share_state_may_be_asked_for():
+    result, ask = case()
+    assert read_asked("zero: all", ["vision"]).zero == "all"
+    assert ask(f"zero: {result.winner.zero}")[0].is_chosen
+    assert not ask("zero: all")[0].is_chosen
+    with pytest.raises(UserError, match="zero is 'some'; there are none, node, all"):
+        read_asked("zero: some", ["vision"])

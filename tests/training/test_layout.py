@@ -21,14 +21,16 @@ from engine_case import CASE, PLAN, build_model, build_samples
 STEP = {"num_microbatches": 3, "schedule": "zb-h1", "assignment": "searched", "predicted_seconds": 0.5}
 
 
-def config(tmp_path: Path, step: Any = STEP, row_tokens: int = 512, **sections: Any) -> Config:
+def config(
+    tmp_path: Path, step: Any = STEP, row_tokens: int = 512, zero: str | None = None, **sections: Any
+) -> Config:
     document = {**json.loads(PLAN.to_json()), "step": step}
     (tmp_path / "plan.json").write_text(json.dumps(document), encoding="utf-8")
     parallel = {"plan": str(tmp_path / "plan.json"), **sections.pop("parallel", {})}
     tree = {
         "model": {"encoders": {"vision": {"kind": "image", "id": "a"}}, "language_model": {"id": "b"}},
         "data": {"train": [{"path": "x.jsonl"}]},
-        "train": {"row_tokens": row_tokens},
+        "train": {"row_tokens": row_tokens, "zero": zero},
         "parallel": parallel,
         **sections,
     }
@@ -42,6 +44,19 @@ def test_a_plan_file_says_all_that_the_config_does_not(tmp_path: Path) -> None:
     assert TrainingPlan.from_json(planned.to_json()) == planned
     otherwise = config(tmp_path, parallel={"microbatches": 5}, plan={"assignment": "random"})
     assert plan_from_config(otherwise, model) == TrainingPlan(PLAN, 5, "zb-h1", "random", 0.5)
+
+
+def test_who_shares_state_is_as_the_config_says_else_the_plan_else_the_node(tmp_path: Path) -> None:
+    model = build_model(CASE, "meta")
+    assert plan_from_config(config(tmp_path), model).zero == "node"  # of files that do not say it
+    far = {**STEP, "zero": "all", "costs": token_costs(PLAN, (True,) * len(PLAN.stages())).to_document()}
+    planned = plan_from_config(config(tmp_path, far), model)
+    assert planned.zero == "all"
+    assert planned.costs is not None
+    assert TrainingPlan.from_json(planned.to_json()) == planned
+    said = plan_from_config(config(tmp_path, far, zero="none"), model)
+    assert said.zero == "none"
+    assert said.costs is None  # which count what is held, and sent, under the plan's
 
 
 @pytest.mark.parametrize("host", [{"pp": 2}, {"replicas": 2}])
@@ -67,6 +82,7 @@ def test_without_a_word_on_steps_there_are_defaults(tmp_path: Path) -> None:
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         ({"schedule": "fast"}, "schedule is 'fast'"),
         ({"assignment": "mine"}, "assignment is 'mine'"),
+        ({"zero": "some"}, "zero is 'some'"),
         ([], "'step' is not a mapping"),
     ],
 )

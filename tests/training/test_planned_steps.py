@@ -125,7 +125,8 @@ def test_a_planned_run_executes_the_simulated_steps(
         CostCorrection(planned.plan, planned.costs),
         0,
     )
-    simulated = simulated_steps(problem, planned.plan, planned.num_microbatches, planned.row_tokens)
+    shared = problem.sharing(planned.zero)
+    simulated = simulated_steps(shared, planned.plan, planned.num_microbatches, planned.row_tokens)
     sampler = samples.train.sampler(run.seed, BATCH)
     with Loader(
         samples.train, samples.encoding, sampler, position=sampler.start(), steps=2, workers=0

@@ -45,7 +45,8 @@ def plan(
     why_not: Annotated[
         list[str] | None,
         typer.Option(
-            help="A layout, like 'vision: {pp: 2}, microbatch_tokens: 8192': why was it not chosen? May be repeated.",
+            help="A layout, like 'vision: {pp: 2}, microbatch_tokens: 8192, zero: all': why was it not chosen? May be "
+            "repeated.",
             show_default=False,
         ),
     ] = None,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dilatant.config import Config
+    from dilatant.cost.memory import Zero
     from dilatant.plan.node_trace import NodeTrace
     from dilatant.plan.plan import Plan
     from dilatant.plan.score import PlanScore
@@ -70,6 +71,8 @@ def simulate(
     if trace is not None:
         _replay(problem, given.name, trace, fault_tolerance, page, as_json, console)
         return
+    if given.zero is not None:
+        problem = problem.sharing(given.zero)
     with console.status("simulating"):
         planned = _timed(problem, given, microbatches)
     if given.step is not None and page is None and not as_json:
@@ -80,7 +83,7 @@ def simulate(
 @dataclass(frozen=True, slots=True)
 class _Given:
     """What is to be simulated: of a plan file the plan and the microbatches it is for, of a run its measured step.
-    row_tokens: see `TrainingPlan`. name: of the run, or of the file. folder: where it is."""
+    row_tokens, zero: see `TrainingPlan`. name: of the run, or of the file. folder: where it is."""
 
     config: Config
     name: str
@@ -90,6 +93,7 @@ class _Given:
     step: MeasuredStep | None = None
     schedule: str | None = None
     row_tokens: int | None = None
+    zero: Zero | None = None
 
 
 def _read(source: Path, overrides: list[str]) -> _Given:
@@ -134,7 +138,18 @@ def _read(source: Path, overrides: list[str]) -> _Given:
         measured,
         step.get("schedule"),
         step.get("row_tokens"),
+        config.train.zero or _zero(path, step),
     )
+
+
+def _zero(path: Path, step: dict[str, Any]) -> Zero:
+    """Who shares optimizer state under a plan file, of which older ones do not say it."""
+    from dilatant.cost.memory import DEFAULT_ZERO, ZEROS
+
+    zero = step.get("zero", DEFAULT_ZERO)
+    if zero not in ZEROS:
+        raise UserError(f"{path}: step.zero is {zero!r}; there are {', '.join(ZEROS)}")
+    return zero
 
 
 def _measured(folder: Path) -> MeasuredStep | None:

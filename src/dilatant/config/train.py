@@ -74,7 +74,8 @@ class TrainConfig(Section):
     schedule: RateSchedule = RateSchedule()
     zero: Literal["none", "node", "all"] | None = None
     """Who shares the optimizer state of a weight (ZeRO stage 1): nobody, the ranks of a node that hold it, or all that
-    do. With `all` a lost rank takes state along, so that a run can only go on from a checkpoint. Default: `node`."""
+    do. With `all` a lost rank takes state along, so that a run can only go on from a checkpoint. Default: what the plan
+    says, which is the fastest (never `all` with `resilience.enabled`); without a plan `node`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are clipped to this norm over the whole model; `null`: not."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

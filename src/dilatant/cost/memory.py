@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Zero = Literal["none", "node", "all"]
 """Who shares the optimizer's state of a weight: nobody, its holders on one node, or all of its holders."""
 
+ZEROS: tuple[Zero, ...] = get_args(Zero)
 DEFAULT_ZERO: Zero = "node"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.option import Option
@@ -32,10 +32,13 @@ class Candidate:
     disaggregated: float = 0.0
     groups: tuple[int, ...] = ()
     row_tokens: int | None = None
+    gpus: int = field(init=False)
 
-    @property
-    def gpus(self) -> int:
-        return sum(count * option.gpus for count, option in zip(self.counts, self.options))
+    def __post_init__(self) -> None:
+        taken = 0
+        for count, option in zip(self.counts, self.options):
+            taken += count * option.gpus
+        object.__setattr__(self, "gpus", taken)  # which sorting asks for again and again
 
     @property
     def chains(self) -> tuple[Chain, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dilatant.cost.memory import ParameterBytes
+from dilatant.cost.memory import DEFAULT_ZERO, ParameterBytes, Zero
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.copies import copies_on_nodes
@@ -29,7 +29,7 @@ from dilatant.plan.sync_time import sync_seconds
 class RankedPlan:
     """A plan with what simulation says of it. `stage_seconds[unit]` are the mean microbatch's, forward plus backward
     (colocated units are listed together under the chain's last unit); `estimate` is the closed form that chose it for
-    simulation; `row_tokens` as in `Candidate`."""
+    simulation; `row_tokens` as in `Candidate`; `zero` says who shares optimizer state."""
 
     plan: Plan
     encoders_at: EncoderPosition
@@ -42,6 +42,7 @@ class RankedPlan:
     bound: float
     score: PlanScore
     row_tokens: int | None = None
+    zero: Zero = DEFAULT_ZERO
 
 
 class Finals:
@@ -164,7 +165,7 @@ class Finals:
                 return self._score(candidate, frugal, schedule)
             culprit, text = rejection(plan, candidate, score, cluster, excess)
             return culprit, excess, text
-        self._found.append((_ranked(plan, candidate, score, cluster), candidate))
+        self._found.append((_ranked(plan, candidate, score, cluster, self._rules.zero), candidate))
         self.seconds[candidate] = min(self.seconds.get(candidate, math.inf), score.seconds)
         return None
 
@@ -180,7 +181,7 @@ def _stage_seconds(candidate: Candidate, cluster: Cluster) -> dict[str, tuple[fl
     return found
 
 
-def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster) -> RankedPlan:
+def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster, zero: Zero) -> RankedPlan:
     return RankedPlan(
         plan=plan,
         encoders_at=candidate.encoders_at,
@@ -193,4 +194,5 @@ def _ranked(plan: Plan, candidate: Candidate, score: PlanScore, cluster: Cluster
         bound=candidate.bound,
         score=score,
         row_tokens=candidate.row_tokens,
+        zero=zero,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.recompute import Recompute
+from dilatant.cost.memory import Zero
 from dilatant.plan.errors import DoesNotFitError
 from dilatant.plan.option import UNLIMITED, Option
 from dilatant.plan.partition import cuts_in_memory, partition_layers, partition_layers_in_memory
@@ -25,6 +26,7 @@ class OptionTable:
         self._capacity = capacity_bytes
         self._options: dict[tuple[object, ...], Option | None] = {}
         self._free_cuts: dict[tuple[object, ...], _Laid] = {}
+        self._cuts: dict[tuple[object, ...], _Laid] = {}  # the same, of whoever shares state
         self._joined: dict[_Asked, MeanCosts] = {}
         self._shared_by: dict[int, OptionTable] = {}
 
@@ -37,8 +39,17 @@ class OptionTable:
         if count <= 1:
             return self
         if count not in self._shared_by:
-            self._shared_by[count] = OptionTable(self.units.shared_by(count), self._capacity)
+            self._shared_by[count] = self._but(self.units.shared_by(count))
         return self._shared_by[count]
+
+    def sharing(self, zero: Zero) -> OptionTable:
+        """The options where these share optimizer state."""
+        return self._but(self.units.sharing(zero))
+
+    def _but(self, units: UnitLayers) -> OptionTable:
+        other = OptionTable(units, self._capacity)
+        other._cuts = self._cuts
+        return other
 
     def with_capacity(self, capacity_bytes: float) -> OptionTable:
         """The options where a device has so much memory."""
@@ -107,8 +118,10 @@ class OptionTable:
         key = *asked.but_microbatches, more
         if key not in self._free_cuts:
             layers = self._merged(asked)
-            cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
-            self._free_cuts[key] = self._laid(asked, cuts, layers.by_stage(cuts))
+            if key not in self._cuts:
+                cuts = partition_layers(layers.seconds if balance is None else balance, asked.stages)
+                self._cuts[key] = self._laid(asked, cuts, layers.by_stage(cuts))
+            self._free_cuts[key] = self._cuts[key].holding(layers.static, asked)
         return self._free_cuts[key]
 
     def _relaxed(self, asked: _Asked, option: Option, behind: int) -> Option:
@@ -230,6 +243,11 @@ class _Laid:
     transient: NDArray[np.float64]
     kept: NDArray[np.float64]
     _by_room: dict[int, Option] = field(default_factory=dict)
+
+    def holding(self, static: NDArray[np.float64], asked: _Asked) -> _Laid:
+        """The same chain where the unit's layers take `static` bytes [layers] throughout."""
+        by_stage = np.add.reduceat(static, self.unlimited.cuts[asked.unit])
+        return replace(self, static=by_stage.reshape(asked.chunks, -1).sum(axis=0))
 
     def option(self, microbatches: int, capacity_bytes: float) -> Option:
         """The chain for so many microbatches."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
@@ -27,9 +28,17 @@ from dilatant.plan.refusals import (
     nothing_survived,
 )
 from dilatant.plan.score import PlanScorer
-from dilatant.plan.search_result import SearchResult, answer_of, best_of, on_ranks_from
-from dilatant.plan.space import Space, open_space
+from dilatant.plan.search_result import (
+    NoneFasterError,
+    SearchResult,
+    answer_of,
+    best_of,
+    none_faster,
+    on_ranks_from,
+)
+from dilatant.plan.space import FEW, Space, open_space
 from dilatant.plan.workload import Workload
+from dilatant.plan.zero_search import NO_OTHERS, search_zeros
 
 LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on many devices fewer, as above."""
@@ -58,6 +67,8 @@ def search(
     leftovers: bool = False,
     row_tokens: Sequence[int] = (),
     row_limit: int | None = None,
+    others: Mapping[Zero, PlanScorer] = NO_OTHERS,
+    glanced: Mapping[Zero, PlanScorer] = NO_OTHERS,
 ) -> SearchResult:
     """The plan with the fastest simulated step.
 
@@ -72,6 +83,9 @@ def search(
     shares the batch, and a step has as many microbatches as its samples take (mode `BEST` without `num_microbatches`).
     leftovers: devices that promising plans leave idle may form one more pipeline, unlike the others and with fewer of
     the samples; of these plans bounds say nothing.
+    others: the scorers where optimizer state is shared in other ways than `rules` say, under which plans are searched,
+    too; of plans that take equally long the first is chosen. glanced: the same of ways that only the best plan is
+    simulated under, or that are searched where no other leaves a plan that fits.
     Stages are cut aware of freezing, and under memory where the free cut does not fit; where none fits, as few layers
     as can be are recomputed, if the model leaves that open. In the order of their closed-form estimate, candidates
     become plans and are simulated by `scorer` on the samples of `workload`, until `finalists` of them fitted memory or
@@ -103,16 +117,22 @@ def search(
         )
         for group in cluster.groups
     ]
-    if len(spaces) == 1:
-        _, answer = _search_group(spaces[0], scorer, how)
-    else:
-        answer = _search_groups(spaces, cluster, scorer, how)
+
+    def under(zero: Zero, scorer: PlanScorer, ceiling: float) -> SearchResult:
+        own = replace(how, rules=replace(rules, zero=zero), ceiling=ceiling)
+        shared = [space.sharing(zero) for space in spaces]
+        if len(shared) == 1:
+            return _search_group(shared[0], scorer, own)[1]
+        return _search_groups(shared, cluster, scorer, own)
+
+    answer = search_zeros(under, {rules.zero: scorer, **others}, glanced, cluster, all_devices)
     return replace(answer, wall_seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How to search, as the arguments of `search` of these names."""
+    """How to search, as the arguments of `search` of these names. ceiling: seconds of a plan that is known already, to
+    which only faster ones are looked for."""
 
     mode: Mode
     sizes: Sequence[int]
@@ -123,9 +143,18 @@ class _How:
     copies: int
     ranks_per_node: int | None
     leftovers: bool
+    ceiling: float = math.inf
+
+    @property
+    def knows(self) -> bool:
+        """Whether there is a plan already."""
+        return math.isfinite(self.ceiling)
 
     def finalists_on(self, devices: int) -> int:
-        """Steps on many devices take longer to simulate, and all of their candidates together are to take seconds."""
+        """Steps on many devices take longer to simulate, and all of their candidates together are to take seconds; of
+        those that are to be faster than a known plan the first few tell."""
+        if self.knows and devices > FEW:
+            return min(self.finalists, FEWEST)
         return min(self.finalists, max(FEWEST, self.finalists * MANY // devices))
 
 
@@ -133,7 +162,7 @@ def _search_group(
     space: Space, scorer: PlanScorer, how: _How, ceiling: float = math.inf
 ) -> tuple[list[Candidate], SearchResult]:
     """All candidates on equal devices, and the best of them; of those that cannot be faster than `ceiling` seconds, no
-    more than the first. Raises PlanError."""
+    more than the first. Raises PlanError, NoneFasterError where `how.ceiling` leaves none."""
     cluster, mode, copies = space.cluster, how.mode, how.copies
     asked = how.sizes, how.num_microbatches, how.all_devices
     check_devices(space.table, space.roles, cluster, mode)
@@ -142,19 +171,22 @@ def _search_group(
         raise does_not_fit(space, mode, how.sizes[0])
     found = [candidate for candidate in found if min(candidate.counts) >= copies]
     per_node = how.ranks_per_node or cluster.gpus_per_node
-    finals = Finals(space, how.rules, scorer, copies, per_node, ceiling)
+    finals = Finals(space, how.rules, scorer, copies, per_node, min(ceiling, how.ceiling))
     finalists = how.finalists_on(cluster.num_devices)
-    unseen = _simulate(finals, found, finalists)
+    unseen = _simulate(finals, found, finalists, how.knows)
     simulated = len(finals.seconds)
     for fewer in best_of_fewer(found) if cluster.num_devices <= MANY else ():
         if len(finals.seconds) >= simulated + finalists:
             break
         if fewer not in finals.seconds and fewer.bound < finals.best:
             finals.simulate(fewer)
-    for own in of_modes(space, found, mode, *asked):
+    few = cluster.num_devices <= FEW
+    for own in of_modes(space, found, mode, *asked) if few or not how.knows else ():
         for one in own[:FEWEST]:
-            if one.bound < ceiling and finals.simulate(one):
+            if one.bound < min(ceiling, how.ceiling) and finals.simulate(one):
                 break
+    if not finals.ranked and how.knows:
+        raise none_faster(found, finals, min(finals.skipped, unseen), how.rules.zero)
     if not finals.ranked and copies > 1 and not finals.rejected:
         nodes = cluster.num_devices // per_node
         raise PlanError(
@@ -169,13 +201,15 @@ def _search_group(
     return found, answer_of(found, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
 
-def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int) -> float:
+def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows: bool = False) -> float:
     """Simulate in this order until so many fit memory, or no other can be faster; returns the least bound of those that
-    were not simulated."""
+    were not simulated. knows: there is a plan already, so that none of these need be."""
     remaining_bound = np.minimum.accumulate([candidate.bound for candidate in reversed(found)])[::-1].tolist()
     done = 0
     for candidate in found:
-        if finals.ranked and (len(finals.ranked) >= finalists or remaining_bound[done] >= finals.best):
+        if (knows or finals.ranked) and (
+            len(finals.ranked) >= finalists or remaining_bound[done] >= finals.best
+        ):
             break
         done += 1
         finals.simulate(candidate)
@@ -196,6 +230,9 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         try:
             ceiling = min((answer.seconds for answer in alone), default=math.inf)
             own, answer = _search_group(space, _from_rank(scorer, first), how, ceiling)
+        except NoneFasterError as none:
+            candidates[group] = list(none.found)
+            continue
         except PlanError as error:
             refused.append(error)
             continue
@@ -203,7 +240,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         alone.append(on_ranks_from(answer, first, cluster.num_devices))
     both: list[Candidate] = []
     least = math.inf
-    best = min((answer.seconds for answer in alone), default=math.inf)
+    best = min([how.ceiling, *(answer.seconds for answer in alone)])
     if how.mode is Mode.BEST:
         least = least_seconds(spaces)
         asked = how.sizes, how.num_microbatches, how.all_devices
@@ -212,11 +249,13 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     finals = Finals(replace(spaces[0], cluster=cluster), how.rules, scorer, ceiling=best)
     answers = alone
     if both:
-        unseen = _simulate(finals, both, how.finalists_on(cluster.num_devices))
+        unseen = _simulate(finals, both, how.finalists_on(cluster.num_devices), how.knows)
         if finals.ranked:
             finals.reorder()
             beyond = answer_of(both, finals, min(finals.skipped, unseen), how.mode, how.all_devices)
             answers = [*alone, beyond]
+    if not answers and how.knows:
+        raise none_faster([*itertools.chain(*candidates), *both], finals, least, how.rules.zero)
     if not answers:
         raise refused[0]
     found = best_of(answers, how.all_devices)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dilatant.cost.memory import DEFAULT_ZERO, Zero
 from dilatant.plan.answer import Answer
 from dilatant.plan.candidates import Candidate
+from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import Finals, RankedPlan
 from dilatant.plan.modes import EncoderPosition, Mode
 
@@ -18,7 +20,7 @@ class SearchedGroup:
     """The candidates with so many pipelines and encoders there: how many there are, and of them how many were
     `simulated`, of which so many `overflowed` memory; the rest were left out because their bound is above the winner
     (`cut`), or because others promised more (`left`). bound: the least of all, `seconds` of the fastest that was
-    simulated and fits, None where none does."""
+    simulated and fits, None where none does. zero: who shares optimizer state under them."""
 
     encoders_at: EncoderPosition
     replicas: int
@@ -29,6 +31,7 @@ class SearchedGroup:
     left: int
     bound: float
     seconds: float | None
+    zero: Zero = DEFAULT_ZERO
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +40,8 @@ class SearchResult(Answer):
 
     `seconds` is the winner's simulated step. `lower_bound` is one that no plan of equal pipelines in the searched space
     beats, simulated or not; `proven` says that the winner reaches the least any of these could. `rejected` names plans
-    that overflowed memory in simulation; `groups` say what was looked at, the fastest first.
+    that overflowed memory in simulation; `groups` say what was looked at, the fastest first. `by_zero`: the
+    fastest step that was simulated under each way to share optimizer state that was looked at, None where none fits.
     """
 
     winner: RankedPlan
@@ -50,6 +54,23 @@ class SearchResult(Answer):
     lower_bound: float
     wall_seconds: float = field(default=0.0, compare=False)
     groups: tuple[SearchedGroup, ...] = ()
+    by_zero: Mapping[Zero, float | None] = field(default_factory=dict)
+
+
+class NoneFasterError(PlanError):
+    """No candidate takes less than the plan that is known already. found: they; lower_bound: of those that were not
+    simulated; groups: as in `SearchResult`."""
+
+    def __init__(
+        self, found: Sequence[Candidate], lower_bound: float, groups: tuple[SearchedGroup, ...]
+    ) -> None:
+        super().__init__("no plan is faster than the one that is known")
+        self.found, self.lower_bound, self.groups = found, lower_bound, groups
+
+
+def none_faster(found: Sequence[Candidate], finals: Finals, unseen: float, zero: Zero) -> NoneFasterError:
+    """What is to be raised where none of these is ranked. unseen: as for `answer_of`."""
+    return NoneFasterError(found, unseen, _groups(found, finals, finals.best, zero))
 
 
 def answer_of(
@@ -69,7 +90,7 @@ def answer_of(
         seconds=winner.score.seconds,
         proven=bool(unseen >= winner.score.seconds),
         lower_bound=min(winner.score.seconds, unseen),
-        groups=_groups(found, finals, winner.score.seconds),
+        groups=_groups(found, finals, min(finals.best, winner.score.seconds), winner.zero),
     )
 
 
@@ -84,20 +105,27 @@ def on_ranks_from(answer: SearchResult, first: int, devices: int) -> SearchResul
     )
 
 
-def best_of(answers: Sequence[SearchResult], all_devices: bool = False) -> SearchResult:
-    """One answer of several, each of which has looked at other plans."""
+def best_of(
+    answers: Sequence[SearchResult],
+    all_devices: bool = False,
+    others: Sequence[NoneFasterError] = (),
+) -> SearchResult:
+    """One answer of several, each of which has looked at other plans; of equal plans that of the first. others: of
+    searches that were left with nothing faster."""
     ranked = sorted(
         (one for answer in answers for one in (answer.winner, *answer.runners_up)),
         key=lambda one: (one.idle_devices if all_devices else 0, one.score.seconds),
     )
     seconds = ranked[0].score.seconds
     unseen = [answer.lower_bound for answer in answers if not answer.proven]
+    unseen += [other.lower_bound for other in others]
     groups = [group for answer in answers for group in answer.groups]
+    groups += [group for other in others for group in other.groups]
     return SearchResult(
         winner=ranked[0],
         runners_up=tuple(ranked[1:]),
         rejected=tuple(text for answer in answers for text in answer.rejected),
-        candidates=sum(answer.candidates for answer in answers),
+        candidates=sum(answer.candidates for answer in answers) + sum(len(other.found) for other in others),
         mode=answers[0].mode,
         seconds=seconds,
         proven=all(bound >= seconds for bound in unseen),
@@ -106,7 +134,7 @@ def best_of(answers: Sequence[SearchResult], all_devices: bool = False) -> Searc
     )
 
 
-def _groups(found: Sequence[Candidate], finals: Finals, best: float) -> tuple[SearchedGroup, ...]:
+def _groups(found: Sequence[Candidate], finals: Finals, best: float, zero: Zero) -> tuple[SearchedGroup, ...]:
     by_shape: dict[tuple[EncoderPosition, int], list[Candidate]] = defaultdict(list)
     for one in found:
         by_shape[one.encoders_at, one.replicas].append(one)
@@ -127,6 +155,7 @@ def _groups(found: Sequence[Candidate], finals: Finals, best: float) -> tuple[Se
                 left=len(bounds) - cut,
                 bound=min(one.bound for one in members),
                 seconds=fastest if math.isfinite(fastest) else None,
+                zero=zero,
             )
         )
     return tuple(sorted(groups, key=lambda one: (one.seconds is None, one.seconds or one.bound)))

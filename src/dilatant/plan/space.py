@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.bin_packing import pack_rows
 from dilatant.plan.cluster import Cluster
@@ -59,6 +59,19 @@ class Space:
         other = replace(self, roles=roles)
         other.times, other._chains, other._heaviest = self.times, self._chains, self._heaviest
         other._rows = self._rows
+        return other
+
+    def sharing(self, zero: Zero) -> Space:
+        """The same where these share optimizer state; what does not depend on it is known here."""
+        rules = self.table.units.rules
+        if rules.zero == zero:
+            return self
+        table = self.table.sharing(zero)
+        by_tokens = table if self.by_tokens is self.table else self.by_tokens.sharing(zero)
+        other = replace(self, table=table, by_tokens=by_tokens)
+        other._sides, other._heaviest, other._rows = self._sides, self._heaviest, self._rows
+        if "none" not in (rules.zero, zero):  # sums of gradients are bounded alike
+            other.times = self.times
         return other
 
     def chains(

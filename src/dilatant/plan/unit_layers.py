@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config.recompute import Recompute
-from dilatant.cost.memory import BF16, ParameterBytes
+from dilatant.cost.memory import BF16, ParameterBytes, Zero
 from dilatant.cost.model import CostModel
 from dilatant.plan.model_spec import ModelSpec
 from dilatant.plan.stage_costs import LayerTable, layer_table
@@ -114,6 +114,7 @@ class UnitLayers:
         self._by_tokens = by_tokens
         self._tables: dict[tuple[str, int, int, Recompute, int], LayerTable] = {}
         self._layers: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
+        self._unshared: dict[tuple[str, int, int, float, Recompute, int], MeanCosts] = {}
         self._free = {unit.name: unit.recompute is None for unit in model.units}
         self._experts = {
             unit.name: {layer.experts for layer in unit.layers if layer.experts} for unit in model.units
@@ -121,23 +122,22 @@ class UnitLayers:
 
     def shared_by(self, chains: int) -> UnitLayers:
         """The same where so many chains beside each other share optimizer state."""
-        return self._but(chains, self._by_tokens)
+        return self._but(chains, self._by_tokens, self.rules)
 
     def cut_by_tokens(self) -> UnitLayers:
         """The same where a step may have more microbatches."""
-        return self._but(self._sharing, True)
+        return self._but(self._sharing, True, self.rules)
 
-    def _but(self, sharing: int, by_tokens: bool) -> UnitLayers:
-        known = (
-            self.model,
-            self._costs,
-            self._workload,
-            self.gpus_per_node,
-            self.rules,
-            self._batch,
-        )
+    def sharing(self, zero: Zero) -> UnitLayers:
+        """The same where these share optimizer state."""
+        return self._but(self._sharing, self._by_tokens, replace(self.rules, zero=zero))
+
+    def _but(self, sharing: int, by_tokens: bool, rules: ParameterBytes) -> UnitLayers:
+        known = self.model, self._costs, self._workload, self.gpus_per_node, rules, self._batch
         other = UnitLayers(*known, sharing, by_tokens)
         other._tables = self._tables
+        if by_tokens == self._by_tokens:
+            other._unshared = self._unshared
         return other
 
     def degrees(self, units: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -180,13 +180,22 @@ class UnitLayers:
         key = unit, tp, cp, samples, level, ep
         if key not in self._layers:
             table = self._table(unit, tp, cp, level, ep)
-            free = self._table(unit, tp, cp, spec.recompute or "none", ep)
             ranks = self._ranks_sharing(unit, tp, cp, ep)
+            known = self._of_mean(unit, tp, cp, samples, level, ep)
+            self._layers[key] = replace(known, static=table.static_shared_by(ranks), twice=table.twice(ranks))
+        return self._layers[key]
+
+    def _of_mean(self, unit: str, tp: int, cp: int, samples: float, level: Recompute, ep: int) -> MeanCosts:
+        """The arrays where nobody shares state."""
+        key = unit, tp, cp, samples, level, ep
+        if key not in self._unshared:
+            spec, table = self.model.unit(unit), self._table(unit, tp, cp, level, ep)
+            free = self._table(unit, tp, cp, spec.recompute or "none", ep)
             row = self._workload.mean_row(unit, samples) * self._unevenness(unit, cp, samples)
             least = self._workload.least_row(unit, samples, self._by_tokens)
             light, heavy = self._workload.lightest(unit), self._workload.heaviest(unit, self._batch)
             fastest = free.seconds[:, 0] + free.seconds[:, 1]
-            self._layers[key] = MeanCosts(
+            self._unshared[key] = MeanCosts(
                 seconds=(table.seconds[:, 0] + table.seconds[:, 1]) @ row,
                 backward=table.seconds[:, 1] @ row,
                 work=fastest @ least,
@@ -196,13 +205,13 @@ class UnitLayers:
                 # Halves that make weight gradients hold nobody up: a stage may end with them, a sample need not wait.
                 light_split=free.seconds[:, 0] @ light,
                 heavy_split=(free.seconds[:, 0] + free.seconds[:, 2]) @ heavy,
-                static=table.static_shared_by(ranks),
-                twice=table.twice(ranks),
+                static=table.static_bytes,
+                twice=table.tied_bytes,
                 kept=table.kept_bytes @ row,
                 transient=table.transient_bytes @ row,
                 gradient=np.array([self.rules.summed * layer.held_trained(tp, ep) for layer in spec.layers]),
             )
-        return self._layers[key]
+        return self._unshared[key]
 
     def _unevenness(self, unit: str, cp: int, samples: float) -> NDArray[np.float64]:
         """How many times its even share the fullest of cp ranks has of the mean microbatch's row: [3]."""

@@ -11,7 +11,7 @@ import yaml
 
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.yaml_text import read_yaml
-from dilatant.cost.memory import ParameterBytes
+from dilatant.cost.memory import ZEROS, ParameterBytes, Zero
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.enumeration import all_candidates
@@ -28,6 +28,8 @@ GROUP = "group"
 """This, too: the name of the group of unlike devices that it is on."""
 TOKENS = "microbatch_tokens"
 """And this of the whole plan; as in the config's `plan`."""
+ZERO = "zero"
+"""And this: who shares optimizer state; as in the config's `train`."""
 TRIED = 3
 """So many of the layouts that fit what is asked are simulated, the most promising."""
 
@@ -35,10 +37,12 @@ TRIED = 3
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A layout in part. units: name → key of `KEYS` → whole number, or `GROUP` → name; microbatch_tokens: the budget of
-    tokens that microbatches are cut by. What is not said may be anything."""
+    tokens that microbatches are cut by; zero: who shares optimizer state, as in the plan that was chosen if nothing
+    is said. What else is not said may be anything."""
 
     units: Mapping[str, Mapping[str, Any]]
     microbatch_tokens: int | None = None
+    zero: Zero | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,10 +70,13 @@ def read_asked(text: str, units: Sequence[str]) -> Asked:
         found = read_yaml(text if text.lstrip().startswith("{") else f"{{{text}}}")
     except yaml.YAMLError:
         found = None
-    tokens = found.pop(TOKENS, None) if isinstance(found, dict) and TOKENS not in units else None
+    whole = {
+        key: found.pop(key, None) for key in (TOKENS, ZERO) if isinstance(found, dict) and key not in units
+    }
+    tokens, zero = whole.get(TOKENS), whole.get(ZERO)
     if (
         not isinstance(found, dict)
-        or not (found or tokens is not None)
+        or not (found or tokens is not None or zero is not None)
         or not all(isinstance(own, dict) for own in found.values())
     ):
         raise UserError(f"{text!r} is no layout; write one like 'vision: {{pp: 2}}, language: {{tp: 4}}'")
@@ -89,9 +96,11 @@ def read_asked(text: str, units: Sequence[str]) -> Asked:
                 problems.append(f"{unit}: {key} is {value!r}; it must be a whole number from 1 on")
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
         problems.append(f"{TOKENS} is {tokens!r}; it must be a whole number from 1 on")
+    if zero not in (None, *ZEROS):
+        problems.append(f"{ZERO} is {zero!r}; there are {', '.join(ZEROS)}")
     if problems:
         raise list_problems(f"{text!r} is no layout of this model:", problems)
-    return Asked(found, tokens)
+    return Asked(found, tokens, zero)
 
 
 def why_not(
@@ -124,7 +133,10 @@ def why_not(
     for one in roomy[:TRIED]:
         finals.simulate(one)
     plans = tuple(sorted(finals.ranked, key=lambda one: one.score.seconds))
-    known = {(one.plan, one.num_microbatches, one.row_tokens) for one in (result.winner, *result.runners_up)}
+    known = {
+        (one.plan, one.num_microbatches, one.row_tokens, one.zero)
+        for one in (result.winner, *result.runners_up)
+    }
     return WhyNot(
         overflow=""
         if plans
@@ -132,7 +144,7 @@ def why_not(
         plans=plans,
         is_chosen=_chosen(result.winner, asked, space.cluster),
         was_simulated=bool(plans)
-        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens) in known,
+        and (plans[0].plan, plans[0].num_microbatches, plans[0].row_tokens, rules.zero) in known,
         candidates=len(found),
         bound=min((one.bound for one in found), default=0.0),
     )
@@ -164,7 +176,7 @@ def _degrees(option: Option, count: int, unit: str) -> dict[str, int]:
 
 
 def _chosen(winner: RankedPlan, asked: Asked, cluster: Cluster) -> bool:
-    if asked.microbatch_tokens not in (None, winner.row_tokens):
+    if asked.microbatch_tokens not in (None, winner.row_tokens) or asked.zero not in (None, winner.zero):
         return False
     for unit, wanted in asked.units.items():
         replicas = winner.plan.unit(unit).replicas

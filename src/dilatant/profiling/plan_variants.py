@@ -49,10 +49,10 @@ def score_unfrozen(problem: PlanningProblem, ranked: RankedPlan, name: str) -> P
 
 def score_with_microbatches(problem: PlanningProblem, ranked: RankedPlan, count: int) -> PlanScore:
     """The score of the plan with so many microbatches in a step, where `train.row_tokens` allows."""
-    return scorer_of(problem, ranked.score.schedule or None)(ranked.plan, count)
+    return scorer_of(problem.sharing(ranked.zero), ranked.score.schedule or None)(ranked.plan, count)
 
 
 def _score(problem: PlanningProblem, ranked: RankedPlan, schedule: str | None = None) -> PlanScore:
     """The score of the plan under `schedule`, else its own."""
-    score = scorer_of(problem, schedule or ranked.score.schedule or None)
+    score = scorer_of(problem.sharing(ranked.zero), schedule or ranked.score.schedule or None)
     return score(ranked.plan, ranked.num_microbatches, ranked.row_tokens)

@@ -60,6 +60,11 @@ class Target:
     rules: ParameterBytes
     groups: tuple[Target, ...] = ()
 
+    def sharing(self, zero: Zero) -> Target:
+        """The same where these share optimizer state."""
+        groups = tuple(group.sharing(zero) for group in self.groups)
+        return replace(self, rules=replace(self.rules, zero=zero), groups=groups)
+
     @property
     def text(self) -> str:
         """Nodes, devices and what these are."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilatant.config import Config, list_problems
+from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.data.pieces import Progress
 from dilatant.plan.errors import BatchError, PlanError
@@ -36,6 +37,7 @@ from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_degrees import planned_degrees
 from dilatant.profiling.planned_hardware import Target, plan_target
 from dilatant.profiling.planned_samples import PlannedSamples, planned_samples
+from dilatant.profiling.searched_zeros import searched_zeros
 from dilatant.profiling.step_costs import described_costs
 from dilatant.runtime.layouts import context_problems
 from dilatant.schedule import FAMILIES, plan_scorer, predict
@@ -72,6 +74,10 @@ class PlanningProblem:
     def global_batch(self) -> int:
         return self.config.train.global_batch_size
 
+    def sharing(self, zero: Zero) -> PlanningProblem:
+        """The same where these share optimizer state."""
+        return replace(self, target=self.target.sharing(zero))
+
     def simulated(self) -> Workload:
         """The global batches that plans are simulated on."""
         return self.samples.first(self.config.plan.steps * self.global_batch)
@@ -90,7 +96,8 @@ class PlanningProblem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
-    """The answer: the search's result, and the simulated step of its winner that is nearest to the mean.
+    """The answer: the search's result, and the simulated step of its winner that is nearest to the mean. In `problem`
+    optimizer state is shared as under the winner.
 
     `work` is [samples, units] seconds on one device, of different samples; `stable` says
     from which global batch on the data ask for the same division of devices, None where there is nothing to divide.
@@ -151,6 +158,7 @@ def plan_run(problem: PlanningProblem, all_devices: bool = False, fault_toleranc
     """Search for the plan of a run; all_devices: leave none idle if any plan uses all. fault_tolerance: nodes that may
     be lost at once. Raises PlanError as `plan.search` does."""
     result = _search(problem, all_devices, fault_tolerance)
+    problem = problem.sharing(result.winner.zero)
     work = _work(problem)
     return PlannedRun(
         problem=problem,
@@ -175,6 +183,7 @@ def seconds_by_fault_tolerance(problem: PlanningProblem, most: int = 3) -> dict[
 def answer_why_not(planned: PlannedRun, asked: Asked, all_devices: bool = False) -> WhyNot:
     """Why the search of this run chose no layout like `asked`."""
     problem, config = planned.problem, planned.problem.config
+    problem = problem.sharing(asked.zero or planned.result.winner.zero)
     cluster = problem.target.cluster
     spaces = [
         open_space(
@@ -196,7 +205,9 @@ def _searched_chunks(config: Config) -> Sequence[int]:
 
 
 def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 0) -> SearchResult:
-    config, target = problem.config, problem.target
+    config, zeros = problem.config, searched_zeros(problem.config, problem.target, fault_tolerance)
+    problem = problem.sharing(zeros.searched[0])
+    target = problem.target
     return search(
         problem.model.spec,
         problem.costs,
@@ -217,6 +228,8 @@ def _search(problem: PlanningProblem, all_devices: bool, fault_tolerance: int = 
         leftovers=not (config.resilience.enabled or fault_tolerance),  # recovery makes pipelines alike
         row_tokens=searched_row_tokens(config),
         row_limit=config.row_tokens,
+        others={zero: scorer_of(problem.sharing(zero)) for zero in zeros.searched[1:]},
+        glanced={zero: scorer_of(problem.sharing(zero)) for zero in zeros.glanced},
     )
 
 
@@ -295,7 +308,7 @@ def time_plan(
 def typical_step(problem: PlanningProblem, ranked: RankedPlan) -> plan_scorer.Step:
     """Of the simulated steps the one whose time is nearest to their mean."""
     own = ranked.plan, ranked.num_microbatches, ranked.row_tokens, ranked.score.schedule or None
-    steps = simulated_steps(problem, *own)
+    steps = simulated_steps(problem.sharing(ranked.zero), *own)
     mean = float(np.mean([step.seconds for step in steps]))
     return min(steps, key=lambda step: abs(step.seconds - mean))
 
@@ -449,6 +462,7 @@ def _as_ranked(
         bound=0.0,
         score=score,
         row_tokens=row_tokens,
+        zero=target.rules.zero,
     )
 
 

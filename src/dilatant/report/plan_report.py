@@ -135,8 +135,9 @@ class PlanReport:
 
     `cost_source` says where the times come from ("measured on ...", "analytic: ..."). `lower_bound_seconds` is a
     step time that no plan of those searched can beat; `proven` that none of them is faster, and `searched` says which
-    they are, `groups` in numbers. `device_groups`: of unlike devices; none where all are equal. `reasons` for this
-    plan, `advice` and `warnings` are sentences of whoever planned, shown as they are.
+    they are, `groups` in numbers. `device_groups`: of unlike devices; none where all are equal. `zero`: who shares
+    optimizer state. `reasons` for this plan, `advice` and `warnings` are sentences of whoever planned, shown as they
+    are.
     """
 
     title: str
@@ -165,6 +166,7 @@ class PlanReport:
     gpus_per_node: int | None = None
     ports_per_node: int = 1
     device_groups: tuple[DeviceGroup, ...] = ()
+    zero: str = ""
 
     @property
     def step_seconds(self) -> float:

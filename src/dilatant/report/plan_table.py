@@ -25,10 +25,11 @@ _WIDE = 120  # columns from which on tables show all they have
 
 def print_plan(report: PlanReport, console: Console) -> None:
     """Print the summary, the layout with what each stage does, and the plans that were compared."""
+    zero = f", zero {report.zero}" if report.zero else ""
     print_line(
         console,
         (report.title, "bold"),
-        (f"  {report.hardware}, {report.schedule}, costs {report.cost_source}", "dim"),
+        (f"  {report.hardware}, {report.schedule}{zero}, costs {report.cost_source}", "dim"),
     )
     for warning in report.warnings:
         print_line(console, ("warning: ", "yellow"), warning)

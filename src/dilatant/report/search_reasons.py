@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
+from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.modes import EncoderPosition
@@ -24,12 +26,24 @@ _WHERE = {
     EncoderPosition.IN_LANGUAGE: "the encoders in the language model's first stage",
 }
 
+_SHARED_BY: Mapping[Zero, str] = {
+    "none": "shared by nobody",
+    "node": "shared by the ranks of a node that hold the same weight",
+    "all": "shared by all ranks that hold the same weight",
+}
+
 
 def search_reasons(result: SearchResult, cluster: Cluster | None = None) -> tuple[str, ...]:
     """Sentences on the winner's shape, its devices against its work, its slowest stage, and how sure the search is.
     Idle time, memory and runners-up are not among them: the plan report draws these."""
     winner = result.winner
-    lines = [_shape(winner, cluster), *_shares(winner), _bottleneck(winner), *_tensor(result)]
+    lines = [
+        _shape(winner, cluster),
+        *_shares(winner),
+        _bottleneck(winner),
+        *_tensor(result),
+        *_sharing(result),
+    ]
     sync = winner.score.sync_seconds
     if sync > 0.0:
         lines.append(
@@ -139,6 +153,21 @@ def _tensor(result: SearchResult) -> list[str]:
     return [
         f"Tensor parallelism: tp {own} takes {seconds_text(best[own])}, the best step with {listed(others)}."
     ]
+
+
+def _sharing(result: SearchResult) -> list[str]:
+    """Who shares optimizer state, and what the best step takes that was simulated where others do."""
+    own, others = result.winner.zero, [zero for zero in result.by_zero if zero != result.winner.zero]
+    if not others:
+        return []
+    found = {zero: result.by_zero[zero] for zero in others}
+    slower = [
+        f"zero {zero} {seconds_text(seconds)}" for zero, seconds in found.items() if seconds is not None
+    ]
+    takes = f"takes {seconds_text(result.seconds)}"
+    said = [f"{takes}, the best step with {listed(slower)}"] if slower else [takes]
+    said += [f"with zero {zero} no plan that was simulated fits" for zero in others if found[zero] is None]
+    return [f"Optimizer state is {_SHARED_BY[own]}: zero {own} {'; '.join(said)}."]
 
 
 def _bottleneck(one: RankedPlan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -66,6 +67,7 @@ def search_report(
     """
     roles = roles_of(model)
     candidates = _compared(result, cluster)
+    several = len({group.zero for group in result.groups}) > 1
     warnings = [stable.warning(global_batch)] if stable else []
     return PlanReport(
         title=title,
@@ -105,7 +107,8 @@ def search_report(
         ),
         groups=tuple(
             SearchedPlans(
-                name=_shape_name(group.encoders_at, group.replicas, len(model.units)),
+                name=_shape_name(group.encoders_at, group.replicas, len(model.units))
+                + (f", zero {group.zero}" if several else ""),
                 candidates=group.candidates,
                 simulated=group.simulated,
                 overflowed=group.overflowed,
@@ -116,6 +119,7 @@ def search_report(
             )
             for group in result.groups
         ),
+        zero=result.winner.zero,
     )
 
 
@@ -212,11 +216,15 @@ def _parameter_bytes(
 
 
 def _compared(result: SearchResult, cluster: Cluster) -> tuple[ComparedPlan, ...]:
-    """The winner and the next plans, of each layout the fastest: it was simulated in several orders of ranks."""
+    """The winner and the next plans, of each layout the fastest: it was simulated in several orders of ranks, and with
+    state shared in several ways."""
     fastest: dict[tuple[str, str], ComparedPlan] = {}
     for one in (result.winner, *result.runners_up):
         plan = compared_plan(one, cluster, chosen=one is result.winner)
-        fastest.setdefault((plan.name, plan.layout), plan)
+        if one.zero != result.winner.zero:
+            plan = replace(plan, layout=f"{plan.layout}; zero {one.zero}")
+        key = plan.name, plan.layout.removesuffix(f"; zero {one.zero}")
+        fastest.setdefault(key, plan)
     return tuple(itertools.islice(fastest.values(), 1 + _RUNNERS_UP))
 
 

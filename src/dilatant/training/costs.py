@@ -9,6 +9,7 @@ from dilatant.config import Config, UserError
 from dilatant.config.environment import place_from
 from dilatant.config.plan import ClusterConfig
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.memory import Zero
 from dilatant.cost.model import CostModel
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.plan import Plan
@@ -25,14 +26,20 @@ from dilatant.schedule.trainability import trainability_of
 
 
 def costs_of_run(
-    config: Config, model: MultimodalModel, plan: Plan, planned: StepCosts | None = None, targets: float = 1.0
+    config: Config,
+    model: MultimodalModel,
+    plan: Plan,
+    planned: StepCosts | None = None,
+    targets: float = 1.0,
+    zero: Zero | None = None,
 ) -> StepCosts:
     """What the steps of `plan` cost here; `origin` says where the numbers are from. Takes milliseconds.
 
     planned: of the plan file. They count, unless the run freezes other layers than the plan was made for. Without them
     those of `plan.costs`, if that file is of this hardware, precision and model; without these the costs that `dilatant
     profile` or `dilatant plan` measured of the same layers on this hardware; else costs modelled from the layers'
-    shapes. targets: the share of the language model's tokens that carry loss.
+    shapes. targets: the share of the language model's tokens that carry loss. zero: who shares optimizer state, else as
+    the config says.
     """
     trains = trainability_of(plan, trainable_layers(model.units)).backward
     note = ""
@@ -41,6 +48,7 @@ def costs_of_run(
             return planned
         note = "; the plan's own costs are of other frozen layers"
     target = _target(config, plan)
+    target = target if zero is None else target.sharing(zero)
     described = describe_model(model, recompute_by_unit(config, model.units))
     degrees = sorted({(placed.stage.tp, placed.stage.cp) for placed in plan.stages()})
     longest = config.data.max_length

@@ -11,7 +11,7 @@ import torch
 from dilatant.config import Config, UserError, list_problems
 from dilatant.config.environment import place_from
 from dilatant.config.parallel import ParallelConfig
-from dilatant.cost.memory import DEFAULT_ZERO
+from dilatant.cost.memory import DEFAULT_ZERO, ZEROS, Zero
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster, Link
 from dilatant.plan.manual import plan_from_specs
@@ -43,7 +43,7 @@ class TrainingPlan:
 
     schedule: a key of `schedule.FAMILIES`, or "serial" on one rank. predicted_seconds: of a step, where a planner said.
     costs: of its steps, by which samples are assigned. row_tokens: most language-model tokens of a microbatch, if
-    they cut it; `num_microbatches` are then the least that a step has.
+    they cut it; `num_microbatches` are then the least that a step has. zero: who shares optimizer state.
     """
 
     plan: Plan
@@ -53,6 +53,7 @@ class TrainingPlan:
     predicted_seconds: float | None = None
     costs: StepCosts | None = field(default=None, compare=False)
     row_tokens: int | None = None
+    zero: Zero = DEFAULT_ZERO
 
     def to_json(self) -> str:
         """plan.json of a run, which `from_json`, `Plan.from_json` and `dilatant simulate` read."""
@@ -61,6 +62,7 @@ class TrainingPlan:
             "row_tokens": self.row_tokens,
             "schedule": self.schedule,
             "assignment": self.assignment,
+            "zero": self.zero,
             "predicted_seconds": self.predicted_seconds,
             "costs": None if self.costs is None else self.costs.to_document(),
         }
@@ -76,6 +78,7 @@ class TrainingPlan:
         count, tokens = step.get("num_microbatches", MICROBATCHES), step.get("row_tokens")
         schedule = step.get("schedule", SCHEDULE)
         assignment = step.get("assignment", ASSIGNMENT)
+        zero = step.get("zero", DEFAULT_ZERO)  # which older files do not say
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"step.num_microbatches is {count!r}; it must be a whole number from 1 on")
         if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
@@ -84,6 +87,8 @@ class TrainingPlan:
             raise ValueError(f"step.schedule is {schedule!r}; there are {', '.join(FAMILIES)}")
         if assignment not in POLICIES:
             raise ValueError(f"step.assignment is {assignment!r}; there are {', '.join(POLICIES)}")
+        if zero not in ZEROS:
+            raise ValueError(f"step.zero is {zero!r}; there are {', '.join(ZEROS)}")
         seconds, costs = step.get("predicted_seconds"), None
         if step.get("costs") is not None:
             try:
@@ -91,7 +96,7 @@ class TrainingPlan:
             except ValueError as error:
                 raise ValueError(f"step.costs: {error}; without that entry, training finds its own") from None
         seconds = seconds if isinstance(seconds, float) else None
-        return cls(plan, count, schedule, assignment, seconds, costs, tokens)
+        return cls(plan, count, schedule, assignment, seconds, costs, tokens, zero)
 
     @property
     def family(self) -> Family:
@@ -131,14 +136,14 @@ def plan_from_config(
     that the config does not say otherwise. Raises UserError that lists every problem.
     """
     layers = {name: len(unit.layers) for name, unit in model.units.items()}
-    graph, parallel = model.graph, config.parallel
+    graph, parallel, zero = model.graph, config.parallel, config.train.zero
     if made is None and not parallel.is_laid_out:
         shared = {name: graph.anchor for name in layers if name != graph.anchor}
         plan = plan_from_specs(layers, dict.fromkeys(layers, ParallelSpec()), graph.feeds, shared)
         problems = _nothing_to_share(config, plan, model)
         if problems:
             raise list_problems("this plan cannot train:", problems)
-        return TrainingPlan(plan, 1, "serial", ASSIGNMENT)
+        return TrainingPlan(plan, 1, "serial", ASSIGNMENT, zero=zero or DEFAULT_ZERO)
     if made is not None:
         planned = made
     elif parallel.plan is None:
@@ -160,11 +165,12 @@ def plan_from_config(
     planned = replace(
         planned,
         plan=own,
-        costs=planned.costs if own == planned.plan else None,
+        costs=planned.costs if own == planned.plan and zero in (None, planned.zero) else None,
         num_microbatches=parallel.microbatches or planned.num_microbatches,
         row_tokens=None if parallel.microbatches else planned.row_tokens,
         schedule=parallel.schedule or planned.schedule,
         assignment=config.plan.assignment or planned.assignment,
+        zero=zero or planned.zero,
     )
     if len(planned.plan.ranks) == 1:
         return replace(planned, num_microbatches=1, schedule="serial")
@@ -179,16 +185,15 @@ def _recomputed(config: Config, plan: Plan, model: MultimodalModel) -> Plan:
     )
 
 
-def zero_text(config: Config, plan: Plan, model: MultimodalModel) -> str:
+def zero_text(planned: TrainingPlan, model: MultimodalModel) -> str:
     """Who keeps optimizer state, in one line."""
-    zero = config.train.zero or DEFAULT_ZERO
-    if zero == "none" or not shares_state(plan, model):
+    if planned.zero == "none" or not shares_state(planned.plan, model):
         return "every rank keeps the optimizer state of all that it trains"
-    if zero == "node":
+    if planned.zero == "node":
         return "the ranks of a node that train the same weight share its optimizer state"
     return (
-        "all ranks that train the same weight share its optimizer state (train.zero: all): a rank that is lost takes "
-        "its part along, so the run goes on from its last checkpoint"
+        "all ranks that train the same weight share its optimizer state (zero: all): a rank that is lost takes its "
+        "part along, so the run goes on from its last checkpoint"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilatant.config import Config, UserError
+from dilatant.cost.memory import ZEROS
 from dilatant.plan.finals import RankedPlan
 from dilatant.plan.roles import roles_of
 from dilatant.plan.sample_work import sample_work
@@ -38,8 +39,9 @@ def training_plan(problem: PlanningProblem, ranked: RankedPlan) -> TrainingPlan:
         ranked.score.schedule,
         problem.policy,
         ranked.score.seconds,
-        costs_of_plan(problem, ranked.plan),
+        costs_of_plan(problem.sharing(ranked.zero), ranked.plan),
         ranked.row_tokens,
+        ranked.zero,
     )
 
 
@@ -62,7 +64,7 @@ def plan_report(planned: PlannedRun, title: str, asked: Mapping[str, Asked] | No
         names=problem.model.names,
         stable=planned.stable,
         rules=problem.target.rules,
-        searched=_searched(problem),
+        searched=_searched(planned),
     )
     # A tied weight counts in every layer that needs it; a reader expects it once.
     units = tuple(
@@ -139,16 +141,22 @@ def _cost_source(problem: PlanningProblem) -> str:
     return f"{origin} before (`dilatant profile` measures again)" if problem.from_before else origin
 
 
-def _searched(problem: PlanningProblem) -> str:
+def _searched(planned: PlannedRun) -> str:
     """Among what the winner is the best."""
+    problem, result = planned.problem, planned.result
     degrees = sorted({degree for known in problem.costs.layers.values() for degree in known})
     tensor, context = (sorted({degree[axis] for degree in degrees}) for axis in (0, 1))
     count, sizes = problem.config.parallel.microbatches, problem.config.plan.microbatch_sizes
     cut = f"microbatches of {_either(sizes)} samples" if count is None else counted(count, "microbatch")
     if budgets := searched_row_tokens(problem.config):
         cut += f" or of up to {_either(f'{budget:,}' for budget in budgets)} tokens"
+    known = {result.winner.zero, *(group.zero for group in result.groups)}
+    zeros = [zero for zero in ZEROS if zero in known]
     wide = "" if context == [1] else f", cp {_either(context)}"
-    return f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}"
+    return (
+        f"equal pipelines, tp {_either(tensor)}{wide}, {cut}, schedule {_either(tried_schedules(problem))}, "
+        f"zero {_either(zeros)}"
+    )
 
 
 def _either(values: Iterable[object]) -> str:

@@ -168,7 +168,7 @@ def _lines(planned: PlannedRun, report: PlanReport) -> list[str]:
         *(f"warning: {warning}" for warning in report.warnings),
         f"planned for {report.hardware}, with costs {report.cost_source}:",
         f"  {layout_text(ranked.plan, problem.target.cluster)}; {cut}, schedule {ranked.score.schedule}, "
-        f"samples placed by {problem.policy}{idle}",
+        f"zero {ranked.zero}, samples placed by {problem.policy}{idle}",
         f"  predicted: {seconds_text(seconds)} a step, {count_text(problem.global_batch / seconds)} samples per second",
         *(f"  {reason}" for reason in _reasons(report)),
     ]

@@ -74,7 +74,8 @@ def with_costs(
 ) -> TrainingPlan:
     """The plan with the costs of its steps on this hardware; its own where it has some."""
     targets = _target_share(samples)
-    return replace(planned, costs=costs_of_run(config, model, planned.plan, planned.costs, targets))
+    costs = costs_of_run(config, model, planned.plan, planned.costs, targets, planned.zero)
+    return replace(planned, costs=costs)
 
 
 def _about_routers(model: MultimodalModel) -> tuple[str, ...]:

@@ -297,7 +297,7 @@ def _describe(console: Console, config: Config, prepared: Prepared) -> None:
             f"schedule {planned.schedule}, samples placed by {planned.assignment}{predicted}",
             highlight=False,
         )
-        console.print(zero_text(config, planned.plan, prepared.model), highlight=False)
+        console.print(zero_text(planned, prepared.model), highlight=False)
     if planned.costs is not None:
         console.print(f"costs: {planned.costs.origin}", highlight=False)
     console.print()

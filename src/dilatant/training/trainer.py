@@ -14,7 +14,6 @@ from dilatant.comm.comm import Comm
 from dilatant.comm.gather import all_gather_object, any_rank
 from dilatant.comm.launch import Worker
 from dilatant.config import Config, UserError
-from dilatant.cost.memory import DEFAULT_ZERO
 from dilatant.data.blend import Blend
 from dilatant.data.loader import GlobalBatch
 from dilatant.data.sampler import SamplerState
@@ -131,7 +130,7 @@ class Trainer:
             seed=config.seed,
             weights=weights,
             precision=pick_precision(config.train.precision, worker.device),
-            zero=config.train.zero or DEFAULT_ZERO,
+            zero=planned.zero,
             node_of=membership.node_of,
             keeps_masters=not config.train.optimizer.offload,
             keeps_gradients=membership.keeps_gradients,
