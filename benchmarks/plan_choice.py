@@ -40,6 +40,7 @@ from dilatant.comm.launch import Worker, launch_local
 from dilatant.cost.memory import FP32
 from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan import Cluster, Plan, PlanError, RankedPlan, Workload, search
+from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers
 from dilatant.profiling.planned_hardware import Target
@@ -141,7 +142,7 @@ def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Cho
     squares = {
         unit: count * found.item_tokens[unit] for unit, count in tokens.items() if unit in found.item_tokens
     }
-    workload, batch = Workload(tokens, squares, found.dense), len(samples)
+    workload, batch = Workload(tokens, squares, dense_rows(found, costs)), len(samples)
     families = {name: FAMILIES[name] for name in PACED_FAMILIES} if case.pace else None
     scorer = plan_scorer(found.spec, costs, cluster, workload, batch, rules=FP32, families=families)
     sizes = [size for size in (1, 2, 4, 8) if batch % size == 0]
@@ -161,7 +162,7 @@ def choose(case: Drawn, target: Target, cluster: Cluster, most: int) -> list[Cho
         stages = replace(
             step_costs(one.plan, found.spec, costs, cluster, FP32),
             item_tokens=found.item_tokens,
-            dense=found.dense,
+            dense=workload.dense,
         )
         how = Microbatching(one.num_microbatches, FAMILIES[one.score.schedule], "balanced")
         return assign_step(one.plan, stages, workload, how, "language")

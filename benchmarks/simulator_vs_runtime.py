@@ -41,6 +41,7 @@ from dilatant.models.multimodal import MultimodalModel
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
+from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import describe_model
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers
 from dilatant.profiling.planned_hardware import Target
@@ -182,11 +183,10 @@ def kind_of(case: Case) -> tuple[Any, ...]:
     return tuple(case.cuts), case.on_block_tables
 
 
-def profile(case: Case, target: Target) -> CostModel:
-    """What `dilatant profile` measures for this model, on the token counts that the case has."""
-    model = describe_model(build_model(case))
-    samples, _ = build_batch(case)
-    longest = max(sample.sizes["language"] for sample in samples)
+def profile(alike: Sequence[Case], target: Target) -> CostModel:
+    """What `dilatant profile` measures for the model of these cases, up to their longest sample."""
+    model = describe_model(build_model(replace(alike[0], frozen=())))
+    longest = max(sample.sizes["language"] for case in alike for sample in build_batch(case)[0])
     return measure_layers(model, target, [max(1, longest // part) for part in (1, 2, 4, 8)])
 
 
@@ -204,7 +204,14 @@ def fitted_timeline(case: Case, costs: CostModel, cluster: Cluster) -> Timeline:
     table = stage_costs(plan, description.spec, used)
     squares = {unit: tokens[unit] * IMAGE_TOKENS for unit in tokens if unit != "language"}
     return predict(
-        plan, assignment, schedule, table, tokens, cluster, squares=squares, dense=description.dense
+        plan,
+        assignment,
+        schedule,
+        table,
+        tokens,
+        cluster,
+        squares=squares,
+        dense=dense_rows(description, used),
     )
 
 
@@ -293,7 +300,7 @@ def main() -> None:
     costs: dict[tuple[Any, ...], CostModel] = {}
     for case in chosen:
         if kind_of(case) not in costs:
-            costs[kind_of(case)] = profile(replace(case, frozen=()), target)
+            costs[kind_of(case)] = profile([one for one in chosen if kind_of(one) == kind_of(case)], target)
     for ranks in sorted({case.ranks for case in chosen}):
         own = [case for case in chosen if case.ranks == ranks]
         for case, taken in zip(own, launch_local(train, ranks, own, options.steps)[0]):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from test_user_errors import refused
-from tiny_project import Dilatant, write_images
+from tiny_project import Dilatant, tiny_config, write_images
 
 from dilatant.config import load_config
 from dilatant.cost.model import load_costs
@@ -20,7 +20,9 @@ from dilatant.plan import Plan
 from dilatant.profiling.assemble import assemble_samples
 from dilatant.profiling.planning import planning_problem, simulated_steps
 from dilatant.report.plan_report import PlanReport
+from dilatant.schedule import FAMILIES
 from dilatant.schedule.measured import MeasuredStep
+from dilatant.schedule.trainability import Trainability
 from dilatant.training.layout import TrainingPlan
 
 H100 = ("--set", "cluster.hardware=H100")
@@ -247,6 +249,50 @@ def test_a_planned_run_trains_the_step_that_was_simulated(project: Path, dilatan
     step = MeasuredStep.from_json((project / "trained" / "step.json").read_text())
     assert step.assignment == expected.assignment
     assert step.schedule.to_json() == expected.schedule.to_json()
+
+
+def test_a_zero_bubble_schedule_that_the_search_chose_trains_as_one_process_does(
+    project: Path, dilatant: Dilatant
+) -> None:
+    """Five samples do not divide among two pipelines, so they take turns in two stages, and split backwards pay."""
+    tree = tiny_config(global_batch_size=5, steps=3)
+    for part in (tree["model"]["language_model"], tree["model"]["encoders"]["vision"]):
+        part["config"]["attention_dropout"] = 0.0
+    tree["model"]["language_model"]["config"] |= {"num_hidden_layers": 4, "tie_word_embeddings": False}
+    tree["plan"] = {"microbatch_sizes": [1], "microbatch_tokens": []}
+    config = project / "config.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    report = planned(dilatant, config, *H100, "--set", "cluster.gpus_per_node=2")
+    file = project / "run" / "plan" / "plan.json"
+    found = TrainingPlan.from_json(file.read_text())
+    assert found.schedule == report.schedule
+    assert found.schedule in ("zb-h1", "zb-h2")
+    assert found.plan.ranks == (0, 1)
+    code, out, err = dilatant(
+        "train", config, "--set", f"parallel={{plan: {file}}}", "--set", "output_dir=trained"
+    )
+    assert code == 0, err
+    assert f"schedule {found.schedule}, " in " ".join(out.split())
+    run = project / "trained"
+    assert TrainingPlan.from_json((run / "plan.json").read_text()).schedule == found.schedule
+    step = MeasuredStep.from_json((run / "step.json").read_text())
+    trains = Trainability((True,) * 3, (True,) * 3)
+    expected = FAMILIES[found.schedule](found.plan, step.assignment, trains)
+    assert step.schedule.to_json() == expected.to_json()
+    assert {action.kind for actions in step.schedule.actions.values() for action in actions} == {
+        "F",
+        "I",
+        "W",
+    }
+    code, _, err = dilatant("train", config, "--set", "parallel=single", "--set", "output_dir=one")
+    assert code == 0, err
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (run, project / "one")
+    ]
+    assert len(losses[0]) == 3
+    # fp32 sums in another order, which optimizer steps amplify.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_plan_is_timed_on_a_cluster_that_is_not_here(project: Path, dilatant: Dilatant) -> None:

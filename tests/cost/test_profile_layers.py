@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from dilatant.config.errors import UserError
-from dilatant.cost import CostModel, profile
+from dilatant.cost import CostModel
+from dilatant.cost import clock as clock_module
+from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.profile import LayerProbe, Measurement, fit_layer, measure, profile_layers
 
 WIDTH = 64
@@ -58,7 +60,7 @@ def rows(tokens: int) -> tuple[tuple[torch.Tensor], dict]:
 
 def test_forward_input_gradient_and_weight_gradient_are_told_apart(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     probe = LayerProbe("counted", lambda: Counted(clock, 1.0, 4.0, 16.0), rows)
     found = measure(probe.build(), probe, tokens=8, repeats=3)
     assert (found.forward, found.input_gradient, found.weight_gradient) == (1.0, 4.0, 16.0)
@@ -75,6 +77,46 @@ def test_kept_bytes_are_what_autograd_saves_without_parameters():
     assert found.activation_bytes == 4 * 100 * (WIDTH + 256 + 256)
     assert found.checkpoint_bytes == found.output_bytes == 4 * 100 * WIDTH
     assert 0 < found.weight_bytes <= found.activation_bytes
+
+
+class Masked(nn.Module):
+    """A block that takes longer under a mask, in a layer that takes a while to make one."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.clock, self.block = clock, MaskedBlock(clock)
+
+    def forward(self, hidden: torch.Tensor, samples: int) -> torch.Tensor:
+        self.clock[0] += 100.0 * samples
+        return self.block(hidden, mask=None if samples == 1 else torch.ones(len(hidden)))
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.clock = clock
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        times = len(hidden) * (1.0 if mask is None else 3.0)
+        return _Count.apply(hidden, self.weight, self.clock, (times, 2 * times, 50.0))
+
+
+def test_a_dense_row_is_what_its_block_takes_more_of_several_samples(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    layer = Masked(clock)
+    probe = LayerProbe(
+        "block",
+        lambda: layer,
+        lambda tokens: ((torch.randn(tokens, WIDTH),), {"samples": 1}),
+        blocks=lambda layer: [layer.block],
+        dense=DenseProbe((8, 32), lambda tokens: ((torch.randn(tokens, WIDTH),), {"samples": 2})),
+    )
+    costs = profile_layers([probe], "CPU", "float32", tokens=(4, 16), repeats=2)
+    # Forward and backward, in a row of two samples 9 a token instead of 3; without masks and weight gradients.
+    assert costs.layers["block"][1, 1].dense_seconds == ((8, 6.0 * 8), (32, 6.0 * 32))
+    assert layer.block.weight.requires_grad
 
 
 class _Experts(nn.Module):

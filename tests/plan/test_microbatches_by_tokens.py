@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilatant.cost.dense import DenseRows
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import Mode, Workload, search
 from dilatant.plan.enumeration import enumerate_candidates
@@ -21,6 +22,13 @@ from model_cases import cluster, cost_model, model, unit
 from search_cases import RULES
 
 ROUNDING = 1 + 1e-9
+
+
+def dense_rows(draw):
+    """Counts of rows of several samples: the same at every length, or growing with it."""
+    tokens = sorted(draw.sample(range(2, 60), draw.randint(1, 4)))
+    times = sorted(draw.choice([0.5, 1.0, 1.0, 2.0, 1.0 + draw.random()]) for _ in tokens)
+    return DenseRows(tuple(map(float, tokens)), tuple(times))
 
 
 def case(draw):
@@ -41,7 +49,7 @@ def case(draw):
         name: np.array([float(draw.randint(least, 12)) for _ in range(2 * batch)])
         for name, least in (("vision", 0), ("language", 1))
     }
-    dense = {"language": draw.choice([0.5, 1.0, 2.0])} if draw.random() < 0.5 else {}
+    dense = {"language": dense_rows(draw)} if draw.random() < 0.5 else {}
     return spec, replace(costs, layers=curved), Workload(tokens, {}, dense), batch
 
 
@@ -66,7 +74,7 @@ def test_no_plan_beats_the_bound_of_its_candidate_where_no_row_may_be_long(seed)
     """Microbatches of so many samples, too, are cut further where a limit asks for that; dense rows then cost less."""
     draw = random.Random(seed)
     spec, costs, workload, batch = case(draw)
-    workload = replace(workload, dense={"language": draw.choice([0.5, 1.0, 2.0])})
+    workload = replace(workload, dense={"language": dense_rows(draw)})
     machine, limit = cluster(1, draw.randint(1, 3)), draw.randint(3, 40)
     scorer = plan_scorer(spec, costs, machine, workload, batch, rules=RULES, row_tokens=limit)
     space = open_space(spec, costs, machine, workload, batch, RULES, row_limit=limit)
@@ -79,7 +87,7 @@ def test_no_plan_beats_the_bound_of_its_candidate_where_no_row_may_be_long(seed)
 def test_rows_that_a_limit_makes_may_cost_less_than_samples_alone():
     """Half of (9 + 1) squared, twice, is less than all squares: dense rows are cheap where short samples fill them."""
     spec, costs = model(unit("language", 1)), cost_model({"language": 1e-9}, square=1.0)
-    workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": 0.5})
+    workload = Workload({"language": np.array([9.0, 1.0, 9.0, 1.0])}, {}, {"language": DenseRows.always(0.5)})
     machine = cluster(1, 1)
     scorer = plan_scorer(spec, costs, machine, workload, 4, rules=RULES, row_tokens=10)
     space = open_space(spec, costs, machine, workload, 4, RULES, row_limit=10)
@@ -163,7 +171,9 @@ def test_bounds_count_on_no_number_of_dense_rows():
         "language": {degree: replace(cost, **curves) for degree, cost in costs.layers["language"].items()}
     }
     costs, machine = replace(costs, layers=layers), cluster(1, 1)
-    workload = Workload({"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": 0.4})
+    workload = Workload(
+        {"language": np.array([1.0] * 12 + [5.0] * 12)}, {}, {"language": DenseRows.always(0.4)}
+    )
     space = open_space(spec, costs, machine, workload, 12, RULES, row_tokens=(10,))
     finals = Finals(space, RULES, plan_scorer(spec, costs, machine, workload, 12, rules=RULES))
     (one,) = (each for each in enumerate_candidates(space, Mode.BEST, (1, 2)) if each.row_tokens)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilatant.cost.dense import DenseRows
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.quadratic import Quadratic
 from dilatant.plan import DoesNotFitError, Mode, PlanError, Workload, search
@@ -188,7 +189,9 @@ def test_no_simulated_plan_beats_the_bound_of_a_search_that_stops_early(cases):
             name: np.array([float(draw.randint(1, 9)) for _ in range(batch)])
             for name in ("vision", "language")
         }
-        workload = Workload(tokens, {}, {"language": draw.choice([1.0, 2.0])} if draw.random() < 0.7 else {})
+        by_length = DenseRows((4.0, 12.0, 30.0), (1.0, draw.choice([1.0, 1.4]), 2.0))
+        dense = {"language": draw.choice([DenseRows.always(1.0), DenseRows.always(2.0), by_length])}
+        workload = Workload(tokens, {}, dense if draw.random() < 0.7 else {})
         machine = cluster(draw.choice([1, 2]), devices)
         names = draw.choice([TRIED, ("1f1b",), ("zb-h1",), ("zb-h2",)])
         families, halves = {name: FAMILIES[name] for name in names}, names != ("1f1b",)

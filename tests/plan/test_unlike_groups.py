@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilatant.cost.dense import DenseRows
 from dilatant.plan import (
     DoesNotFitError,
     Link,
@@ -66,7 +67,7 @@ class Case:
                 for one in spec.units
             )
         )
-        call = draw.choice([0.0, 0.5])
+        call, square = draw.choice([0.0, 0.5]), draw.choice([0.0, 0.0, 0.2])
         by_group = {
             name: cost_model(
                 {
@@ -76,6 +77,7 @@ class Case:
                 degrees,
                 output=0.0,
                 call=call,
+                square=square,
             )
             for name in ("fast", "slow")
         }
@@ -84,8 +86,13 @@ class Case:
         tokens = {
             name: [float(draw.randint(1, 9)) for _ in range(self.batch)] for name in ("vision", "language")
         }
-        self.workload = Workload({name: np.array(own) for name, own in tokens.items()})
         self.row_tokens = draw.choice([(), (draw.randint(4, 30),)])
+        dense = {}
+        if draw.random() < 0.3:
+            dense["language"] = DenseRows(
+                (8.0, 16.0), (draw.choice([0.5, 1.0, 1.2]), draw.choice([1.2, 2.0]))
+            )
+        self.workload = Workload({name: np.array(own) for name, own in tokens.items()}, {}, dense)
 
     def scorer(self, cluster, costs=None):
         return plan_scorer(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)

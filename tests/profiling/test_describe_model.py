@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dilatant.config import ClusterConfig, Config, UserError, parse_config
 from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.dense import DenseRows
 from dilatant.cost.hardware import load_hardware
-from dilatant.cost.layer import frozen_work
+from dilatant.cost.layer import LayerCost, frozen_work
+from dilatant.cost.model import CostModel
+from dilatant.cost.quadratic import Quadratic
 from dilatant.models.build import build_model
 from dilatant.profiling import planned_hardware
+from dilatant.profiling.dense_rows import dense_rows, is_assumed
 from dilatant.profiling.describe_model import BLOCK, HEAD, ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, measure_layers, measured_tokens
 from dilatant.profiling.layer_probes import layer_probe
@@ -153,6 +159,78 @@ def test_layers_are_measured_at_their_own_tokens_and_modelled_for_other_hardware
         if entry.geometry is not None:
             assert cost.forward.a == 0  # images and clips do not attend to each other
         assert bool(modelled.layers[entry.kind][1, 1].forward.a) == (entry.role == BLOCK)
+
+
+@pytest.mark.parametrize(("attention", "is_measured"), [(None, False), ("sdpa", True), ("eager", False)])
+def test_rows_of_several_samples_are_measured_where_they_cost_more_than_one(tmp_path, attention, is_measured):
+    given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
+    language = given.model.text.model_copy(update={"attn_implementation": attention})
+    given = given.model_copy(update={"model": given.model.model_copy(update={"language_model": language})})
+    found = described(given)
+    measured = measure_layers(found, plan_target(given.cluster), (8, 16, 32), repeats=1)
+    lengths = {
+        kind: [length for length, _ in degrees[1, 1].dense_seconds]
+        for kind, degrees in measured.layers.items()
+    }
+    blocks = [kind for kind in found.kinds(BLOCK) if "llama" in kind]
+    assert {kind: own for kind, own in lengths.items() if own} == (
+        {kind: [8, 16, 32, 64] for kind in blocks} if is_measured else {}
+    )
+    assert not is_assumed(found, measured)
+    unmeasured = replace(
+        measured,
+        layers={
+            kind: {degree: replace(cost, dense_seconds=()) for degree, cost in own.items()}
+            for kind, own in measured.layers.items()
+        },
+    )
+    assert is_assumed(found, unmeasured) == is_measured
+    assumed = {"sdpa": {"language": DenseRows.always(2.0)}, "eager": {"language": DenseRows.always(1.0)}}
+    assert dense_rows(found, unmeasured) == assumed.get(attention, {})
+
+
+def test_a_dense_row_of_the_whole_unit_takes_what_was_measured_of_its_blocks(tmp_path):
+    """Of rows as long as those that were measured; beside blocks of two kinds, the head has a square by its fit."""
+    given = config(tmp_path, {**LLAMA, "max_position_embeddings": 64})
+    language = given.model.text.model_copy(update={"attn_implementation": "sdpa"})
+    found = described(
+        given.model_copy(update={"model": given.model.model_copy(update={"language_model": language})})
+    )
+    draw = np.random.default_rng(4)
+    more = {64: 0.1, 128: 0.9, 512: 40.0}
+
+    def cost(kind: str) -> LayerCost:
+        block = kind in found.kinds(BLOCK) and "llama" in kind
+        return LayerCost(
+            *(Quadratic(*draw.uniform(1e-6, 1e-5, 3)) for _ in range(4)),
+            dense_seconds=tuple(more.items()) if block else (),
+        )
+
+    costs = CostModel(
+        "CPU", "measured", "float32", {entry.kind: {(1, 1): cost(entry.kind)} for entry in found.types}
+    )
+    rows = dense_rows(found, costs)["language"]
+    layers = found.spec.unit("language").layers
+    for length, seconds in more.items():
+
+        def taken(times: float, length: int = length) -> float:
+            parts = (costs.layers[layer.kind][1, 1] for layer in layers)
+            return sum(
+                curve.a * times * length**2 + curve.b * length + curve.c
+                for part in parts
+                for curve in (part.forward, part.input_gradient)
+            )
+
+        blocks = sum("block" in layer.kind for layer in layers)
+        # Counts are kept to six digits.
+        assert taken(float(rows.at(length))) - taken(1.0) == pytest.approx(blocks * seconds, rel=1e-4)
+    slower = replace(costs, layers={
+        kind: {degree: replace(own, dense_seconds=tuple((length, 2 * seconds) for length, seconds in own.dense_seconds))
+               for degree, own in degrees.items()}
+        for kind, degrees in costs.layers.items()
+    })  # fmt: skip
+    both = replace(costs, groups={"one": costs, "other": slower})
+    assert dense_rows(found, both) == dense_rows(found, slower) != dense_rows(found, costs)
 
 
 def test_modelled_products_are_the_weights_that_a_token_meets(tmp_path):

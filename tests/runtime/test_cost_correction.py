@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 import numpy as np
@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilatant.comm.comm import Comm
+from dilatant.models.graph import ModelGraph
 from dilatant.plan.cluster import Cluster, Link, cluster_of_groups
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
-from dilatant.plan.stage_costs import StageCosts
+from dilatant.plan.stage_costs import KIND_ORDER, StageCosts
 from dilatant.plan.step_costs import StepCosts, token_costs
 from dilatant.runtime.cost_correction import INTERVAL, CostCorrection, OwnWork
 from dilatant.runtime.holders import trainable_layers
 from dilatant.runtime.runtime import Runtime
+from dilatant.runtime.step_planner import StepPlanner
 from dilatant.schedule.step_assignment import Microbatching, assign_step
-from dilatant.schedule.trainability import trainability_of
+from dilatant.schedule.trainability import Trainability, trainability_of
 from engine_case import CASE, PLAN, build_model, build_samples
 from worker_pool import Worker, WorkerPool
 
@@ -102,6 +104,65 @@ def test_without_actions_of_a_unit_its_costs_stay() -> None:
     assert np.array_equal(found[0], origin().stages.seconds[0])
     assert found[1, 0] == pytest.approx(2 * origin().stages.seconds[1, 0], rel=0.02)
     assert costs.drift == {"language": pytest.approx(2.0)}
+
+
+SHARED = Plan(
+    (
+        UnitPlan("vision", (Replica((Stage(0, 1, (0, 1), cp=2),)),), ("language",)),
+        UnitPlan("language", (Replica((Stage(0, 1, (2,)),)),)),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    sizes: dict[str, int]
+    draw: int
+
+
+def test_ranks_that_share_few_images_do_not_pull_their_encoders_costs_down() -> None:
+    """Of one image on two ranks the one that has it takes twice an even share, the other nothing: on average what the
+    costs say, though the step is planned for the rank that has it."""
+    known = origin()
+    seconds = known.stages.seconds[:2]
+    items = 4  # tokens of an image
+    stages = {one.name: getattr(known.stages, one.name)[:2] for one in fields(StageCosts)}
+    of_items = np.array([1 / items, 1.0])
+    known = replace(
+        known,
+        stages=StageCosts(**{**stages, "items_per_token": of_items}),
+        item_tokens={"vision": float(items)},
+    )
+    costs = CostCorrection(SHARED, known)
+    graph = ModelGraph(("vision", "language"), {"vision": ("language",), "language": ()}, "language")
+    planner = {
+        rank: StepPlanner(
+            SHARED, Trainability((True,) * 2, (True,) * 2), graph, Microbatching(4), costs, rank
+        )
+        for rank in SHARED.ranks
+    }
+    for step in range(3 * INTERVAL):
+        samples = [Sized({"vision": items * (1 + draw % 3), "language": 30}, draw) for draw in range(8)]
+        totals = np.zeros(costs.num_sums)
+        for rank, own in planner.items():
+            prepared, taken = own.plan_step(samples, step), []
+            for action in prepared.actions:
+                stage = SHARED.stages()[action.stage]
+                batch = prepared.assignment.microbatches[stage.unit][0][action.microbatch]
+                tokens = [samples[one].sizes[stage.unit] for one in batch]
+                squares = [count * items if stage.unit == "vision" else count**2 for count in tokens]
+                square, linear, fixed = seconds[action.stage, KIND_ORDER.index(action.kind)]
+                images = sum(tokens) // items
+                # Which rank has the odd image changes from step to step: neither is slower than the other.
+                more = (rank + step) % 2 == 0
+                mine = (images + 1) // 2 if more else images // 2
+                share = 2 * mine / images if stage.unit == "vision" else 1.0
+                taken.append(share * (square * sum(squares) + linear * sum(tokens)) + fixed)
+            totals += costs.own(rank, prepared.work, taken)
+        costs.finish(step, totals.tolist())
+    # Made of the very numbers that are looked for; the ridge pulls to one, which they are.
+    assert costs.costs_at(3 * INTERVAL).stages.seconds == pytest.approx(known.stages.seconds, rel=1e-6)
+    assert costs.drift == {"vision": pytest.approx(1.0), "language": pytest.approx(1.0)}
 
 
 COPIES = Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(3))),))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from step_cases import random_step
 
 from dilatant.cost import CostModel, LayerCost, Link, Quadratic, frozen_work, trainable_before
+from dilatant.cost.dense import DenseRows
 from dilatant.plan import (
     Cluster,
     LayerSpec,
@@ -217,10 +218,13 @@ def test_rows_of_several_samples_are_squared_whole_where_attention_is_dense():
     schedule, tokens = one_f_one_b(plan, assignment), {"language": [3, 4, 5]}
     assert predict(plan, assignment, schedule, table, tokens).seconds == 2 * (3**2 + 4**2 + 5**2)
     # One sample alone in its row runs as it was measured.
-    dense = predict(plan, assignment, schedule, table, tokens, dense={"language": 2.0})
+    dense = predict(plan, assignment, schedule, table, tokens, dense={"language": DenseRows.always(2.0)})
     assert dense.seconds == 2 * (2 * (3 + 4) ** 2 + 5**2)
+    by_length = {"language": DenseRows((5.0, 9.0), (1.0, 2.0))}
+    grown = predict(plan, assignment, schedule, table, tokens, dense=by_length)
+    assert grown.seconds == 2 * (1.5 * (3 + 4) ** 2 + 5**2)  # seven tokens are half way from five to nine
     # The planners' mean microbatch is the mean over all pairs that may meet.
-    workload = Workload({"language": np.array([3.0, 5.0])}, dense={"language": 2.0})
+    workload = Workload({"language": np.array([3.0, 5.0])}, dense={"language": DenseRows.always(2.0)})
     met = [2 * (a + b) ** 2 for a in (3, 5) for b in (3, 5)]
     assert workload.mean_row("language", 2)[0] == pytest.approx(sum(met) / len(met))
 

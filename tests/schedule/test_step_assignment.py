@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dilatant.cost.dense import DenseRows
 from dilatant.plan import Plan, Replica, Stage, UnitPlan, Workload
 from dilatant.plan.buckets import BUCKET_BYTES
 from dilatant.plan.step_costs import StepCosts, token_costs
@@ -232,12 +233,19 @@ def test_the_search_gives_the_same_on_any_number_of_threads(monkeypatch: pytest.
 
 def test_costs_survive_json_to_the_last_bit_and_belong_to_their_plan() -> None:
     given = plan(2)
-    costs = replace(costs_of(given), item_tokens={"vision": 16.0}, dense={"language": 2.0})
+    costs = replace(
+        costs_of(given),
+        item_tokens={"vision": 16.0},
+        dense={"language": DenseRows((256.0, 512.0), (1.0, 1.7))},
+    )
     document = json.loads(json.dumps(costs.to_document()))
     again = StepCosts.from_document(document, given)
     assert np.array_equal(again.stages.seconds, costs.stages.seconds)
     assert again.to_document() == costs.to_document()
     assert again.cluster == costs.cluster
+    assert again.dense == costs.dense
+    older = StepCosts.from_document({**document, "dense": {"language": 2.0}}, given)
+    assert older.dense == {"language": DenseRows.always(2.0)}
     assert again.sync == costs.sync
     with pytest.raises(ValueError, match="this plan needs"):
         StepCosts.from_document(document, plan(3))

@@ -13,8 +13,13 @@ import pytest
 from PIL import Image
 
 from dilatant.config import Config, parse_config
+from dilatant.cost.analytic import analytic_costs
+from dilatant.cost.hardware import load_hardware
+from dilatant.cost.model import save_costs
 from dilatant.data.loader import Loader
-from dilatant.profiling.assemble import assemble_samples
+from dilatant.profiling.assemble import assemble_samples, load_model_tokenizer
+from dilatant.profiling.describe_model import BLOCK, describe_model, skeleton
+from dilatant.profiling.layer_shapes import layer_shapes
 from dilatant.profiling.planning import PlanningProblem, plan_run, planning_problem, simulated_steps
 from dilatant.runtime.cost_correction import CostCorrection
 from dilatant.runtime.holders import trainable_layers
@@ -58,15 +63,34 @@ def write_samples(folder: Path, count: int) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def model_section(**language: Any) -> dict[str, Any]:
+    return {
+        "encoders": {"vision": {"kind": "image", "projector": "linear", "config": VISION}},
+        "language_model": {"tokenizer": "bytes", "config": LANGUAGE, **language},
+        "freeze": ["vision.encoder"],
+    }
+
+
+def dense_costs(folder: Path, **sections: Any) -> Path:
+    """Costs as if measured, whose blocks take more of a row of several samples the longer it is."""
+    given = config(folder, **sections)
+    model = describe_model(skeleton(given, len(load_model_tokenizer(given.model))))
+    costs = analytic_costs(layer_shapes(model), load_hardware("H100"))
+    blocks = {
+        kind: {degree: replace(cost, dense_seconds=((32, 0.0), (256, 1e-4))) for degree, cost in own.items()}
+        for kind, own in costs.layers.items()
+        if kind in model.kinds(BLOCK) and "llama" in kind
+    }
+    path = folder / "costs.yaml"
+    save_costs(replace(costs, origin="measured", layers={**costs.layers, **blocks}), path)
+    return path
+
+
 def config(folder: Path, **sections: Any) -> Config:
     plan = {"steps": 2, "microbatch_sizes": [2, 4], **sections.pop("plan", {})}
     tree = {
         "output_dir": "run",
-        "model": {
-            "encoders": {"vision": {"kind": "image", "projector": "linear", "config": VISION}},
-            "language_model": {"tokenizer": "bytes", "config": LANGUAGE},
-            "freeze": ["vision.encoder"],
-        },
+        "model": model_section(),
         "data": {"train": [{"path": "train.jsonl"}], "max_length": 128, "workers": 0},
         "train": {"steps": 2, "global_batch_size": BATCH, "report_to": []},
         # Costs are then modelled: the same on any machine, and nothing is measured.
@@ -90,18 +114,24 @@ def planned_and_prepared(folder: Path, **sections: Any) -> tuple[PlanningProblem
 
 
 @pytest.mark.parametrize(
-    ("policy", "row_tokens", "devices"),
+    ("policy", "row_tokens", "devices", "dense"),
     [
-        ("random", None, 4),
-        ("disttrain", None, 4),
-        ("entrain", None, 4),
-        ("balanced", 100, 4),
-        ("searched", 100, 4),
-        ("balanced", 100, 3),  # which share the batch by tokens: their replicas divide it in no other way
+        ("random", None, 4, False),
+        ("disttrain", None, 4, False),
+        ("entrain", None, 4, False),
+        ("balanced", 100, 4, False),
+        ("searched", 100, 4, False),
+        (
+            "balanced",
+            100,
+            3,
+            False,
+        ),  # which share the batch by tokens: their replicas divide it in no other way
+        ("balanced", None, 4, True),
     ],
 )
 def test_a_planned_run_executes_the_simulated_steps(
-    tmp_path: Path, policy: str, row_tokens: int | None, devices: int
+    tmp_path: Path, policy: str, row_tokens: int | None, devices: int, dense: bool
 ) -> None:
     train: dict[str, Any] = {"steps": 2, "global_batch_size": BATCH, "report_to": []}
     plan: dict[str, Any] = {"assignment": policy}
@@ -110,12 +140,17 @@ def test_a_planned_run_executes_the_simulated_steps(
     else:
         train["row_tokens"] = row_tokens
     sections = {"train": train, "cluster": {"hardware": "H100", "gpus_per_node": devices}}
+    if dense:
+        sections["model"] = model_section(attn_implementation="sdpa")
+        plan["costs"] = str(dense_costs(tmp_path, **sections))
     problem, prepared, run = planned_and_prepared(tmp_path, plan=plan, **sections)
     planned, model, samples = prepared.planned, prepared.model, prepared.samples
     assert planned.assignment == policy
     assert planned.row_tokens == (row_tokens if devices == 3 else None)
     assert planned.costs is not None
-    assert planned.costs.origin.startswith("modelled for H100")
+    assert planned.costs.origin == ("measured on H100" if dense else "modelled for H100")
+    assert planned.costs.dense == problem.samples.workload.dense
+    assert [*planned.costs.dense] == ["language"] * dense
     trainability = trainability_of(planned.plan, trainable_layers(model.units))
     planner = StepPlanner(
         planned.plan,

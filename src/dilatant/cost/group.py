@@ -59,7 +59,8 @@ def group_cost(
     own: dict[str, Any] = {
         name: (_of_row(getattr(share, name), cp) + more).rounded() for name, more in added.items()
     }
-    return replace(share, **own, expert_exchange=exchange.rounded())
+    dense = tuple((tokens, seconds / cp) for tokens, seconds in share.dense_seconds)
+    return replace(share, **own, expert_exchange=exchange.rounded(), dense_seconds=dense)
 
 
 def _of_row(curve: Quadratic, cp: int) -> Quadratic:

@@ -30,6 +30,8 @@ class LayerCost:
     `common_bytes` are what all blocks of a stage are handed and keep together (rotary tables): of the stage once.
     `forward_bytes` are what a forward without a backward takes, input included; `frozen_working_bytes` are
     `working_bytes` where the layer is frozen. Zero: as where it trains.
+    `dense_seconds` are (tokens, seconds): what forward and backward of a row of several samples take more than those of
+    one sample of as many tokens, where attention computes all pairs of such a row; empty: not measured.
     `splits` says whether the weight gradient can be put off. A layer `in_chunks` is always recomputed, and holds
     `activation_bytes` of no more than a chunk at once. `row_bytes` and `row_working_bytes` are the parts of
     `activation_bytes` and `working_bytes` that are of whole rows even then (a head's norm).
@@ -57,6 +59,7 @@ class LayerCost:
     frozen_working_bytes: Quadratic = ZERO
     parameters: int = 0
     fit_error: float | None = None
+    dense_seconds: tuple[tuple[int, float], ...] = ()
     splits: bool = True
     in_chunks: bool = False
 

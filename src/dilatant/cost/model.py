@@ -174,6 +174,7 @@ def _cost_to_dict(cost: LayerCost) -> dict[str, Any]:
     for column in fields(cost):
         value = getattr(cost, column.name)
         values[column.name] = list(asdict(value).values()) if isinstance(value, Quadratic) else value
+    values["dense_seconds"] = [list(pair) for pair in cost.dense_seconds]
     return values
 
 
@@ -182,6 +183,8 @@ def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(f"unknown keys {unknown}; known are {sorted(known)}")
+    dense = _dense_seconds(values.get("dense_seconds") or [])
+    values = {name: value for name, value in values.items() if name != "dense_seconds"}
     read: dict[str, Any] = {
         name: Quadratic(*map(_amount, value)) if isinstance(value, list) else value
         for name, value in values.items()
@@ -196,8 +199,21 @@ def _cost_from_dict(values: dict[str, Any]) -> LayerCost:
     if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 0:
         raise ValueError(f"parameters: {parameters!r} is no whole number")
     return LayerCost(
-        **read, **flags, parameters=parameters, fit_error=None if error is None else _amount(error)
+        **read,
+        **flags,
+        parameters=parameters,
+        fit_error=None if error is None else _amount(error),
+        dense_seconds=dense,
     )
+
+
+def _dense_seconds(values: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(values, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in values):
+        raise ValueError("dense_seconds is no list of [tokens, seconds]")
+    found = tuple((int(_amount(tokens)), _amount(seconds)) for tokens, seconds in values)
+    if any(tokens < 1 for tokens, _ in found) or len(dict(found)) < len(found):
+        raise ValueError("dense_seconds: tokens must be at least 1, each once")
+    return tuple(sorted(found))
 
 
 def _amount(value: Any) -> float:

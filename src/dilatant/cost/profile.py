@@ -7,13 +7,14 @@ measuring does.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dilatant.config.errors import UserError
+from dilatant.cost.clock import Clock
+from dilatant.cost.dense_probe import DenseProbe, Given, dense_seconds
 from dilatant.cost.layer import LayerCost
 from dilatant.cost.model import CostModel, Degree
 from dilatant.cost.quadratic import Quadratic, fit
@@ -35,12 +36,12 @@ class LayerProbe:
     tokens are more images that do not attend to each other. `checkpoint_share` of its input is kept where it is
     recomputed: the rank's tokens under tensor parallelism. `before_chunks(layer)` is the part of it that runs on whole
     rows where the rest runs in chunks. `blocks(layer)` are those in it that are handed tensors which all blocks of a
-    stage have in common.
+    stage have in common. `dense`: of a block whose attention computes more of a row of several samples.
     """
 
     kind: str
     build: Callable[[], nn.Module]
-    inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+    inputs: Callable[[int], Given]
     degree: Degree = (1, 1)
     keep: Callable[[], tuple[Any, Any]] | None = None
     tokens: tuple[int, ...] | None = None
@@ -48,6 +49,7 @@ class LayerProbe:
     checkpoint_share: float = 1.0
     before_chunks: Callable[[nn.Module], Callable[..., Any]] | None = None
     blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    dense: DenseProbe | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,22 @@ def profile_layers(
         layer = probe.build()
         measured = [measure(layer, probe, count, repeats) for count in probe.tokens or tokens]
         parameters = sum(parameter.numel() for parameter in layer.parameters())
-        layers.setdefault(probe.kind, {})[probe.degree] = fit_layer(measured, parameters, probe.square)
+        cost = fit_layer(measured, parameters, probe.square)
+        layers.setdefault(probe.kind, {})[probe.degree] = replace(
+            cost, dense_seconds=_dense_seconds(layer, probe, repeats)
+        )
     return CostModel(
         hardware, "measured", dtype, layers, f"tokens {list(tokens)}, median of {repeats}", max(tokens)
+    )
+
+
+def _dense_seconds(layer: nn.Module, probe: LayerProbe, repeats: int) -> tuple[tuple[int, float], ...]:
+    if probe.dense is None or probe.blocks is None:
+        return ()
+    (block,), rows = probe.blocks(layer), probe.dense
+    return tuple(
+        (count, dense_seconds(layer, block, probe.inputs(count), rows.together(count), repeats))
+        for count in rows.tokens
     )
 
 
@@ -163,7 +178,7 @@ def measure(layer: nn.Module, probe: LayerProbe, tokens: int, repeats: int) -> M
         None,
     )
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    clock = _Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
+    clock = Clock(next((value.device for value in args if torch.is_tensor(value)), torch.device("cpu")))
     taken: dict[str, list[float]] = {}
 
     def forward(
@@ -282,35 +297,6 @@ def _common_bytes(blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> in
         for hook in hooks:
             hook.remove()
     return sum(sizes.values())
-
-
-class _Clock:
-    """Wall-clock seconds of work on a device: waits for the device at both ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def into(self, record: list[float]) -> _Span:
-        """A context that appends its seconds to `record`."""
-        return _Span(self, record)
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-class _Span:
-    def __init__(self, clock: _Clock, record: list[float]) -> None:
-        self._clock, self._record = clock, record
-
-    def __enter__(self) -> None:
-        self._began = self._clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        self._record.append(self._clock.now() - self._began)
 
 
 def _working_bytes(device: torch.device, forward: Callable[[], torch.Tensor]) -> int:

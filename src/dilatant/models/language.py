@@ -18,7 +18,7 @@ from dilatant.data.sample import EncodedSample
 from dilatant.models.carried import Carried
 from dilatant.models.crossing import Crossing, look_by_sample
 from dilatant.models.language_stage import BeforeLanguageModel, LanguageStage
-from dilatant.models.packed_row import Positions, token_places
+from dilatant.models.packed_row import PackedRow, Positions, token_places
 from dilatant.models.queries import Queries
 from dilatant.models.router_loss import count_routers, has_router_loss, router_weight
 from dilatant.models.slicing import slice_model
@@ -120,6 +120,17 @@ class LanguageUnit(Unit, LanguageStage):
         width = self.width + self._behind(layer)
         hidden = torch.randn(1, tokens, width, device=device)
         return hidden, {**given, "labels": ids} if layer == len(self.layers) - 1 else given
+
+    def packed_example(
+        self, layer: int, lengths: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """As `example` of a block, for a row of samples of text of so many tokens each."""
+        ids = [np.arange(length) % self.config.vocab_size for length in lengths]
+        samples = [EncodedSample("", own, own, sizes={self.unit: len(own)}) for own in ids]
+        row = PackedRow.of(samples, self.unit, {}, self.positions)
+        hidden = torch.randn(1, len(row.ids), self.width + self._behind(layer), device=device)
+        positions = row.position_ids.unsqueeze(-2).to(device)
+        return hidden, {"position_ids": positions, **self.attention_over(samples)}
 
     def part_name(self, part: str) -> str:
         if self.queries is None:

@@ -79,11 +79,11 @@ class _Dual:
 
 def _device_seconds(space: Space) -> NDArray[np.float64]:
     """The least that each sample takes of a device in each unit, at any degree: [units * samples]. A row of several
-    dense samples takes no less than their squares, or these times what a dense square costs if that is less."""
+    dense samples takes no less than their squares, or these times the least that a dense square counts if less."""
     units = space.table.units
     return np.concatenate(
         [
-            min(1.0, units.dense(unit))
+            min(1.0, units.least_dense(unit))
             * np.min([tp * cp * units.of_samples(unit, tp, cp) for tp, cp in units.degrees([unit])], axis=0)
             for unit in space.roles.units
         ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.cost.dense import DenseRows
 from dilatant.cost.hardware import Link
 from dilatant.cost.memory import MemoryReserve
 from dilatant.plan.cluster import Cluster
@@ -33,7 +34,7 @@ class StepCosts:
 
     stages: StageCosts
     item_tokens: Mapping[str, float] = field(default_factory=dict)
-    dense: Mapping[str, float] = field(default_factory=dict)
+    dense: Mapping[str, DenseRows] = field(default_factory=dict)
     cluster: Cluster | None = None
     sync: SyncSeconds = field(default_factory=SyncSeconds)
     origin: str = ""
@@ -55,7 +56,7 @@ class StepCosts:
                 one.name: getattr(self.stages, one.name).tolist() for one in fields(StageCosts)
             },
             "item_tokens": dict(self.item_tokens),
-            "dense": dict(self.dense),
+            "dense": {unit: rows.to_document() for unit, rows in self.dense.items()},
             "cluster": None if self.cluster is None else asdict(self.cluster),
             "sync": {
                 name: {str(rank): seconds for rank, seconds in one.items()}
@@ -82,7 +83,7 @@ class StepCosts:
             costs = cls(
                 StageCosts(**arrays),
                 {unit: float(tokens) for unit, tokens in document["item_tokens"].items()},
-                {unit: float(times) for unit, times in document["dense"].items()},
+                {unit: DenseRows.from_document(rows) for unit, rows in document["dense"].items()},
                 cluster,
                 SyncSeconds(
                     **{
@@ -118,7 +119,7 @@ def _check_numbers(costs: StepCosts) -> None:
     places = [place for one in groups for place in (one, one.inside, one.between, one.reserve)]
     values = [getattr(place, field.name) for place in places for field in fields(place)]
     numbers = [value for value in values if not isinstance(value, Link | MemoryReserve | str | tuple)]
-    numbers += [*costs.item_tokens.values(), *costs.dense.values()]
+    numbers += [*costs.item_tokens.values()]
     numbers += [*costs.sync.beside.values(), *costs.sync.after.values()]
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
         raise ValueError("tokens, seconds and links must be numbers and not negative")

@@ -229,9 +229,10 @@ class UnitLayers:
         squares, tokens = self._workload.of_samples(unit)
         return np.asarray(square * squares + linear * tokens)
 
-    def dense(self, unit: str) -> float:
-        """What the square of a row costs more than attention that skips, see `Workload.dense`; 1 where it does skip."""
-        return self._workload.dense.get(unit, 1.0)
+    def least_dense(self, unit: str) -> float:
+        """The least times that the square of a row counts, see `Workload.dense`; 1 where attention skips."""
+        dense = self._workload.dense.get(unit)
+        return 1.0 if dense is None else dense.least
 
     def recomputable(self, unit: str) -> NDArray[np.bool_]:
         """By layer: does recomputation leave less to keep, by the smallest degrees that there are costs for?"""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dilatant.cost.dense import DenseRows
 from dilatant.plan.errors import PlanError
 
 
@@ -17,12 +18,13 @@ class Workload:
     sample is several pieces that do not attend to each other.
 
     `dense[unit]` is for units whose attention does not skip what samples of one packed row hide from each other: a row
-    of several samples then costs that many times the square of all its tokens, instead of the sum of their squares.
+    of several samples then costs so many times the square of all its tokens as `DenseRows` says of its length, instead
+    of the sum of their squares.
     """
 
     tokens: Mapping[str, NDArray[np.float64]]
     squares: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    dense: Mapping[str, float] = field(default_factory=dict)
+    dense: Mapping[str, DenseRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = {unit: len(tokens) for unit, tokens in (*self.tokens.items(), *self.squares.items())}
@@ -73,7 +75,8 @@ class Workload:
         quadratic = square * samples
         if unit in self.dense and samples > 1:
             # The square of a sum of independent samples.
-            quadratic = self.dense[unit] * (quadratic + samples * (samples - 1) * linear**2)
+            quadratic = quadratic + samples * (samples - 1) * linear**2
+            quadratic = quadratic * float(self.dense[unit].at(np.sqrt(quadratic)))
         return np.array([quadratic, linear * samples, 1.0 - (1.0 - present) ** samples])
 
     def of_samples(self, unit: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -100,5 +103,5 @@ class Workload:
         quadratic = square * samples
         if unit in self.dense:
             together = quadratic if split else (linear * samples) ** 2
-            quadratic = min(quadratic, min(1.0, self.dense[unit]) * together)
+            quadratic = min(quadratic, min(1.0, self.dense[unit].least) * together)
         return np.array([quadratic, linear * samples, float(present == 1.0)])

@@ -58,7 +58,8 @@ def kept_costs(
 
 def _path(hardware: str, dtype: str, model: ModelDescription) -> Path:
     layers = sorted({(layer.kind, layer.parameters) for unit in model.spec.units for layer in unit.layers})
-    # Costs that a version measured which knew less of a layer are of another name.
-    known = [field.name for field in fields(LayerCost)]
+    # Costs that a version measured which knew less of a layer are of another name, as are those of layers that attend
+    # in another way.
+    known = [field.name for field in fields(LayerCost)], sorted(model.dense.items())
     key = sha256(repr((hardware, dtype, layers, known)).encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{key}.yaml"

@@ -23,7 +23,8 @@ from dilatant.plan.model_spec import LayerSpec, ModelSpec, UnitSpec
 
 _DENSE = {"sdpa": 2.0, "eager": 1.0}
 """What transformers' attentions without a notion of samples compute of a packed row, in squares of its tokens, against
-what they compute of one sample: under a mask, sdpa gives up its causal kernel, which computes half of the pairs."""
+what they compute of one sample: under a mask, sdpa gives up its causal kernel, which computes half of the pairs of a
+long row. Of short ones it computes more (see `dense_rows`); eager attention computes all pairs of any row."""
 
 EMBEDDING, BLOCK, NORM, HEAD, PROJECTOR = "embedding", "block", "norm", "head", "projector"
 ENCODER, CONNECTOR, GENERATOR = "encoder", "connector", "generator"
@@ -67,7 +68,9 @@ class ModelDescription:
     """`spec` for the planners, `types` for whoever costs layers; `names` and `parameters` by unit, for a reader.
 
     A tied weight counts in the layers of `spec` that hold it, for each of them needs it, and once in `parameters`,
-    which are (all, trainable). `anchor` is as in `ModelGraph`, `dense` as in `Workload`.
+    which are (all, trainable). `anchor` is as in `ModelGraph`. `dense`: unit → how many times the square of a row of
+    several samples counts where that was not measured, of units whose attention does not skip what samples hide from
+    each other.
     """
 
     spec: ModelSpec

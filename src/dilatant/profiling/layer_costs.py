@@ -20,6 +20,7 @@ from dilatant.cost.profile import LayerProbe, profile_layers
 from dilatant.cost.quadratic import Quadratic
 from dilatant.models.experts import is_fused
 from dilatant.models.parallel_linear import ParallelLinear
+from dilatant.profiling.dense_rows import dense_tokens
 from dilatant.profiling.describe_model import (
     BLOCK,
     EMBEDDING,
@@ -127,7 +128,8 @@ def measure_layers(
     Measured is what one tensor-parallel rank computes alone: the layer with its share of heads, feed-forward and
     vocabulary. Modelled are what ranks do together and what context parallelism leaves of a row (see `cost.group`),
     from the links of the target's hardware; the cost model's note says so.
-    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips. Raises UserError as
+    `tokens`: counts for the language model; encoders are measured at 1 to 8 images or clips, rows of several samples at
+    `dense_tokens`. Raises UserError as
     `degrees_by_kind`.
     """
     by_kind = degrees_by_kind(model, degrees)
@@ -137,7 +139,7 @@ def measure_layers(
         (entry.unit, tp): tensor_shard(entry.unit, tp) for entry in model.types for tp in tensor[entry.kind]
     }
     probes = [
-        replace(_probe(share, device, dtype), degree=(tp, 1))
+        replace(_probe(share, device, dtype, dense_tokens(model, entry, tokens)), degree=(tp, 1))
         for entry in model.types
         for tp, share in (
             [(tp, replace(entry, unit=shards[entry.unit, tp])) for tp in tensor[entry.kind]]
@@ -292,8 +294,10 @@ def _on_targets(cost: LayerCost, share: float) -> LayerCost:
     return replace(cost, **scaled)
 
 
-def _probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> LayerProbe:
-    probe = layer_probe(entry, device, dtype)
+def _probe(
+    entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int]
+) -> LayerProbe:
+    probe = layer_probe(entry, device, dtype, dense_tokens)
     item_tokens = entry.item_tokens
     if item_tokens is None:
         return probe

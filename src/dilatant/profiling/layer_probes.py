@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dilatant.attention.context_parallel import Pending
 from dilatant.attention.kept import keep_attention
+from dilatant.cost.dense_probe import DenseProbe
 from dilatant.cost.profile import LayerProbe
 from dilatant.models.dtype import hold_in
 from dilatant.models.four_bit_stages import quantize
@@ -27,17 +28,35 @@ from dilatant.profiling.describe_model import BLOCK, HEAD, LayerType
 from dilatant.runtime.weight_gradients import WeightGradients, replace_linears
 
 
-def layer_probe(entry: LayerType, device: torch.device, dtype: torch.dtype) -> LayerProbe:
-    """The probe of a layer type on one device. Tokens of an encoder are rounded to whole images or clips."""
+def layer_probe(
+    entry: LayerType, device: torch.device, dtype: torch.dtype, dense_tokens: Sequence[int] = ()
+) -> LayerProbe:
+    """The probe of a layer type on one device. Tokens of an encoder are rounded to whole images or clips. dense_tokens:
+    the lengths at which rows of several samples are measured, of a block."""
     return LayerProbe(
         kind=entry.kind,
         build=lambda: _build(entry, device, dtype),
         keep=keep_attention,
         checkpoint_share=1 / entry.unit.shared_by if _regions(entry) else 1.0,
         before_chunks=_before_head if entry.role == HEAD else None,
+        dense=_dense(entry, dense_tokens, device, dtype),
         blocks=_blocks if entry.role == BLOCK and isinstance(entry.unit, LanguageUnit) else None,
         inputs=lambda tokens: _inputs(entry, tokens, device, dtype),
     )
+
+
+def _dense(
+    entry: LayerType, tokens: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> DenseProbe | None:
+    unit = entry.unit
+    if not tokens or entry.role != BLOCK or not isinstance(unit, LanguageUnit):
+        return None
+
+    def together(count: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+        value, given = unit.packed_example(entry.index, (count - count // 2, count // 2), device)
+        return (value.to(dtype),), given
+
+    return DenseProbe(tuple(tokens), together)
 
 
 class OneLayer(nn.Module):

@@ -25,6 +25,7 @@ yet a part is read."""
 @dataclass(frozen=True, slots=True)
 class PlannedSamples:
     """`workload` holds whole global batches in the order of training; the first `available` samples are different ones.
+    What rows of several samples cost is of the costs, not of it.
 
     `targets` is the share of the language model's tokens that carry loss. `left_out` samples could not be measured.
     """
@@ -69,9 +70,7 @@ def planned_samples(
     tokens = {unit.name: sizes.of(unit.name)[order].astype(np.float64) for unit in model.spec.units}
     language = float(tokens[model.anchor].sum())
     return PlannedSamples(
-        workload=Workload(
-            tokens, {unit: tokens[unit] * item for unit, item in model.item_tokens.items()}, model.dense
-        ),
+        workload=Workload(tokens, {unit: tokens[unit] * item for unit, item in model.item_tokens.items()}),
         targets=float(sizes.target_tokens[order].sum()) / language if language else 1.0,
         available=len(np.unique(order)),
         left_out=len(bad),

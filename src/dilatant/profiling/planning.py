@@ -32,6 +32,7 @@ from dilatant.plan.workload import Workload
 from dilatant.profiling.assemble import Samples, recompute_by_unit
 from dilatant.profiling.cost_cache import keep_costs, kept_costs
 from dilatant.profiling.decode_costs import DecodeCost, decode_cost
+from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import ModelDescription, describe_model, skeleton
 from dilatant.profiling.layer_costs import costs_in_use, degrees_of, layer_costs
 from dilatant.profiling.planned_degrees import planned_degrees
@@ -142,6 +143,8 @@ def planning_problem(
     if config.plan.costs is None and kept is None:
         keep_costs(measured, model)
     costs = costs_in_use(measured, model, sampled.targets, config.row_tokens, config.train.loss_chunk)
+    workload = replace(sampled.workload, dense=dense_rows(model, costs))
+    sampled = replace(sampled, workload=workload)
     decoding = decode_cost(samples, config.seed, config.train.global_batch_size)
     return PlanningProblem(config, target, model, measured, costs, sampled, kept is not None, decoding)
 
@@ -354,7 +357,7 @@ def predicted_step(problem: PlanningProblem, plan: Plan, step: MeasuredStep) -> 
         tokens,
         target.cluster,
         squares={unit: tokens[unit] * item for unit, item in problem.model.item_tokens.items()},
-        dense=problem.model.dense,
+        dense=problem.samples.workload.dense,
     )
 
 

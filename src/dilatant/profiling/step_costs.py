@@ -7,6 +7,7 @@ from dataclasses import replace
 from dilatant.cost.model import CostModel
 from dilatant.plan.plan import Plan
 from dilatant.plan.step_costs import StepCosts
+from dilatant.profiling.dense_rows import dense_rows
 from dilatant.profiling.describe_model import ModelDescription
 from dilatant.profiling.planned_hardware import Target
 from dilatant.schedule.plan_scorer import step_costs
@@ -18,5 +19,5 @@ def described_costs(plan: Plan, model: ModelDescription, costs: CostModel, targe
     return replace(
         step_costs(plan, model.spec, costs, target.cluster, target.rules),
         item_tokens=model.item_tokens,
-        dense=model.dense,
+        dense=dense_rows(model, costs),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dilatant.cost.dense import DenseRows
 from dilatant.plan.cluster import Cluster
 from dilatant.plan.plan import Plan
 from dilatant.plan.stage_costs import StageCosts
@@ -31,7 +32,7 @@ def predict(
     cluster: Cluster | None = None,
     *,
     squares: Tokens | None = None,
-    dense: Mapping[str, float] | None = None,
+    dense: Mapping[str, DenseRows] | None = None,
 ) -> Timeline:
     """The timeline and peak memory of a step in which sample s brings `tokens[unit][s]` tokens to each unit.
 
@@ -51,10 +52,10 @@ def piece_sums(
     graph: ScheduleGraph,
     tokens: Tokens,
     squares: Tokens | None = None,
-    dense: Mapping[str, float] | None = None,
+    dense: Mapping[str, DenseRows] | None = None,
 ) -> NDArray[np.float64]:
-    """By piece: Σ tokens² (of several samples in a unit of `dense`: that times (Σ tokens)²), Σ tokens, and 1 (0 for a
-    piece without tokens): `[pieces, 3]`."""
+    """By piece: Σ tokens² (of several samples in a unit of `dense`: so many times (Σ tokens)²), Σ tokens, and 1 (0 for
+    a piece without tokens): `[pieces, 3]`."""
     pieces = graph.packed.pieces
     piece = np.repeat(np.arange(len(pieces.microbatch)), np.diff(pieces.offsets))
     unit = np.repeat(graph.arrays.unit_of, np.diff(pieces.first))[piece]
@@ -64,7 +65,7 @@ def piece_sums(
     for number, name in enumerate(graph.arrays.units):
         if dense is not None and name in dense:
             rows = several & (np.repeat(graph.arrays.unit_of, np.diff(pieces.first)) == number)
-            sums[rows, 0] = dense[name] * sums[rows, 1] ** 2
+            sums[rows, 0] = dense[name].at(sums[rows, 1]) * sums[rows, 1] ** 2
     return sums
 
 

@@ -95,7 +95,9 @@ def _instead(planned: PlannedRun, score: PlanScore) -> str:
 
 
 def _memory(planned: PlannedRun, score: PlanScore) -> str:
-    ranks = planned.result.winner.plan.ranks
-    capacities = planned.problem.target.cluster.bytes_of(ranks).tolist()
-    peak, capacity = max(zip(score.peak_bytes, capacities, strict=True), key=lambda one: one[0] - one[1])
-    return f"{bytes_text(peak)} of {bytes_text(capacity)} on the fullest device"
+    """As the plan's own is told: both with what is left free."""
+    ranks, cluster = planned.result.winner.plan.ranks, planned.problem.target.cluster
+    peaks = zip(score.peak_bytes, cluster.bytes_of(ranks).tolist(), ranks, strict=True)
+    peak, capacity, rank = max(peaks, key=lambda one: one[0] - one[1])
+    reserve = cluster.at(rank).reserve.total
+    return f"{bytes_text(peak + reserve)} of {bytes_text(capacity + reserve)} on the fullest device"

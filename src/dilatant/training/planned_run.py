@@ -12,6 +12,7 @@ from dilatant.plan.finals import RankedPlan
 from dilatant.plan.roles import roles_of
 from dilatant.plan.sample_work import sample_work
 from dilatant.plan.why_not import Asked
+from dilatant.profiling.dense_rows import is_assumed
 from dilatant.profiling.planning import (
     PlannedRun,
     PlanningProblem,
@@ -171,9 +172,10 @@ def _decoding(planned: PlannedRun) -> list[str]:
         return []
     rate = planned.problem.global_batch / planned.result.winner.score.seconds
     needed = cost.processors(rate)
+    keep = "keeps" if needed == 1 else "keep"
     said = [
         f"Decoding takes {seconds_text(cost.seconds)} of a processor a sample (mean of {cost.samples}, measured here): "
-        f"{counted(needed, 'processor')} keep up with {count_text(rate)} samples per second."
+        f"{counted(needed, 'processor')} {keep} up with {count_text(rate)} samples per second."
     ]
     machines = planned.problem.target.cluster.nodes if config.data.preprocess == "local" else 1
     if config.data.workers is not None and config.data.workers * machines < needed:
@@ -209,6 +211,11 @@ def _warnings(planned: PlannedRun) -> list[str]:
         warnings.append(
             f"this model is tiny: {fixed:.0%} of its time are calls, not arithmetic; real steps take longer than "
             "predicted, for calls also take time between layers"
+        )
+    if is_assumed(problem.model, problem.measured):
+        warnings.append(
+            "rows of several samples were not measured: their attention counts as computing twice the pairs of one "
+            "sample's, which is too much for short rows. Measure again with `dilatant profile`"
         )
     if problem.samples.left_out:
         warnings.append(f"{problem.samples.left_out:,} samples could not be measured and were left out")

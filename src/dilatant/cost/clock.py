@@ -1,0 +1,40 @@
+"""Seconds of work on a device. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Clock:
+    """Wall-clock seconds of work on a device: waits for the device at both ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def into(self, record: list[float]) -> Span:
+        """A context that appends its seconds to `record`."""
+        return Span(self, record)
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class Span:
+    """See `Clock.into`."""
+
+    def __init__(self, clock: Clock, record: list[float]) -> None:
+        self._clock, self._record = clock, record
+
+    def __enter__(self) -> None:
+        self._began = self._clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self._record.append(self._clock.now() - self._began)
