@@ -4,11 +4,15 @@ Replicas of a small model train as one node under an agent and a coordinator; th
 TensorBoard's events and the live line. Their block sleeps (`small_pipelines.pace`), so that ranks outnumber cores.
 Turns of steps at a gate that votes, and at one that stands open, alternate, so that noise falls on both. A step counts
 from its beginning to that of the next one: what a rank does between steps is in it.
+
+Or the first rank alone trains, and the others only wait for it, as for gradients, and vote: eight Trainers keep two
+cores busy for most of a step of 100 ms, and what that takes hides what a vote does.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +20,8 @@ from typing import Any
 
 from small_pipelines import pace
 
-from dilatant.comm.launch import Worker, launch_local
+from dilatant.comm import fork_server
+from dilatant.comm.launch import Worker, launch_local, local_worker
 from dilatant.config.config import Config, parse_config
 from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.launch import AGENT, COORDINATOR
@@ -34,14 +39,18 @@ TOKEN = bytes(32)
 WARM_UP_STEPS = 10
 
 
+def _nobody() -> None:
+    """To wait for."""
+
+
 class _EveryOtherTurn:
     """A gate that votes in every other turn, with numbers of its own, and stands open between. began: when steps did.
-    trainer: the one at it."""
+    trainer: the one at it, if that is one. meet: waits for ranks that do not train."""
 
-    trainer: Trainer
-
-    def __init__(self, link: WorkerLink, turn_steps: int) -> None:
+    def __init__(self, link: WorkerLink, turn_steps: int, meet: Callable[[], object]) -> None:
         self.began: list[float] = []
+        self.trainer: Trainer | None = None
+        self._meet = meet
         self._link = link
         self._turn_steps = turn_steps
         self._votes = False
@@ -57,9 +66,11 @@ class _EveryOtherTurn:
         pass  # they slow each other, on the same cores
 
     def propose(self, step: int, hashes: Mapping[str, int]) -> None:
+        self._meet()
         if self._votes:
             # The trainer has hashed, also where the gate stands open: once more is what only a vote should take.
-            gradient_hashes(self.trainer.runtime.owned.parameters, {})
+            if self.trainer is not None:
+                gradient_hashes(self.trainer.runtime.owned.parameters, {})
             self._link.propose(self._voted, hashes)
 
     def await_commit(self) -> None:
@@ -87,19 +98,41 @@ def config_of(folder: Path, ranks: int, steps: int) -> Config:
     return parse_config(tree, base=folder)
 
 
+def _linked(port: int, index: int) -> WorkerLink:
+    link = WorkerLink(port, TOKEN, index, lambda generation: None)
+    link.warm()
+    link.await_rebuild(-1, 0, None)
+    link.await_activation(0)
+    return link
+
+
+def _vote(port: int, index: int, steps: int, turn_steps: int, barrier: Any) -> None:
+    """A rank that does not train."""
+    link = _linked(port, index)
+    gate = _EveryOtherTurn(link, turn_steps, barrier.wait)
+    for step in range(steps):
+        gate.begin(step, 60.0)
+        gate.propose(step, {})
+        gate.await_commit()
+    link.await_end()
+
+
 def _train(
-    worker: Worker, config: Config, plan_json: str, port: int, pace_seconds: float, turn_steps: int
+    worker: Worker,
+    config: Config,
+    plan_json: str,
+    port: int,
+    pace_seconds: float,
+    turn_steps: int,
+    meet: Callable[[], object] = _nobody,
 ) -> list[float]:
     """When steps began on this rank."""
     planned = TrainingPlan.from_json(plan_json)
     prepared = prepare(config, planned)
     sizes = prepared.samples.train_sizes
     assert sizes is not None
-    link = WorkerLink(port, TOKEN, worker.rank, lambda generation: None)
-    link.warm()
-    link.await_rebuild(-1, 0, None)
-    link.await_activation(0)
-    folder, gate = RunFolder(config.output_dir), _EveryOtherTurn(link, turn_steps)
+    link = _linked(port, worker.rank)
+    folder, gate = RunFolder(config.output_dir), _EveryOtherTurn(link, turn_steps, meet)
     membership = Membership(1, (0,) * worker.size, gate=gate, keeps_gradients=config.resilience.salvage)
     given = config, prepared.samples, prepared.model, planned, worker, folder.checkpoints, membership
     trainer = gate.trainer = Trainer(*given)
@@ -116,20 +149,37 @@ def _train(
 
 
 def paced_training(
-    folder: Path, ranks: int, turns: int, turn_steps: int, pace_seconds: float
+    folder: Path, ranks: int, trains: int, turns: int, turn_steps: int, pace_seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a step without and with the vote, turn by turn, of so many ranks on one node, whose block sleeps for
-    `pace_seconds` of it. folder: for the run."""
-    config = config_of(folder, ranks, WARM_UP_STEPS + 2 * turns * turn_steps + 1)
+    """Seconds of a step without and with the vote, turn by turn, of so many ranks on one node. trains: how many of them
+    do, all or the first, whose block sleeps for `pace_seconds` of a step. folder: for the run."""
+    steps = WARM_UP_STEPS + 2 * turns * turn_steps + 1
+    config = config_of(folder, trains, steps)
     planned = prepare(config).planned.to_json()
     settings = Settings(lease_seconds=30.0, initial=1)
     coordinator = Child(COORDINATOR, Start("127.0.0.1", 0, TOKEN.hex(), settings, str(folder)))
     start = Start("127.0.0.1", coordinator.port, TOKEN.hex(), settings, str(folder), "node0", ranks)
     agent = Child(AGENT, start)
-    run: Callable[..., Any] = _train
+    fork_server.warm_up()
+    context = multiprocessing.get_context("forkserver")
+    barrier = context.Barrier(1 + ranks - trains)
+    voters = [
+        context.Process(target=_vote, args=(agent.port, index, steps, turn_steps, barrier))
+        for index in range(trains, ranks)
+    ]
+    given = config, planned, agent.port, pace_seconds, turn_steps
     try:
-        began, *_ = launch_local(run, ranks, config, planned, agent.port, pace_seconds, turn_steps)
+        for voter in voters:
+            voter.start()
+        if trains == 1:
+            began = _train(local_worker(), *given, barrier.wait)
+        else:
+            began, *_ = launch_local(_train, ranks, *given)
+        for voter in voters:
+            voter.join(30.0)
     finally:
+        for voter in voters:
+            voter.kill()
         for child in (agent, coordinator):
             child.close(5.0)
     found: tuple[list[float], list[float]] = [], []

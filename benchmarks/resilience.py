@@ -2,7 +2,8 @@
 
 Trained: ranks of the Trainer itself, as one node, with the vote and without, in turns, so that noise of the machine
 falls on both (see paced_training.py). The bar is 1 % of a step of 100 ms with eight ranks. While a vote is out the
-first rank writes down what the step before was, which it does without a vote, too.
+first rank writes down what the step before was, which it does without a vote, too. Of eight, the first alone trains
+and the others vote with it, so that two cores have time for a vote; --all lets all of them train.
 
 Measured: the vote alone, of so many workers, one or several for each agent, likewise in turns. A step is a sleep, and
 then all wait for each other as for gradients. Nobody has anything to write down. In both all processes share this
@@ -101,10 +102,10 @@ def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[lis
     return [each for votes, each in found if not votes], [each for votes, each in found if votes]
 
 
-def train(ranks: int, turns: int, sleep: float) -> dict[str, Any]:
-    """What a vote adds to a step of so many ranks that train."""
+def train(ranks: int, trains: int, turns: int, sleep: float) -> dict[str, Any]:
+    """What a vote adds to a step of so many ranks, of which all or one train."""
     with tempfile.TemporaryDirectory() as folder:
-        without, voting = paced_training(Path(folder), ranks, turns, TURN_STEPS, sleep)
+        without, voting = paced_training(Path(folder), ranks, trains, turns, TURN_STEPS, sleep)
     differences = [b - a for a, b in zip(without, voting)]
     base, added, error = (
         statistics.median(without),
@@ -112,13 +113,14 @@ def train(ranks: int, turns: int, sleep: float) -> dict[str, Any]:
         error_of_median(differences),
     )
     print(
-        f"trained, {ranks} ranks of one node on these cores: {base * 1e3:6.1f} ms a step, {added * 1e3:+5.2f} ms with "
-        f"votes (standard error {error * 1e3:.2f} ms): {added / BAR_STEP_SECONDS:+.1%} of {BAR_STEP_SECONDS * 1e3:.0f} "
-        f"ms; the bar is {BAR:.0%}",
+        f"{trains} of {ranks} ranks train, on these cores: {base * 1e3:6.1f} ms a step, {added * 1e3:+5.2f} ms with "
+        f"votes (standard error {error * 1e3:.2f} ms), {added / BAR_STEP_SECONDS:+.1%} of "
+        f"{BAR_STEP_SECONDS * 1e3:.0f} ms; the bar is {BAR:.0%}",
         flush=True,
     )
     return {
         "ranks": ranks,
+        "trains": trains,
         "sleep_seconds": sleep,
         "step_seconds": base,
         "added_seconds": added,
@@ -214,14 +216,17 @@ def main() -> None:
         "--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes"
     )
     parser.add_argument("--pace", type=float, default=0.1, help="seconds that a step computes")
-    parser.add_argument("--ranks", type=int, default=8, help="that train; 0: none")
-    parser.add_argument("--trained-turns", type=int, default=25, help="as --turns, of steps that train")
-    parser.add_argument("--sleep", type=float, default=0.05, help="seconds that a step which trains sleeps")
+    parser.add_argument("--ranks", type=int, default=8, help="of which one trains; 0: nothing of this")
+    parser.add_argument("--all", action="store_true", help="all of them train")
+    parser.add_argument(
+        "--sleep", type=float, default=0.085, help="seconds of a step that trains; about 0.05 with --all"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
-    trained = train(options.ranks, options.trained_turns, options.sleep) if options.ranks else None
+    trains = options.ranks if options.all else 1
+    trained = train(options.ranks, trains, options.turns, options.sleep) if options.ranks else None
     measured = {}
     for layout in dict.fromkeys(["1x1", *options.layouts]):
         nodes, workers = map(int, layout.split("x"))
