@@ -155,8 +155,9 @@ def _train(trainer: Trainer, observer: Observer | None, stop: StopSignal) -> Tra
     try:
         return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
     except BaseException:
-        with suppress(Exception):  # the first error counts
-            observer.catch_up(trainer.done.recent)
+        if trainer.membership.gate is not None:  # else nothing was put off
+            with suppress(Exception):  # the first error counts
+                observer.catch_up(trainer.done.recent)
         raise
 
 
