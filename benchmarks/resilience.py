@@ -1,12 +1,17 @@
 """What a run that outlives its machines pays in every step: votes, heartbeats and hashes of gradients.
 
-Measured: steps of so many workers, one or several for each agent, with the vote and without, in turns, so that noise of
-the machine falls on both. A step is a sleep, and then all wait for each other as for gradients. All
-processes share this machine's cores, which on a cluster only the coordinator's part of the work does.
+Trained: ranks of the Trainer itself, as one node, with the vote and without, in turns, so that noise of the machine
+falls on both (see paced_training.py). The bar is 1 % of a step of 100 ms with eight ranks. While a vote is out the
+first rank writes down what the step before was, which it does without a vote, too. Of eight, the first alone trains
+and the others vote with it, so that two cores have time for a vote; --all lets all of them train.
 
-Simulated: the vote of more nodes than there are cores here. The coordinator is one process, so a vote takes what one
-node's takes, and for every other node what the coordinator spends on its message, its decision and its answer, all of
-which are measured.
+Measured: the vote alone, of so many workers, one or several for each agent, likewise in turns. A step is a sleep, and
+then all wait for each other as for gradients. Nobody has anything to write down. In both all processes share this
+machine's cores, which on a cluster only the coordinator's part of the work does.
+
+Simulated: the vote alone, of more nodes, or workers of a node, than there are cores here. Who collects votes is one
+process, so a vote takes what one worker's takes, and for every other one what that process spends on its message, its
+decision and its answer, all of which are measured, warm.
 
     python benchmarks/resilience.py --json benchmarks/results/resilience.json
 """
@@ -17,6 +22,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import socket
 import statistics
 import tempfile
@@ -28,6 +34,7 @@ from typing import Any
 
 from machine import machine
 from msgspec.structs import replace
+from paced_training import paced_training
 
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.coordinator import Coordinator
@@ -38,6 +45,8 @@ from dilatant.resilience.worker_link import WorkerLink
 TOKEN = bytes(32)
 HASHES = {f"language.{layer}": (layer + 1) * 0x123456789ABCDEF & (2**63 - 1) for layer in range(32)}
 TURN_STEPS = 10
+BAR, BAR_STEP_SECONDS = 0.01, 0.1
+"""What votes may add to a step of eight ranks."""
 
 
 def _work(port: int, index: int, barrier: Any, turns: int, pace: float, seconds: Any) -> None:
@@ -56,7 +65,8 @@ def _work(port: int, index: int, barrier: Any, turns: int, pace: float, seconds:
             time.sleep(pace)
             barrier.wait()
             if turn % 2:
-                link.vote(voted, HASHES)
+                link.propose(voted, HASHES)
+                link.await_commit()
                 voted += 1
         if seconds is not None:
             seconds.put((turn % 2, (time.perf_counter() - began) / TURN_STEPS))
@@ -90,6 +100,41 @@ def paired_steps(nodes: int, workers: int, turns: int, pace: float) -> tuple[lis
         for child in (*agents, coordinator):
             child.close(5.0)
     return [each for votes, each in found if not votes], [each for votes, each in found if votes]
+
+
+def train(ranks: int, trains: int, turns: int, sleep: float) -> dict[str, Any]:
+    """What a vote adds to a step of so many ranks, of which all or one train."""
+    with tempfile.TemporaryDirectory() as folder:
+        without, voting = paced_training(Path(folder), ranks, trains, turns, TURN_STEPS, sleep)
+    differences = [b - a for a, b in zip(without, voting)]
+    base, added, error = (
+        statistics.median(without),
+        statistics.median(differences),
+        error_of_median(differences),
+    )
+    print(
+        f"{trains} of {ranks} ranks train, on these cores: {base * 1e3:6.1f} ms a step, {added * 1e3:+5.2f} ms with "
+        f"votes (standard error {error * 1e3:.2f} ms), {added / BAR_STEP_SECONDS:+.1%} of "
+        f"{BAR_STEP_SECONDS * 1e3:.0f} ms; the bar is {BAR:.0%}",
+        flush=True,
+    )
+    return {
+        "ranks": ranks,
+        "trains": trains,
+        "sleep_seconds": sleep,
+        "step_seconds": base,
+        "added_seconds": added,
+        "error_seconds": error,
+        "share_of_bar_step": added / BAR_STEP_SECONDS,
+        "without": without,
+        "with": voting,
+    }
+
+
+def error_of_median(values: list[float], rounds: int = 2000) -> float:
+    """Its standard error, by drawing the values again."""
+    draw = random.Random(0)
+    return statistics.stdev(statistics.median(draw.choices(values, k=len(values))) for _ in range(rounds))
 
 
 def decision_seconds(voters: int, rounds: int = 20) -> float:
@@ -171,10 +216,17 @@ def main() -> None:
         "--turns", type=int, default=15, help=f"pairs of {TURN_STEPS} steps without and with votes"
     )
     parser.add_argument("--pace", type=float, default=0.1, help="seconds that a step computes")
+    parser.add_argument("--ranks", type=int, default=8, help="of which one trains; 0: nothing of this")
+    parser.add_argument("--all", action="store_true", help="all of them train")
+    parser.add_argument(
+        "--sleep", type=float, default=0.085, help="seconds of a step that trains; about 0.05 with --all"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"load before: {load:.1f} on {os.cpu_count()} cores")
+    trains = options.ranks if options.all else 1
+    trained = train(options.ranks, trains, options.turns, options.sleep) if options.ranks else None
     measured = {}
     for layout in dict.fromkeys(["1x1", *options.layouts]):
         nodes, workers = map(int, layout.split("x"))
@@ -189,6 +241,9 @@ def main() -> None:
         )
     receive, send = message_seconds()
     print(f"a vote takes {receive * 1e6:.0f} us to receive, an answer {send * 1e6:.0f} us to send")
+    of_node = max(0.0, measured["1x1"]["added_seconds"]) + 7 * (receive + send)
+    share = of_node / options.pace
+    print(f"simulated, 8 workers of a node with cores of their own: {of_node * 1e3:+6.2f} ms ({share:.1%})")
     simulated = {}
     of_one = decision_seconds(1)  # which is in what one node's vote was measured to take
     for voters in (8, 32, 64, 128, 256):
@@ -203,11 +258,13 @@ def main() -> None:
         document = {
             "machine": machine(),
             "load_before": load,
+            "trained": trained,
             "pace_seconds": options.pace,
             "measured": measured,
             "receive_seconds": receive,
             "send_seconds": send,
             "simulated": simulated,
+            "simulated_eight_workers_seconds": of_node,
             "hash_bytes_per_second": rate,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

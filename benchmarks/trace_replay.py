@@ -134,7 +134,7 @@ def round_up(share: float) -> int:
 
 
 def ended_at(run: Path) -> dict[int, float]:
-    """When each step was over and written down, in seconds since 1970: what trackers were told."""
+    """When each step was written down, in seconds since 1970: what trackers were told, in the next one's vote."""
     ended: dict[int, float] = {}
     for file in sorted(run.rglob("events.out.tfevents.*")):
         for event in EventFileLoader(str(file)).Load():

@@ -11,9 +11,10 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -26,20 +27,28 @@ from dilatant.comm.launch import Worker
 from dilatant.comm.store import connect as connect_store
 from dilatant.comm.store_server import StoreServer
 from dilatant.config.config import load_config
+from dilatant.report.metrics import StepMetrics
+from dilatant.report.run_folder import last_step
 from dilatant.resilience.coordinator_process import COMMIT, EVENTS
 from dilatant.resilience.process import Child, Start
 from dilatant.resilience.protocol.values import Order, Phase, Settings, Status, Task
 from dilatant.resilience.rank import FOLDER, LATER_SECONDS, Seat, train_seat
 from dilatant.resilience.wire import connect
+from dilatant.resilience.worker_link import WorkerLink
+from dilatant.training.observer import Observer
 from dilatant.training.prepare import prepare
 from dilatant.training.starting_point import Start as StartingPoint
 
 TOKEN = b"of ranks under test, and no other"
 AGENT, COORDINATOR = "dilatant.resilience.agent_process", "dilatant.resilience.coordinator_process"
+DYING_STEP = 5
 SECONDS = 60.0
 """A bound for a machine under any load."""
 Leaves = Literal["fenced", "rebuilding", "joined"]
 """How far a visitor comes: it stands still; all are to join; all have joined, and build their groups."""
+Dies = Literal["with its vote out", "before it catches up"]
+"""Where a rank kills itself: the others commit the step, of which it has told nobody, nor of the one before; it is to
+write down what another one did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +97,16 @@ class Visitor:
 
 class Ranks:
     """A run in `folder` of `size` copies of the model, to be closed. config: of the run of one process that is its
-    like; workers: for its data; guests: visitors without whom it does not begin."""
+    like; workers: for its data; guests: visitors without whom it does not begin; dying: nodes whose ranks do."""
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], size: int, workers: int = 0, guests: int = 0
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        size: int,
+        workers: int = 0,
+        guests: int = 0,
+        dying: Mapping[str, Dies] = MappingProxyType({}),
     ) -> None:
         tree = {**config, "output_dir": str(folder / "run"), "data": {**config["data"], "workers": workers}}
         tree["parallel"] = {
@@ -104,6 +119,7 @@ class Ranks:
         self._config.write_text(yaml.safe_dump(tree), encoding="utf-8")
         self._plan = prepare(load_config(self._config)).planned.to_json()
         self._size = size
+        self._dying = dying
         self._folder = folder / "run" / FOLDER
         self._folder.mkdir(parents=True)
         self._settings = Settings(lease_seconds=30.0, join_seconds=0.0, initial=size + guests)
@@ -122,7 +138,17 @@ class Ranks:
         index = self._added % self._size
         self._added += 1
         agent = Child(AGENT, dataclasses.replace(self._start(self._coordinator.port), node=name))
-        arguments = (str(self._config), self._plan, self._store.port, name, agent.port, index, self._size)
+        dies = self._dying.get(name)
+        arguments = (
+            str(self._config),
+            self._plan,
+            self._store.port,
+            name,
+            agent.port,
+            index,
+            self._size,
+            dies,
+        )
         process = self._context.Process(target=_train, args=arguments)
         process.start()
         self._nodes[name] = agent, process
@@ -164,6 +190,10 @@ class Ranks:
 
     def _visitor(self) -> Visitor:
         return Visitor(self._coordinator.port, self._store.port)
+
+    def await_steps(self, count: int) -> None:
+        """Wait until so many are written down."""
+        self._await(lambda: count if last_step(self._folder.parent / "metrics.jsonl") >= count else None)
 
     def await_commit(self, after: int) -> int:
         """Wait for a step of a generation after that one; its number."""
@@ -208,11 +238,36 @@ class Ranks:
         return value
 
 
-def _train(config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int) -> None:
+def _train(
+    config: str, plan: str, store: int, node: str, agent: int, rank: int, size: int, dies: Dies | None
+) -> None:
     torch.set_num_threads(1)
+    if dies is not None:
+        _die(dies)
     at = connect_store("127.0.0.1", store, TOKEN, on_one_machine=True)
     worker = Worker(rank, size, rank, torch.device("cpu"), at)
     train_seat(worker, load_config(config), plan, StartingPoint(None), "nothing", Seat(node, 0, agent, TOKEN))
+
+
+def _die(where: Dies) -> None:
+    """Kill this process once it is there."""
+    propose, catch_up = WorkerLink.propose, Observer.catch_up
+
+    def proposes(link: WorkerLink, step: int, hashes: Mapping[str, int]) -> None:
+        propose(link, step, hashes)
+        if step == DYING_STEP:
+            time.sleep(0.5)  # until the others have applied it, and wait for this rank in the step after it
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def catches_up(observer: Observer, recent: Sequence[StepMetrics]) -> None:
+        if recent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        catch_up(observer, recent)
+
+    if where == "with its vote out":
+        WorkerLink.propose = proposes  # type: ignore[method-assign]
+    else:
+        Observer.catch_up = catches_up  # type: ignore[method-assign]
 
 
 def _sleeps(pid: int) -> bool:

@@ -89,7 +89,8 @@ def test_steps_are_committed_through_real_processes(cluster: tuple[Child, list[C
         link.await_rebuild(-1, 0, None)
         link.await_activation(0)
         for step in range(5):
-            link.vote(step, {"layer": step})
+            link.propose(step, {"layer": step})
+            link.await_commit()
         link.await_end()
         done.append(5)
         link.close()
@@ -140,7 +141,8 @@ def test_agents_follow_the_standby_and_their_workers_its_store(tmp_path: Path) -
         for step in range(3):
             if step == 2:
                 leader.process.kill()
-            link.vote(step, {"layer": step})
+            link.propose(step, {"layer": step})
+            link.await_commit()
         stores.append(link.store_at)
         link.await_end()
         link.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dilatant.config.config import parse_config
 from dilatant.resilience.status import read_rebuilds
 from dilatant.training.run import train
 from faults.chaos import losses
-from faults.ranks import Held, Leaves, Ranks
+from faults.ranks import DYING_STEP, Held, Leaves, Ranks
 
 STAGES: tuple[tuple[Leaves, ...], ...] = (
     ("fenced",),
@@ -40,6 +41,10 @@ def config(tmp_path: Path) -> dict[str, Any]:
 def alone(folder: Path, tree: dict[str, Any], steps: int) -> Config:
     train_ = {**tree["train"], "steps": steps}
     return parse_config({**tree, "train": train_, "output_dir": str(folder / "alone")}, base=folder)
+
+
+def steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def require_flat(before: dict[str, Held], after: dict[str, Held], mebibytes: float) -> None:
@@ -80,7 +85,7 @@ def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
     ranks = Ranks(tmp_path, config, 4)
     try:
         ranks.await_commit(0)
-        for name in ("node3", "node2", "node1"):
+        for name in ("node3", "node0", "node1"):  # the second one had a step to write down, the third more
             ranks.await_commit(ranks.lose_late(name))
     finally:
         ranks.close()
@@ -90,6 +95,20 @@ def test_what_survivors_had_finished_of_a_step_counts_and_counts_once(
     found = losses(tmp_path / "run")
     train(alone(tmp_path, config, len(found)))
     assert found == losses(tmp_path / "alone")
+
+
+def test_two_steps_that_nobody_was_told_of_are_written_down_by_whoever_is_left(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """The first rank dies with its vote out, and the next one before it has written anything."""
+    ranks = Ranks(tmp_path, config, 3, dying={"node0": "with its vote out", "node1": "before it catches up"})
+    try:
+        ranks.await_steps(DYING_STEP + 3)
+        assert len(ranks.reasons()) >= 3
+    finally:
+        ranks.close()
+    found = steps(tmp_path / "run")
+    assert found == list(range(1, len(found) + 1))
 
 
 @pytest.mark.slow

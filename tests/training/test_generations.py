@@ -25,6 +25,7 @@ class Gate:
     """Commits every step before `refuses`, and not that one."""
 
     refuses: int
+    proposed: int = -1
 
     def begin(self, step: int, limit_seconds: float) -> None:
         pass
@@ -32,8 +33,11 @@ class Gate:
     def slow(self, times: float) -> None:
         pass
 
-    def vote(self, step: int, hashes: Mapping[str, int]) -> None:
-        if step == self.refuses:
+    def propose(self, step: int, hashes: Mapping[str, int]) -> None:
+        self.proposed = step
+
+    def await_commit(self) -> None:
+        if self.proposed == self.refuses:
             raise Refused
 
 

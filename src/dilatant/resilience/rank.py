@@ -19,8 +19,7 @@ from dilatant.comm.rendezvous import end_generation
 from dilatant.comm.store import Store, connect
 from dilatant.config import Config, UserError
 from dilatant.models.multimodal import MultimodalModel
-from dilatant.report.metrics import StepMetrics
-from dilatant.report.run_folder import RunFolder, last_step
+from dilatant.report.run_folder import RunFolder
 from dilatant.resilience.generation_plan import GenerationPlans, tell_plan
 from dilatant.resilience.handover import clear_handed_over, hand_over
 from dilatant.resilience.history import write_history
@@ -178,17 +177,19 @@ class _Rank:
         """Become part of a generation, and train in it to the end."""
         made = self._pending = self._made(order)
         self._link.await_activation(made.trainer.step)
-        late = None if self._held is None else self._not_logged(self._held.trainer, made.trainer)
         self._activate(made)  # only now is nobody to go back to the one before
         self._later = threading.Timer(LATER_SECONDS, self._do_later, (made.trainer.comm,))
         self._later.daemon = True
         self._later.start()
-        result = train_to_end(self._config, made.trainer, self._folder, self._show, stop, late)
+        result = train_to_end(self._config, made.trainer, self._folder, self._show, stop)
         if made.trainer.rank == 0:
             self._show_plan()
         return result
 
     def _activate(self, made: Held) -> None:
+        if self._held is not None:
+            before, step = self._held.trainer.done.recent, made.trainer.step
+            made.trainer.done.recent = tuple(metrics for metrics in before if metrics.step <= step)
         self._held, self._pending, self._is_torn = made, None, False
         made.trainer.begin_alone()
 
@@ -376,15 +377,6 @@ class _Rank:
                 print(
                     f"warning: this rank leaves, and could not hand over its gradients: {error}", flush=True
                 )
-
-    def _not_logged(self, old: Trainer, new: Trainer) -> StepMetrics | None:
-        """Of the last step, if its first rank was lost, or left, before it could write it down."""
-        metrics = old.last_metrics
-        if new.rank != 0 or metrics is None or metrics.step != new.step:
-            return None
-        if new.step % self._config.train.logging_steps:
-            return None
-        return metrics if last_step(self._folder.path / "metrics.jsonl") < new.step else None
 
     def _still(self) -> None:
         """End all communication and what works in the background; what is held stays."""

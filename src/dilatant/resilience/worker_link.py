@@ -112,10 +112,13 @@ class WorkerLink:
         """Say that this worker begins to compute a step, and what that may take before the others should know."""
         self._send(Computing(self._generation, step, limit_seconds))
 
-    def vote(self, step: int, hashes: Mapping[str, int]) -> None:
-        """Say that this worker has all gradients of a step, and return when it is committed. Raises Fenced when it is
-        not known whether it is, or RunEnded."""
+    def propose(self, step: int, hashes: Mapping[str, int]) -> None:
+        """Say that this worker has all gradients of a step. hashes: see `Prepared`."""
         self._send(Prepared(self._generation, step, hashes))
+
+    def await_commit(self) -> None:
+        """Return when the step that was proposed is committed. Raises Fenced when it is not known whether it is, or
+        RunEnded."""
         self._await(Apply)
 
     def slow(self, times: float) -> None:

@@ -25,9 +25,13 @@ class Gate(Protocol):
         """This rank is so many times slower than others, which is more than the config bears; 0: no longer."""
         ...
 
-    def vote(self, step: int, hashes: Mapping[str, int]) -> None:
-        """Return when step number `step` is committed; whatever is raised, this rank does not apply it. hashes: layer →
-        hash of the reduced gradients."""
+    def propose(self, step: int, hashes: Mapping[str, int]) -> None:
+        """Vote for step number `step`, without waiting for the others; whatever is raised then, this rank does not
+        apply it. hashes: layer → hash of the reduced gradients."""
+        ...
+
+    def await_commit(self) -> None:
+        """Return when the step that was proposed is committed; whatever is raised, this rank does not apply it."""
         ...
 
 

@@ -49,13 +49,17 @@ class Evaluator:
         with self._averaged():
             return evaluate(self._runtime, questions, judging)
 
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether `judge` evaluates after `step`."""
+        every = self._how.steps
+        return every is not None and (step % every == 0 or step == total_steps)
+
     def judge(
         self, step: int, total_steps: int, judged: Callable[[int, Evaluation], None]
     ) -> Evaluation | None:
         """The evaluation after `step`, where one is due on the way, of which `judged` is told."""
         how = self._how
-        is_due = how.steps is not None and (step % how.steps == 0 or step == total_steps)
-        evaluation = self.evaluate() if is_due else None
+        evaluation = self.evaluate() if self.is_due(step, total_steps) else None
         if evaluation is not None:
             if how.keep_best is not None:
                 self.best = self.best.after(step, evaluation.figures[how.keep_best], how)

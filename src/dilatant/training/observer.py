@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.console import Console
 from dilatant.config import Config
 from dilatant.report.metrics import StepMetrics
 from dilatant.report.progress import ProgressLine
-from dilatant.report.run_folder import RunFolder
+from dilatant.report.run_folder import RunFolder, last_step
 from dilatant.report.say import warn
 from dilatant.report.trackers import Tracker, open_trackers
 from dilatant.training.evaluation import Evaluation
@@ -67,6 +68,13 @@ class Observer:
         self._line.update(metrics)
         if metrics.warning is not None:
             warn(self._console, metrics.warning)
+
+    def catch_up(self, recent: Sequence[StepMetrics]) -> None:
+        """Write down those of the last steps that are not in metrics.jsonl, whoever was to do it."""
+        written = last_step(self._folder.path / "metrics.jsonl")
+        for metrics in recent:
+            if metrics.step > written:
+                self.stepped(metrics)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Held-out samples were judged after `step`."""

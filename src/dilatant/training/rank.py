@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,6 @@ from dilatant.profiling.assemble import Samples
 from dilatant.profiling.describe_data import describe_data
 from dilatant.report.gantt_of_step import measured_chart
 from dilatant.report.gantt_summary import by_lane
-from dilatant.report.metrics import StepMetrics
 from dilatant.report.page_links import link_pages
 from dilatant.report.perfetto import write_timeline
 from dilatant.report.run_folder import RunFolder
@@ -117,14 +116,12 @@ def train_to_end(
     folder: RunFolder,
     show: Show,
     stop: StopSignal,
-    late: StepMetrics | None = None,
 ) -> RunResult:
-    """Train, watched on rank 0, and judge the model; called by all ranks. late: of a step before that nobody has seen
-    yet."""
+    """Train, watched on rank 0, and judge the model; called by all ranks."""
     first, began_at = trainer.rank == 0, trainer.step
     with Observer(config, folder, trainer, console_for(show)) if first else nullcontext() as observer:
-        if observer is not None and late is not None:
-            observer.stepped(late)
+        if observer is not None:
+            observer.catch_up(trainer.done.recent)  # of a generation before whose first rank is gone
         training_began = time.monotonic()
         result = _train(trainer, observer, stop)
         summary = _show_last_step(trainer, folder) if result.step else ""
@@ -155,7 +152,13 @@ def train_to_end(
 def _train(trainer: Trainer, observer: Observer | None, stop: StopSignal) -> TrainResult:
     if observer is None:
         return trainer.run(lambda metrics: None, lambda: stop.received)
-    return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
+    try:
+        return trainer.run(observer.stepped, lambda: stop.received, observer.evaluated)
+    except BaseException:
+        if trainer.membership.gate is not None:  # else nothing was put off
+            with suppress(Exception):  # the first error counts
+                observer.catch_up(trainer.done.recent)
+        raise
 
 
 def _show_data(config: Config, samples: Samples, folder: RunFolder, console: Console) -> None:

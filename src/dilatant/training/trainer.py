@@ -53,6 +53,7 @@ from dilatant.training.optimizer import (
 )
 from dilatant.training.run_state import held_state, state_tensors
 from dilatant.training.saving import Saving
+from dilatant.training.step_log import StepLog
 from dilatant.training.step_metrics import StepMeter
 from dilatant.training.steps import count_steps, seed_step
 from dilatant.training.stored_weights import first_weights
@@ -202,7 +203,7 @@ class Trainer:
         self._voted: tuple[StepResult, GlobalBatch] | None = None
         self._data_wait: DataWait | None = None
         self._began = self._rate = self._longest_step = 0.0
-        self.last_metrics: StepMetrics | None = None
+        self.done: StepLog = StepLog(config.train.logging_steps, self.total_steps, self._gate is not None)
         self._layer_of = {
             weight.name: weight.layer for unit in model.units.values() for weight in unit.weights
         }
@@ -307,7 +308,7 @@ class Trainer:
         result, batch = self._voted
         self._update(result, batch)
         seconds = time.perf_counter() - self._began
-        self.last_metrics = self._metrics(batch, result, self._rate, seconds, 0.0)
+        self.done.keep(self._metrics(batch, result, self._rate, seconds, 0.0))
 
     def run(
         self,
@@ -324,6 +325,7 @@ class Trainer:
         config = self._config.train
         began = time.perf_counter()
         self.runtime.train()
+        self.done.observe = observe
         stop = any_rank(self.comm, should_stop(), "the agreement to begin")
         evaluation = None
         try:
@@ -332,14 +334,16 @@ class Trainer:
                     steps.leave_out(agree_on_bad(self.comm, steps.found()))
                 while self.step < self.total_steps and not stop and not self.evaluator.ends_early:
                     metrics, stop = self._train_step(steps, should_stop)
-                    if self.step % config.logging_steps == 0 or self.step == self.total_steps:
-                        observe(metrics)
+                    self.done.add(metrics)
+                    saves = config.save_steps and self.step % config.save_steps == 0
+                    if saves or self.evaluator.is_due(self.step, self.total_steps):
+                        self.done.catch_up()
                     evaluation = self.evaluator.judge(self.step, self.total_steps, judged)
-                    is_due = config.save_steps and self.step % config.save_steps == 0
-                    if is_due or self.evaluator.keeps(self.step):
+                    if saves or self.evaluator.keeps(self.step):
                         self._saving.save(self.step, self.values())
                     else:
                         self._saving.publish_if_written()
+                self.done.catch_up()
         except BaseException as error:
             if self._gate is not None:
                 raise
@@ -430,7 +434,6 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._longest_step = max(self._longest_step, seconds)
         metrics = self._metrics(batch, result, rate, seconds, waited)
-        self.last_metrics = metrics
         self.recovery = {}
         return metrics, result.should_stop
 
@@ -457,7 +460,9 @@ class Trainer:
             raise UserError(explain_nonfinite(self.step + 1, result, batch))
         if self._gate is not None:
             self._voted = result, batch
-            self._gate.vote(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
+            self._gate.propose(self.step, gradient_hashes(self.runtime.owned.parameters, self._layer_of))
+            self.done.catch_up()  # where it raises, the step may be committed all the same: `apply_voted`
+            self._gate.await_commit()
         self._half_updated = True
         self._update(result, batch)
         if is_finite(result):

@@ -166,7 +166,8 @@ class LightWorker:
             self._gradients = dict(enumerate(sums))
             hashes = {f"layer{layer}": digest(values) for layer, values in self._gradients.items()}
             self._fail("prepared")
-            self._link.vote(step, hashes)
+            self._link.propose(step, hashes)
+            self._link.await_commit()
             self._apply()
             self._fail("applied")
 

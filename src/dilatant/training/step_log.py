@@ -1,0 +1,48 @@
+"""When whoever watches a run is told of a step: at once, or while the ranks vote on the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dilatant.report.metrics import StepMetrics
+
+AT_ONCE_SECONDS = 1.0
+"""A step that took longer is told of at once: beside it a vote is nothing, and its live line would come a step late."""
+KEPT = 2
+"""Steps that may have come to count, and nobody is told of yet: one, and the next, whose vote is out meanwhile."""
+
+
+class StepLog:
+    """Steps that count, of which every `every`-th and number `last` are told of, once each and in their order.
+
+    waits: whether `catch_up` is called after each step, when there is time for it. recent: the last of them, told of or
+    not, for those who go on when the rank that writes them down is lost.
+    """
+
+    def __init__(self, every: int, last: int, waits: bool) -> None:
+        self._every = every
+        self._last = last
+        self._waits = waits
+        self._waiting: list[StepMetrics] = []
+        self.observe: Callable[[StepMetrics], None] = lambda metrics: None
+        self.recent: tuple[StepMetrics, ...] = ()
+
+    def add(self, metrics: StepMetrics) -> None:
+        """A step counts. Raises as `observe`, where that is told at once."""
+        if not self.keep(metrics):
+            return
+        self._waiting.append(metrics)
+        if not self._waits or metrics.step_seconds > AT_ONCE_SECONDS:
+            self.catch_up()
+
+    def keep(self, metrics: StepMetrics) -> bool:
+        """A step counts, of which nobody is told here; whether it is one of those to be told of."""
+        if metrics.step % self._every and metrics.step != self._last:
+            return False
+        self.recent = (*self.recent, metrics)[-KEPT:]
+        return True
+
+    def catch_up(self) -> None:
+        """Tell of what was put off. Raises as `observe`; what that raised for is not told again."""
+        while self._waiting:
+            self.observe(self._waiting.pop(0))

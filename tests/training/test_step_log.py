@@ -1,0 +1,280 @@
+"""Every step that counts is told of once and in order, at the latest while the next one's vote is out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tiny_project import tiny_config, write_images
+from dilatant.comm.launch import local_worker
+from dilatant.config import Config
+from dilatant.config.config import parse_config
+from dilatant.report.metrics import StepMetrics
+from dilatant.report.run_folder import RunFolder
+from dilatant.training import step_log
+from dilatant.training.commit import ALONE, Gate, Membership
+from dilatant.training.observer import Observer
+from dilatant.training.prepare import prepare
+from dilatant.training.rank import train_to_end
+from dilatant.training.step_log import StepLog
+from dilatant.training.stop_signal import StopSignal
+from dilatant.training.trainer import Trainer
+
+STEPS = 5
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def no_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr(step_log, "AT_ONCE_SECONDS", float("inf"))
+
+
+@dataclass
+class Book:
+    """A gate that commits all, and what happens at it and elsewhere. fails: raises where that is to be written."""
+
+    entries: list[str] = field(default_factory=list)
+    fails: str = ""
+    proposed: int = -1
+
+    def write(self, entry: str) -> None:
+        self.entries.append(entry)
+        if entry == self.fails:
+            raise Broken
+
+    def begin(self, step: int, limit_seconds: float) -> None:
+        self.write(f"begin {step + 1}")
+
+    def slow(self, times: float) -> None:
+        pass
+
+    def propose(self, step: int, hashes: Mapping[str, int]) -> None:
+        self.proposed = step + 1
+        self.write(f"propose {self.proposed}")
+
+    def await_commit(self) -> None:
+        self.write(f"commit {self.proposed}")
+
+
+def config_of(folder: Path, **more: Any) -> Config:
+    write_images(folder, 12)
+    write_images(folder, 4, "held_out.jsonl")
+    tree = tiny_config(**{"steps": STEPS, "save_steps": None, "logging_steps": 1, **more.pop("train", {})})
+    return parse_config({**tree, **more}, base=folder)
+
+
+def trainer_of(config: Config, gate: Gate | None) -> Trainer:
+    prepared = prepare(config)
+    checkpoints = RunFolder(config.output_dir).checkpoints
+    membership = ALONE if gate is None else Membership(generation=1, gate=gate)
+    return Trainer(
+        config,
+        prepared.samples,
+        prepared.model,
+        prepared.planned,
+        local_worker(),
+        checkpoints,
+        membership,
+    )
+
+
+def run(trainer: Trainer, book: Book) -> list[str]:
+    save: Callable[..., None] = trainer._saving.save
+
+    def saved(step: int, values: Any) -> None:
+        book.write(f"save {step}")
+        save(step, values)
+
+    trainer._saving.save = saved  # type: ignore[method-assign]
+    try:
+        trainer.run(
+            lambda metrics: book.write(f"told {metrics.step}"),
+            judged=lambda step, evaluation: book.write(f"judged {step}"),
+        )
+    finally:
+        trainer.close()
+    return book.entries
+
+
+def of_step(number: int) -> list[str]:
+    return [f"begin {number}", f"propose {number}", f"commit {number}"]
+
+
+def told_in_votes(steps: int) -> list[str]:
+    entries = of_step(1)
+    for number in range(2, steps + 1):
+        begin, propose, commit = of_step(number)
+        entries += [begin, propose, f"told {number - 1}", commit]
+    return entries
+
+
+def test_a_step_is_told_of_while_the_next_vote_is_out_and_the_last_before_the_run_is_saved(
+    tmp_path: Path,
+) -> None:
+    book = Book()
+    assert run(trainer_of(config_of(tmp_path), book), book) == [
+        *told_in_votes(STEPS),
+        f"told {STEPS}",
+        f"save {STEPS}",
+    ]
+
+
+def test_a_step_is_told_of_before_it_is_judged_and_before_it_is_saved(tmp_path: Path) -> None:
+    book = Book()
+    config = config_of(
+        tmp_path,
+        train={"steps": 4, "save_steps": 3},
+        data={"train": [{"path": "train.jsonl"}], "eval": [{"path": "held_out.jsonl"}], "workers": 0},
+        evaluation={"steps": 2, "max_new_tokens": 2},
+    )
+    entries = run(trainer_of(config, book), book)
+    assert [entry for entry in entries if entry.split()[0] in ("told", "judged", "save")] == [
+        *("told 1", "told 2", "judged 2", "told 3", "save 3", "told 4", "judged 4", "save 4")
+    ]
+    assert entries.index("told 1") > entries.index("propose 2")
+
+
+def test_a_slow_step_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "AT_ONCE_SECONDS", 0.0)
+    book = Book()
+    entries = run(trainer_of(config_of(tmp_path), book), book)
+    assert entries == [
+        *(entry for n in range(1, STEPS + 1) for entry in (*of_step(n), f"told {n}")),
+        f"save {STEPS}",
+    ]
+
+
+def test_without_a_vote_a_step_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = Book()
+    trainer = trainer_of(config_of(tmp_path), None)
+    execute = trainer.runtime.execute
+
+    def executed(*given: Any, **named: Any) -> Any:
+        book.write(f"execute {trainer.step + 1}")
+        return execute(*given, **named)
+
+    monkeypatch.setattr(trainer.runtime, "execute", executed)
+    told = (entry for n in range(1, STEPS + 1) for entry in (f"execute {n}", f"told {n}"))
+    assert run(trainer, book) == [*told, f"save {STEPS}"]
+
+
+def test_who_fails_while_its_vote_is_out_can_still_apply_the_step(tmp_path: Path) -> None:
+    """The others may be told that it counts."""
+    losses: dict[bool, list[float]] = {}
+    for fails in (False, True):
+        book = Book(fails="told 2" if fails else "")
+        config = config_of(tmp_path, train={"steps": 3}, output_dir=f"run {fails}")
+        trainer = trainer_of(config, book)
+        if not fails:
+            run(trainer, book)
+        else:
+            with pytest.raises(Broken):
+                run(trainer, book)
+            assert book.entries[-2:] == ["propose 3", "told 2"]  # neither waited for nor told again
+            assert (trainer.step, trainer.voted_step) == (2, 2)
+            trainer.apply_voted()
+        assert (trainer.step, trainer.voted_step) == (3, None)
+        losses[fails] = [metrics.loss for metrics in trainer.done.recent]
+        weights = trainer.state()["model"]
+        losses[fails] += [float(tensor.double().sum()) for _, tensor in sorted(weights.items())]
+    assert losses[True] == losses[False]
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["", "a slow step, too"])
+def test_a_fenced_rank_knows_both_steps_that_perhaps_nobody_has_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    if is_slow:
+        monkeypatch.setattr(step_log, "AT_ONCE_SECONDS", 0.0)
+    book = Book(fails="commit 3")
+    trainer = trainer_of(config_of(tmp_path), book)
+    with pytest.raises(Broken):
+        run(trainer, book)
+    assert [metrics.step for metrics in trainer.done.recent] == [1, 2]
+    trainer.apply_voted()
+    assert [metrics.step for metrics in trainer.done.recent] == [2, 3]
+    assert book.entries[-1] == "commit 3"  # who is fenced tells nobody
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["", "which another rank wrote meanwhile"])
+def test_a_rank_that_fails_in_a_step_has_written_down_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    config = config_of(tmp_path)
+    folder = RunFolder(config.output_dir)
+    trainer = trainer_of(config, Book())
+    execute = trainer.runtime.execute
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if trainer.step < 3:
+            return execute(*given, **named)
+        if elsewhere:
+            with (folder.path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3}\n{"step": 4}\n')
+        raise Broken
+
+    monkeypatch.setattr(trainer.runtime, "execute", fails)
+    with pytest.raises(Broken), StopSignal() as stop:
+        train_to_end(config, trainer, folder, "nothing", stop)
+    trainer.close()
+    folder.close()
+    assert steps_of(folder) == ([1, 2, 3, 4] if elsewhere else [1, 2, 3])
+
+
+@pytest.mark.parametrize("written", [1, 2, 3])
+def test_what_the_first_rank_did_not_write_down_the_next_one_does(tmp_path: Path, written: int) -> None:
+    """And nothing twice."""
+    book = Book()
+    config = config_of(tmp_path, train={"steps": 3})
+    trainer = trainer_of(config, book)
+    run(trainer, book)
+    folder = RunFolder(config.output_dir)
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(1, written + 1))
+    (folder.path / "metrics.jsonl").write_text(lines)
+    with Observer(config, folder, trainer, None) as observer:
+        observer.catch_up(trainer.done.recent)
+    folder.close()
+    assert steps_of(folder) == [1, 2, 3]
+
+
+def test_what_could_not_be_told_of_is_not_told_again(tmp_path: Path) -> None:
+    """Half of it may be written."""
+    book = Book()
+    trainer = trainer_of(config_of(tmp_path), book)
+    run(trainer, book)
+    log = StepLog(1, STEPS, waits=True)
+    told: list[int] = []
+
+    def observe(metrics: StepMetrics) -> None:
+        told.append(metrics.step)
+        if len(told) == 1:
+            raise Broken
+
+    log.observe = observe
+    for metrics in trainer.done.recent:
+        log.add(metrics)
+    with pytest.raises(Broken):
+        log.catch_up()
+    log.catch_up()
+    assert told == [STEPS - 1, STEPS]
+
+
+def test_only_steps_that_are_logged_are_kept_and_told_of(tmp_path: Path) -> None:
+    book = Book()
+    trainer = trainer_of(config_of(tmp_path, train={"logging_steps": 2}), book)
+    told = [entry for entry in run(trainer, book) if entry.startswith("told")]
+    assert told == ["told 2", "told 4", "told 5"]
+    assert [metrics.step for metrics in trainer.done.recent] == [4, 5]
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
