@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from dilatant.cost.memory import Zero
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.enumeration import MANY
 from dilatant.plan.errors import PlanError
 from dilatant.plan.finals import RankedPlan
+from dilatant.plan.microbatch_counts import MANY
 from dilatant.plan.score import PlanScorer
 from dilatant.plan.search_result import NoneFasterError, SearchResult, best_of
 
