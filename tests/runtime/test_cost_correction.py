@@ -153,9 +153,7 @@ def test_ranks_that_share_few_images_do_not_pull_their_encoders_costs_down() -> 
                 squares = [count * items if stage.unit == "vision" else count**2 for count in tokens]
                 square, linear, fixed = seconds[action.stage, KIND_ORDER.index(action.kind)]
                 images = sum(tokens) // items
-                # Which rank has the odd image changes from step to step: neither is slower than the other.
-                more = (rank + step) % 2 == 0
-                mine = (images + 1) // 2 if more else images // 2
+                mine = (images + 1 - rank) // 2  # the odd one is always the first rank's
                 share = 2 * mine / images if stage.unit == "vision" else 1.0
                 taken.append(share * (square * sum(squares) + linear * sum(tokens)) + fixed)
             totals += costs.own(rank, prepared.work, taken)
@@ -163,6 +161,20 @@ def test_ranks_that_share_few_images_do_not_pull_their_encoders_costs_down() -> 
     # Made of the very numbers that are looked for; the ridge pulls to one, which they are.
     assert costs.costs_at(3 * INTERVAL).stages.seconds == pytest.approx(known.stages.seconds, rel=1e-6)
     assert costs.drift == {"vision": pytest.approx(1.0), "language": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize("shares_items", [True, False])
+def test_who_always_has_the_odd_image_is_not_slow(shares_items: bool) -> None:
+    """Of three images one of two ranks has two. Where tokens are shared it could have had half of them."""
+    known = origin()
+    stages = {one.name: getattr(known.stages, one.name)[:2] for one in fields(StageCosts)}
+    stages["items_per_token"] = np.array([0.25 if shares_items else 1.0, 1.0])
+    costs = CostCorrection(SHARED, replace(known, stages=StageCosts(**stages)))
+    even = np.array([3.0])
+    for _ in range(3):
+        own = [costs.slowness.own(rank, [2.0 * (2 - rank)], even) for rank in (0, 1)]
+        costs.slowness.add(np.sum(own, axis=0))
+    assert costs.slowness.decide().tolist() == [1.0 if shares_items else 2.0, 1.0, 1.0]
 
 
 COPIES = Plan((UnitPlan("language", tuple(Replica((Stage(0, 2, (rank,)),)) for rank in range(3))),))

@@ -66,7 +66,10 @@ class CostCorrection:
         backward = np.asarray([kind != "F" for kind in KIND_ORDER], dtype=np.int64)
         self._group = 2 * unit[:, None] + backward  # [stages, kinds]
         self._enabled = enabled
-        self.slowness = Slowness(plan)
+        shares_items = origin.stages.items_per_token < 1
+        self.slowness = Slowness(
+            plan, [one.stage.ranks for one in plan.stages() if one.stage.cp > 1 and shares_items[one.index]]
+        )
         self._slow: dict[int, NDArray[np.float64]] = {0: self.slowness.factors}
         self._sums = np.zeros((2 * len(self._units), _SUMS))
         self._versions: dict[int, NDArray[np.float64]] = {0: np.ones((2 * len(self._units), PARTS))}

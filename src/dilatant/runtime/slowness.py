@@ -7,7 +7,7 @@ samples; it counts as it did before when it is hardly slower any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,13 @@ FORGETTING = 0.9
 
 class Slowness:
     """Of all ranks of a plan; alike on all of them, which know the same sums. Peers of a rank are those that hold a
-    stage of a unit of which it holds one; without any it is never slow.
+    stage of a unit of which it holds one; without any it is never slow. Ranks that are `together` count as one: which
+    of them has more to do, an odd image perhaps, is none's fault.
 
     factors: by rank, of the last decision.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, together: Collection[tuple[int, ...]] = ()) -> None:
         self._ranks = len(plan.ranks)
         units: list[set[str]] = [set() for _ in range(self._ranks)]
         self._stages = [placed.stage.ranks for placed in plan.stages()]
@@ -41,6 +42,7 @@ class Slowness:
             [other for other in range(self._ranks) if other != rank and units[other] & units[rank]]
             for rank in range(self._ranks)
         ]
+        self._together = [list(ranks) for ranks in dict.fromkeys(together)]
         self._sums = np.zeros((self._ranks, 2))
         self.factors = np.ones(self._ranks)
         self._decisions = 0
@@ -69,7 +71,10 @@ class Slowness:
 
     def decide(self) -> NDArray[np.float64]:
         """By rank, how many times slower it is, 1 for those that are not."""
-        measured, predicted = self._sums.T
+        sums = self._sums.copy()
+        for ranks in self._together:
+            sums[ranks] = sums[ranks].mean(axis=0)
+        measured, predicted = sums.T
         known = predicted > 0
         pace = np.where(known, measured / np.where(known, predicted, 1.0), 0.0)
         factors = np.ones(self._ranks)
