@@ -310,6 +310,15 @@ def test_a_worker_that_computes_for_too_long_breaks_its_generation_and_one_that_
         assert bool(agent.status().broken) is not prepared
 
 
+def test_what_is_said_of_a_step_behind_its_end_is_no_deadline() -> None:
+    agent = agent_that_runs()
+    agent.on_event(0, Prepared(1, 0))
+    agent.on_event(0, Computing(1, 0, 5.0))
+    agent.tick(10.0)
+    agent.tick(20.0)
+    assert not agent.status().broken
+
+
 def test_who_cannot_leave_in_time_is_given_up() -> None:
     agent = agent_that_runs()
     agent.settings = with_values(SETTINGS, drain_seconds=30.0)

@@ -30,6 +30,9 @@ from dilatant.resilience.protocol.agent import (
 )
 from dilatant.resilience.wire import Beat, Hello, Link, LinkClosed, StoreAt, Warm, connect
 
+SOON_BEATS = 2
+"""A step that may take no longer than so many beats is said to be computed at once."""
+
 
 class Fenced(Exception):
     """This generation is over: stand still, and wait to be rebuilt."""
@@ -69,6 +72,7 @@ class WorkerLink:
         self.store_at: StoreAt | None = None
         """Where ranks meet, once that is elsewhere than where the run began."""
         self._closed = False
+        self._unsaid: tuple[Computing, float] | None = None
         self._link.send(Hello(index, os.getpid()))
         threading.Thread(target=self._read, name="dilatant-agent", daemon=True).start()
 
@@ -109,11 +113,17 @@ class WorkerLink:
         self._await(Activate)
 
     def begin(self, step: int, limit_seconds: float) -> None:
-        """Say that this worker begins to compute a step, and what that may take before the others should know."""
-        self._send(Computing(self._generation, step, limit_seconds))
+        """Say that this worker begins to compute a step, and what that may take before the others should know. Where
+        that is long, with the next beat: most steps are over by then, and cost no message."""
+        computing = Computing(self._generation, step, limit_seconds)
+        if limit_seconds > SOON_BEATS * self._beat_seconds:
+            self._unsaid = computing, time.monotonic()
+        else:
+            self._send(computing)
 
     def propose(self, step: int, hashes: Mapping[str, int]) -> None:
         """Say that this worker has all gradients of a step. hashes: see `Prepared`."""
+        self._unsaid = None
         self._send(Prepared(self._generation, step, hashes))
 
     def await_commit(self) -> None:
@@ -174,11 +184,17 @@ class WorkerLink:
 
     def _beat(self) -> None:
         """A process that is stopped, or whose interpreter is held, does not."""
+        said: tuple[Computing, float] | None = None
         while True:
             time.sleep(self._beat_seconds)
             if self._closed or self.ended is not None:
                 return
             self._send(Beat())
+            if (unsaid := self._unsaid) is not None and unsaid is not said:
+                said = unsaid
+                computing, began = unsaid
+                left = max(0.0, computing.limit_seconds - (time.monotonic() - began))
+                self._send(Computing(computing.generation, computing.step, left))
 
     def _read(self) -> None:
         try:

@@ -277,7 +277,8 @@ class Agent:
             if own.phase is (Phase.FENCING if isinstance(event, Stopped) else Phase.REBUILDING):
                 self._answer(worker, event)
         elif isinstance(event, Computing):
-            if own.phase is Phase.RUNNING and event.step == own.applied:
+            # Said by another thread of the worker, it may come behind what it says in the end.
+            if own.phase is Phase.RUNNING and event.step == own.applied and worker not in self._prepared:
                 self._deadlines[worker] = _Deadline(event.limit_seconds)
         elif isinstance(event, Prepared) and own.phase is Phase.RUNNING and event.step == own.applied:
             self._deadlines.pop(worker, None)

@@ -1,0 +1,70 @@
+"""What a worker says of the steps that it computes, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from dilatant.resilience.protocol.agent import Computing, Prepared
+from dilatant.resilience.wire import Hello, Link, Warm, accept, listen
+from dilatant.resilience.worker_link import SOON_BEATS, WorkerLink
+
+TOKEN = b"of links under test"
+BEAT = 0.2
+
+
+@contextmanager
+def linked() -> Iterator[tuple[WorkerLink, Link]]:
+    """A worker's link, which beats, and the other side of it."""
+    with closing(listen("127.0.0.1")) as listener:
+        accepted: list[Link] = []
+        thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], TOKEN)))
+        thread.start()
+        worker = WorkerLink(listener.getsockname()[1], TOKEN, 0, lambda generation: None, BEAT)
+        thread.join()
+        with closing(accepted[0]) as agent, closing(worker):
+            worker.warm()
+            assert [type(agent.receive()) for _ in range(2)] == [Hello, Warm]
+            yield worker, agent
+
+
+def said(agent: Link, beats: int) -> list[object]:
+    """What comes until so many beats are heard, in its order; of a beat what it says with it is in the next one."""
+    found: list[object] = []
+    while beats:
+        message = agent.receive()
+        if type(message).__name__ == "Beat":
+            beats -= 1
+        else:
+            found.append(message)
+    return found
+
+
+def test_a_step_is_said_to_be_computed_once_and_only_if_it_lasts_until_a_beat() -> None:
+    with linked() as (worker, agent):
+        for step in range(5):
+            worker.begin(step, 60.0)
+            worker.propose(step, {})
+        worker.begin(5, 60.0)
+        found = said(agent, 4)
+        assert [message for message in found if isinstance(message, Prepared)] == [
+            Prepared(0, step, {}) for step in range(5)
+        ]
+        *_, computing = found
+        assert isinstance(computing, Computing)
+        assert computing.step == 5
+        assert 59.0 < computing.limit_seconds < 60.0  # less what it has taken by now
+        assert len(found) == 6
+        worker.propose(5, {})
+        worker.begin(6, 60.0)
+        worker.propose(6, {})
+        assert said(agent, 3) == [Prepared(0, 5, {}), Prepared(0, 6, {})]
+
+
+def test_a_step_that_may_take_no_longer_than_a_few_beats_is_said_to_be_computed_at_once() -> None:
+    with linked() as (worker, agent):
+        worker.begin(0, SOON_BEATS * BEAT)
+        assert [one for one in said(agent, 1) if isinstance(one, Computing)] == [
+            Computing(0, 0, SOON_BEATS * BEAT)
+        ]
