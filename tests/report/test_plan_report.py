@@ -98,6 +98,7 @@ def test_explanations_follow_the_figures():
     assert "20 % more" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {"imbalance": 0.3}), chosen)
     assert "2 devices unused" in explain(ComparedPlan("b", "", 6, 1.1, 0.5, {"imbalance": 0.1}), chosen)
     assert explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, why="Said so."), chosen) == "Said so."
+    assert "100 ms longer" in explain(ComparedPlan("b", "", 8, 1.1, 0.5, {}, sync_seconds=0.1), chosen)
 
 
 def test_page_needs_nothing_from_outside():

@@ -79,7 +79,8 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlan:
-    """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence.
+    """A plan that was considered. `idle` is the part of device time lost by cause; `why` one sentence. `sync_seconds`:
+    of a step behind the last backward, until gradients are summed and what was updated is shared.
 
     `peak_memory` is the largest part of a device's memory that any rank needs; above 1 the plan does not fit.
     """
@@ -92,6 +93,7 @@ class ComparedPlan:
     idle: dict[str, float]
     chosen: bool = False
     why: str = ""
+    sync_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,9 @@ def explain(candidate: ComparedPlan, chosen: ComparedPlan) -> str:
     worst = max(extra, key=lambda cause: extra[cause], default="")
     if worst and extra[worst] >= NOTABLE:
         return f"Loses {percent_text(extra[worst])} more of device time to {lost_to(worst)}."
+    waits = candidate.sync_seconds - chosen.sync_seconds
+    if waits >= NOTABLE * chosen.step_seconds:
+        return f"Gradients and updated weights travel {seconds_text(waits)} longer behind the last backward."
     if candidate.devices < chosen.devices:
         return f"Leaves {chosen.devices - candidate.devices} devices unused."
     if candidate.step_seconds <= chosen.step_seconds:

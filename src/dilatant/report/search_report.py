@@ -246,6 +246,7 @@ def compared_plan(ranked: RankedPlan, cluster: Cluster, chosen: bool = False) ->
         ),
         idle=dict(sorted(idle.items(), key=lambda item: -item[1])),
         chosen=chosen,
+        sync_seconds=score.sync_seconds,
     )
 
 
