@@ -259,12 +259,12 @@ def test_what_could_not_be_told_of_is_not_told_again(tmp_path: Path) -> None:
         if len(told) == 1:
             raise Broken
 
-    log.observe = observe
-    for metrics in trainer.done.recent:
-        log.add(metrics)
-    with pytest.raises(Broken):
+    with log.telling(observe):
+        for metrics in trainer.done.recent:
+            log.add(metrics)
+        with pytest.raises(Broken):
+            log.catch_up()
         log.catch_up()
-    log.catch_up()
     assert told == [STEPS - 1, STEPS]
 
 

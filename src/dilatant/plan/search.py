@@ -185,6 +185,10 @@ def _search_group(
         for one in own[:FEWEST]:
             if one.bound < min(ceiling, how.ceiling) and finals.simulate(one):
                 break
+        for one in best_of_fewer(own) if cluster.num_devices <= MANY else ():
+            if one not in finals.seconds and one.bound < finals.best:
+                finals.simulate(one)
+                break
     if not finals.ranked and how.knows:
         raise none_faster(found, finals, min(finals.skipped, unseen), how.rules.zero)
     if not finals.ranked and copies > 1 and not finals.rejected:

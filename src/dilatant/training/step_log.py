@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from dilatant.report.metrics import StepMetrics
 
@@ -24,8 +25,17 @@ class StepLog:
         self._last = last
         self._waits = waits
         self._waiting: list[StepMetrics] = []
-        self.observe: Callable[[StepMetrics], None] = lambda metrics: None
+        self._observe: Callable[[StepMetrics], None] = _nobody
         self.recent: tuple[StepMetrics, ...] = ()
+
+    @contextmanager
+    def telling(self, observe: Callable[[StepMetrics], None]) -> Iterator[None]:
+        """`observe` is told, until this ends: whoever watches may hold the trainer, which holds this."""
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = _nobody
 
     def add(self, metrics: StepMetrics) -> None:
         """A step counts. Raises as `observe`, where that is told at once."""
@@ -45,4 +55,8 @@ class StepLog:
     def catch_up(self) -> None:
         """Tell of what was put off. Raises as `observe`; what that raised for is not told again."""
         while self._waiting:
-            self.observe(self._waiting.pop(0))
+            self._observe(self._waiting.pop(0))
+
+
+def _nobody(metrics: StepMetrics) -> None:
+    """Watches."""

@@ -325,11 +325,10 @@ class Trainer:
         config = self._config.train
         began = time.perf_counter()
         self.runtime.train()
-        self.done.observe = observe
         stop = any_rank(self.comm, should_stop(), "the agreement to begin")
         evaluation = None
         try:
-            with self._begin_steps() as steps:
+            with self.done.telling(observe), self._begin_steps() as steps:
                 if self._config.data.on_error == "skip":
                     steps.leave_out(agree_on_bad(self.comm, steps.found()))
                 while self.step < self.total_steps and not stop and not self.evaluator.ends_early:
