@@ -297,7 +297,7 @@ def _unlike_rows(
     together = cluster_of_groups([half, other])
     both = replace(costs, groups={"fast": costs, "slow": slow})
     began = time.process_time()
-    found = searched(model, both, together, samples, batch, ("node",), ("none", "all"))
+    found = searched(model, both, together, samples, batch, ("node", "all"), ("none",))
     name = f"search on {cluster.num_devices} devices in two groups of unlike ones"
     yield Row(
         f"{name}, batch {batch}",
@@ -305,7 +305,7 @@ def _unlike_rows(
         bar=2.0 if cluster.nodes <= 4 else 10.0,
         note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated; {sharing(found)}",
     )
-    alone = searched(model, costs, half, samples, batch, ("node",), ("none", "all"))
+    alone = searched(model, costs, half, samples, batch, ("node", "all"), ("none",))
     yield Row(
         f"{name}: its step beside that of the faster group alone", found.seconds / alone.seconds, "x", bar=1.0
     )

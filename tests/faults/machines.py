@@ -36,11 +36,13 @@ class Machines:
     port: int = field(default_factory=free_port)
     standby: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    samples: int = 8
+    """Of a step."""
 
     def write_project(self, replicas: int, **resilience: Any) -> None:
         """A model of which every machine has a replica."""
         write_images(self.project, 24)
-        tree = tiny_config(steps=STEPS, global_batch_size=8, save_steps=None)
+        tree = tiny_config(steps=STEPS, global_batch_size=self.samples, save_steps=None)
         tree["parallel"] = {
             "units": {"language": {"replicas": replicas}},
             "colocated": {"vision": "language"},
@@ -99,10 +101,10 @@ class Machines:
         return {node.name.split("-")[1] for node in self.status.nodes if node.is_member}
 
 
-def undisturbed(folder: Path) -> list[float]:
+def undisturbed(folder: Path, samples: int = 8) -> list[float]:
     folder.mkdir()
     write_images(folder, 24)
-    tree = tiny_config(steps=STEPS, global_batch_size=8, save_steps=None)
+    tree = tiny_config(steps=STEPS, global_batch_size=samples, save_steps=None)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     subprocess.run([*COMMAND, "train", "config.yaml"], cwd=folder, check=True, env=ENVIRONMENT)
     return losses(folder / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +29,7 @@ from dilatant.plan.cluster import Cluster, cluster_of_groups
 from dilatant.plan.validate import plan_problems
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cost_model, model, unit
-from search_cases import RULES, random_vlm
+from search_cases import RULES, dearer, random_vlm
 
 ROUNDING = 1 + 1e-9
 
@@ -97,13 +98,15 @@ class Case:
     def scorer(self, cluster, costs=None):
         return plan_scorer(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
 
-    def search(self, *groups, finalists=10_000, mode=Mode.BEST):
+    def search(self, *groups, finalists=10_000, mode=Mode.BEST, zeros=()):
+        """zeros: who else may share state, and how many times as long steps take then."""
         cluster = cluster_of_groups(groups)
         costs = self.costs if cluster.parts else self.costs.on(cluster.name)
         scorer = self.scorer(cluster, costs)
         return search(
             self.spec, costs, cluster, self.workload, self.batch, scorer, mode, (1, 2), RULES, finalists,
             leftovers=True, row_tokens=self.row_tokens,
+            others={zero: dearer(scorer, times) for zero, times in zeros},
         )  # fmt: skip
 
 
@@ -125,6 +128,17 @@ def test_all_groups_together_are_no_slower_than_any_alone(cases):
             assert found.idle_devices == whole.num_devices - len(found.plan.ranks)
 
     check(cases, one)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_many_devices_too_they_may_share_state_as_suits_one_of_them_alone(seed):
+    case, zeros = Case(seed), [("all", 0.5)]
+    groups = [group("fast", 12), group("slow", 12, slow=3.0)]
+    together = case.search(*groups, finalists=2, zeros=zeros)
+    for alone in groups:
+        with suppress(PlanError):
+            assert together.seconds <= case.search(alone, finalists=2, zeros=zeros).seconds * ROUNDING
+    assert (together.winner.zero, together.by_zero["all"]) == ("all", together.seconds)
 
 
 @often

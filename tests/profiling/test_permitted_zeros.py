@@ -33,7 +33,7 @@ ALL = ("node", "none", "all")
         (TWO_NODES, {"plan": {"mode": "megatron"}}, ("node",), ()),
         (MANY, {}, ("node", "all"), ("none",)),
         (GROUPS, {}, ALL, ()),
-        (MANY_GROUPS, {}, ("node",), ("none", "all")),
+        (MANY_GROUPS, {}, ("node", "all"), ("none",)),
     ],
 )
 def test_ways_that_are_searched(

@@ -71,7 +71,9 @@ def test_another_machine_leads_when_the_leader_is_gone_for_good(machines: Machin
 def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
     machines: Machines, tmp_path: Path
 ) -> None:
-    """It has asked the leader that is gone what the run is, and its ranks have not begun by then."""
+    """It has asked the leader that is gone what the run is, and its ranks have not begun by then. Steps take a second,
+    so that they begin before the run's end."""
+    machines.samples = 512
     machines.write_project(replicas=3, lease_seconds=3.0, standby=machines.standby)
     leading = machines.start("train", "config.yaml")
     agents = {name: machines.agent(name, *(["--standby"] if name == "b" else [])) for name in "abc"}
@@ -81,7 +83,7 @@ def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
     for process in (leading, agents["a"]):
         process.kill()
     assert [agents[name].wait(400) for name in "bcd"] == [0, 0, 0], machines.output
-    assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone"), rel=TOLERANCE)
+    assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone", machines.samples), rel=TOLERANCE)
     assert machines.members() == {*"bcd"}
 
 

@@ -181,7 +181,8 @@ def _search_group(
         if fewer not in finals.seconds and fewer.bound < finals.best:
             finals.simulate(fewer)
     few = cluster.num_devices <= FEW
-    for own in of_modes(space, found, mode, *asked) if few or not how.knows else ():
+    least = least_seconds([space]) if ceiling < math.inf else 0.0
+    for own in of_modes(space, found, mode, *asked) if few or not how.knows and least < ceiling else ():
         for one in own[:FEWEST]:
             if one.bound < min(ceiling, how.ceiling) and finals.simulate(one):
                 break
@@ -222,17 +223,21 @@ def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows:
 
 def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _How) -> SearchResult:
     """The best of all plans over groups of unlike devices: of those on one group, which are searched as if it were
-    alone, and those across groups. Published systems' searches know only the former."""
+    alone, and those across groups. Published systems' searches know only the former, and so do those on more devices
+    than a few that are only for what is faster than a known plan."""
     if how.copies > 1:
         raise PlanError("plans over groups of unlike devices are not made for nodes that may be lost")
     alone: list[SearchResult] = []
     refused: list[PlanError] = []
     candidates: list[list[Candidate]] = [[] for _ in spaces]
+    crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > FEW)
     # The group that can do most first: of others less is simulated where they cannot be faster.
     for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
         space, first = spaces[group], cluster.firsts[group]
+        ceiling = min((answer.seconds for answer in alone), default=math.inf)
+        if not crosses and least_seconds([space]) >= min(ceiling, how.ceiling):
+            continue
         try:
-            ceiling = min((answer.seconds for answer in alone), default=math.inf)
             own, answer = _search_group(space, _from_rank(scorer, first), how, ceiling)
         except NoneFasterError as none:
             candidates[group] = list(none.found)
@@ -247,6 +252,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     best = min([how.ceiling, *(answer.seconds for answer in alone)])
     if how.mode is Mode.BEST:
         least = least_seconds(spaces)
+    if crosses:
         asked = how.sizes, how.num_microbatches, how.all_devices
         most = CLOSE * best
         both = [one for one in across(spaces, candidates, *asked, FAR * best) if one.estimate <= most]

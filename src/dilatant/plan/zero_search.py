@@ -26,8 +26,8 @@ def search_zeros(
     all_devices: bool = False,
 ) -> SearchResult:
     """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, and
-    then of its plan under every other way, `glanced` too (not across many unlike devices); where no search finds one,
-    `glanced` are searched.
+    then of its plan under every other way, `glanced` too (on many devices under its own schedule); where no search finds
+    one, `glanced` are searched.
 
     find: of such a search, for plans that take less than so many seconds. Of equally fast plans the first found is
     chosen. Raises PlanError of the first search where all find nothing.
@@ -47,8 +47,7 @@ def search_zeros(
     if not answers:
         raise next(iter(refused.values()))
     best = best_of(answers, all_devices, exhausted)
-    # Across many unlike devices a search takes as long as it may without two more steps to simulate.
-    if len(searched) + len(glanced) == 1 or (cluster.parts and cluster.num_devices > MANY):
+    if len(searched) + len(glanced) == 1:
         return best
     return _under_each(best, {**searched, **glanced}, cluster)
 
@@ -91,7 +90,8 @@ def _under_each(best: SearchResult, scorers: Mapping[Zero, PlanScorer], cluster:
 
 def _scored(one: RankedPlan, zero: Zero, scorer: PlanScorer, cluster: Cluster) -> RankedPlan | None:
     """The plan where state is shared so; None where it does not fit."""
-    score = scorer(one.plan, one.num_microbatches, one.row_tokens)
+    schedule = [one.score.schedule] if cluster.num_devices > MANY and one.score.schedule else []
+    score = scorer(one.plan, one.num_microbatches, one.row_tokens, *schedule)
     if cluster.overflow(one.plan.ranks, score.peak_bytes) > 0.0:
         return None
     return replace(one, score=score, zero=zero)

@@ -34,5 +34,5 @@ def searched_zeros(config: Config, target: Target, fault_tolerance: int = 0) -> 
     if target.cluster.num_devices <= FEW:
         return SearchedZeros(tuple(tried))
     # A search on so many devices may take only so long, and what spares memory makes other plans possible.
-    searched = tuple(zero for zero in tried if zero == DEFAULT_ZERO or (zero == "all" and not target.groups))
+    searched = tuple(zero for zero in tried if zero != "none")
     return SearchedZeros(searched, tuple(zero for zero in tried if zero not in searched))
