@@ -182,7 +182,7 @@ def _search_group(
             finals.simulate(fewer)
     few = cluster.num_devices <= FEW
     least = least_seconds([space]) if ceiling < math.inf else 0.0
-    for own in of_modes(space, found, mode, *asked) if few or not how.knows and least < ceiling else ():
+    for own in of_modes(space, found, mode, *asked) if few or (not how.knows and least < ceiling) else ():
         for one in own[:FEWEST]:
             if one.bound < min(ceiling, how.ceiling) and finals.simulate(one):
                 break

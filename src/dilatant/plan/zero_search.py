@@ -26,8 +26,8 @@ def search_zeros(
     all_devices: bool = False,
 ) -> SearchResult:
     """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, and
-    then of its plan under every other way, `glanced` too (on many devices under its own schedule); where no search finds
-    one, `glanced` are searched.
+    then of its plan under every other way, `glanced` too (on many devices under its own schedule); where no search
+    finds one, `glanced` are searched.
 
     find: of such a search, for plans that take less than so many seconds. Of equally fast plans the first found is
     chosen. Raises PlanError of the first search where all find nothing.
