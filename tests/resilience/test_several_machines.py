@@ -83,7 +83,9 @@ def test_a_machine_that_comes_while_nobody_leads_is_let_in_by_who_leads_next(
     for process in (leading, agents["a"]):
         process.kill()
     assert [agents[name].wait(400) for name in "bcd"] == [0, 0, 0], machines.output
-    assert losses(machines.run) == pytest.approx(undisturbed(tmp_path / "alone", machines.samples), rel=TOLERANCE)
+    assert losses(machines.run) == pytest.approx(
+        undisturbed(tmp_path / "alone", machines.samples), rel=TOLERANCE
+    )
     assert machines.members() == {*"bcd"}
 
 
