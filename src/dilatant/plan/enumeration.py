@@ -75,11 +75,12 @@ def of_modes(
     all_devices: bool,
 ) -> Iterator[Sequence[Candidate]]:
     """What each published system would choose, the most promising first, for a search among all: it is to be no slower
-    than any of them."""
+    than any of them. So with interleaved chunks, whose estimates count no split backwards as the others' do."""
     if mode is not Mode.BEST:
         return
     yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
     yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE]  # Cornstarch's
+    yield [one for one in found if any(option.chunks > 1 for option in one.options)]
     for other in (Mode.ENTRAIN, Mode.MEGATRON):
         yield enumerate_candidates(space, other, sizes, microbatches, all_devices)
 
