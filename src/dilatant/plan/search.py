@@ -41,7 +41,7 @@ from dilatant.plan.workload import Workload
 from dilatant.plan.zero_search import NO_OTHERS, search_zeros
 
 LEFTOVERS = 40
-"""Plans with one more pipeline on idle devices that are simulated at most; on many devices fewer, as above."""
+"""Plans with one more pipeline on idle devices that are simulated at most; on more devices fewer, as above."""
 CLOSE, FAR = 1.25, 2.0
 """Candidates across groups that promise to take so many times as long as the best on one group are not simulated, and
 not looked for."""
@@ -202,7 +202,7 @@ def _search_group(
         raise nothing_survived(finals.rejected, cluster)
     finals.reorder()
     if how.leftovers:
-        finals.fill_idle(found, max(FEWEST, LEFTOVERS * MANY // max(MANY, cluster.num_devices)))
+        finals.fill_idle(found, max(FEWEST, LEFTOVERS * FEW // max(FEW, cluster.num_devices)))
     return found, answer_of(found, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
 
