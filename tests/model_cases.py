@@ -49,3 +49,17 @@ def cluster(nodes, gpus_per_node, capacity=float("inf")):
 
 def model(*units):
     return ModelSpec(tuple(units))
+
+
+def vlm_of(parameters):
+    """Vision that feeds language, all trainable, of layers with these parameters: unit → of each."""
+    return model(
+        *(
+            UnitSpec(
+                name,
+                tuple(LayerSpec(f"{name}.{k}", name, count, True) for k, count in enumerate(own)),
+                ("language",) if name == "vision" else (),
+            )
+            for name, own in parameters.items()
+        )
+    )

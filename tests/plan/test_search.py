@@ -29,7 +29,7 @@ from dilatant.plan.copies import copies_on_nodes
 from dilatant.plan.plan import Plan, Replica, Stage, UnitPlan
 from dilatant.plan.stage_costs import stage_costs
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cluster, cost_model, model, unit
+from model_cases import cluster, cost_model, model, unit, vlm_of
 from oracles.search import best_step, layer_seconds
 from search_cases import RULES, closed_form, find, random_vlm
 
@@ -86,18 +86,7 @@ def test_no_plan_that_fits_memory_is_faster(seed):
     draw = random.Random(seed)
     sizes = {"vision": draw.randint(1, 3), "language": draw.randint(2, 4)}
     parameters = {name: [draw.randint(0, 40) for _ in range(count)] for name, count in sizes.items()}
-    spec = model(
-        *(
-            UnitSpec(
-                name,
-                tuple(
-                    LayerSpec(f"{name}.{k}", name, count, True) for k, count in enumerate(parameters[name])
-                ),
-                ("language",) if name == "vision" else (),
-            )
-            for name in sizes
-        )
-    )
+    spec = vlm_of(parameters)
     # Without rows at borders, which cuts are chosen without and plans are scored with.
     costs = cost_model({name: draw.random() + 0.1 for name in sizes}, activation=2.0, output=0.0)
     tokens = {"vision": draw.randint(1, 9), "language": draw.randint(1, 9)}

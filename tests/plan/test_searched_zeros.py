@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_search_monotony import ROUNDING, check, drawn, often
 
 from dilatant.cost.memory import ParameterBytes
-from dilatant.plan import DoesNotFitError, LayerSpec, Mode, UnitSpec, Workload, search
+from dilatant.plan import DoesNotFitError, Mode, Workload, search
 from dilatant.schedule.plan_scorer import plan_scorer
-from model_cases import cluster, cost_model, model, unit
+from model_cases import cluster, cost_model, model, unit, vlm_of
 from oracles.search import best_step, layer_seconds
 from search_cases import RULES, find
 
@@ -37,16 +37,7 @@ def test_no_plan_is_faster_whoever_shares_state(seed):
     draw = random.Random(seed)
     sizes = {"vision": draw.randint(1, 3), "language": draw.randint(2, 4)}
     parameters = {name: [draw.randint(0, 40) for _ in range(count)] for name, count in sizes.items()}
-    spec = model(
-        *(
-            UnitSpec(
-                name,
-                tuple(LayerSpec(f"{name}.{k}", name, own, True) for k, own in enumerate(parameters[name])),
-                ("language",) if name == "vision" else (),
-            )
-            for name in sizes
-        )
-    )
+    spec = vlm_of(parameters)
     devices, batch, capacity = draw.choice([2, 3, 4]), draw.choice([4, 12]), draw.uniform(60, 500)
     nodes = draw.choice([1, devices])
     degrees = (1, 2) if nodes == 1 else (1,)

@@ -98,18 +98,24 @@ def computed_seconds(
     heavier = (space.heaviest(pipelines * microbatches) - 1.0) * (fill - slowest)
     steady = microbatches * slowest
     whole = fill + steady - slowest
-    if any(option.chunks > 1 for option in options):
-        return GAPS * whole + heavier / 2
+    heavy = heavy_split = forwards = total = 0.0
+    for option in options:
+        if option.chunks > 1:
+            return GAPS * whole + heavier / 2
+        heavy += option.heavy
+        heavy_split += option.heavy_split
+        forwards += option.forwards
+        total += option.total
     whole = whole + heavier / 2
-    heaviest = sum([option.heavy for option in options])
-    if not (space.halves and heaviest):
+    if not (space.halves and heavy):
         return whole
-    late = 1.0 - sum([option.heavy_split for option in options]) / heaviest  # the share of weight gradients
-    share = sum([option.forwards for option in options]) / sum([option.total for option in options])
+    late = 1.0 - heavy_split / heavy  # the share of weight gradients
+    share = forwards / total
     last = FILLING * share * fill + steady  # whose stages wait for the first forward,
     first = (1.0 - late) * fill + (1.0 - share) * steady  # and for the first backward
-    split = np.maximum(last, first) + DELAY * heavier
-    return whole - np.maximum(0.0, whole - split) * min(1.0, 3 * late)
+    larger = max if isinstance(fill, float) else np.maximum  # of two numbers, a hundred thousand times
+    split = larger(last, first) + DELAY * heavier
+    return whole - larger(0.0, whole - split) * min(1.0, 3 * late)
 
 
 def bound(before: Side, language: Option, options: Sequence[Option], times: Sequence[ChainTimes]) -> float:

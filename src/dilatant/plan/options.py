@@ -247,7 +247,8 @@ class _Laid:
     def holding(self, static: NDArray[np.float64], asked: _Asked) -> _Laid:
         """The same chain where the unit's layers take `static` bytes [layers] throughout."""
         by_stage = np.add.reduceat(static, self.unlimited.cuts[asked.unit])
-        return replace(self, static=by_stage.reshape(asked.chunks, -1).sum(axis=0))
+        held = by_stage.reshape(asked.chunks, -1).sum(axis=0)
+        return _Laid(self.unlimited, held, self.transient, self.kept, self._by_room)
 
     def option(self, microbatches: int, capacity_bytes: float) -> Option:
         """The chain for so many microbatches."""
