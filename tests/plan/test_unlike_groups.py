@@ -26,7 +26,9 @@ from dilatant.plan import (
     search,
 )
 from dilatant.plan.cluster import Cluster, cluster_of_groups
+from dilatant.plan.search_result import NoneFasterError
 from dilatant.plan.validate import plan_problems
+from dilatant.plan.zero_search import search_zeros
 from dilatant.schedule.plan_scorer import plan_scorer
 from model_cases import cost_model, model, unit
 from search_cases import RULES, dearer, random_vlm
@@ -130,15 +132,37 @@ def test_all_groups_together_are_no_slower_than_any_alone(cases):
     check(cases, one)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_on_many_devices_too_they_may_share_state_as_suits_one_of_them_alone(seed):
-    case, zeros = Case(seed), [("all", 0.5)]
-    groups = [group("fast", 12), group("slow", 12, slow=3.0)]
+@pytest.mark.parametrize("seed", [3, 7, 12])
+def test_on_many_devices_too_state_is_shared_as_suits_one_group_alone(seed):
+    case, zeros = Case(seed, parameters=400_000), [("all", 0.5)]
+    groups = [group("fast", 72), group("slow", 72, slow=3.0)]
     together = case.search(*groups, finalists=2, zeros=zeros)
     for alone in groups:
         with suppress(PlanError):
             assert together.seconds <= case.search(alone, finalists=2, zeros=zeros).seconds * ROUNDING
     assert (together.winner.zero, together.by_zero["all"]) == ("all", together.seconds)
+
+
+def test_the_best_plan_on_one_group_alone_is_tried_under_every_way():
+    case = Case(9)
+    cluster = cluster_of_groups([group("fast", 2), group("slow", 2)])
+    found, scorer = case.search(*cluster.parts), case.scorer(cluster)
+
+    def is_alone(plan):
+        return len({cluster.group_of(rank) for rank in plan.ranks}) == 1
+
+    def under_all(plan, *how):
+        return dearer(scorer, 0.1 if is_alone(plan) else 0.9)(plan, *how)
+
+    def find(zero, *_):
+        if zero == "all":
+            raise NoneFasterError((), 0.0, ())
+        return found
+
+    best = search_zeros(find, {"none": scorer, "all": under_all}, {}, cluster)
+    assert not is_alone(found.winner.plan) and any(is_alone(one.plan) for one in found.runners_up)
+    assert is_alone(best.winner.plan) and best.winner.zero == "all"
+    assert best.seconds == best.winner.score.seconds == best.by_zero["all"] < best.by_zero["none"]
 
 
 @often

@@ -223,14 +223,14 @@ def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows:
 
 def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer, how: _How) -> SearchResult:
     """The best of all plans over groups of unlike devices: of those on one group, which are searched as if it were
-    alone, and those across groups. Published systems' searches know only the former, and so do those on more devices
-    than a few that are only for what is faster than a known plan."""
+    alone, and those across groups. Published systems' searches know only the former, and so do those on many devices
+    that are only for what is faster than a known plan."""
     if how.copies > 1:
         raise PlanError("plans over groups of unlike devices are not made for nodes that may be lost")
     alone: list[SearchResult] = []
     refused: list[PlanError] = []
     candidates: list[list[Candidate]] = [[] for _ in spaces]
-    crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > FEW)
+    crosses = how.mode is Mode.BEST and not (how.knows and cluster.num_devices > MANY)
     # The group that can do most first: of others less is simulated where they cannot be faster.
     for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
         space, first = spaces[group], cluster.firsts[group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -25,21 +25,25 @@ def search_zeros(
     cluster: Cluster,
     all_devices: bool = False,
 ) -> SearchResult:
-    """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, and
-    then of its plan under every other way, `glanced` too (on many devices under its own schedule); where no search
-    finds one, `glanced` are searched.
+    """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, the
+    plan of each of which is simulated under every way that comes later, `glanced` too (on many devices under its own
+    schedule); where no search finds one, `glanced` are searched.
 
     find: of such a search, for plans that take less than so many seconds. Of equally fast plans the first found is
     chosen. Raises PlanError of the first search where all find nothing.
     """
+    scorers = {**searched, **glanced}
     answers: list[SearchResult] = []
     exhausted: list[NoneFasterError] = []
     refused: dict[Zero, PlanError] = {}
-    for zero, scorer in {**searched, **glanced}.items():
+    later = dict(scorers)
+    for zero, scorer in scorers.items():
+        del later[zero]
         if answers and zero not in searched:
             break
         try:
-            answers.append(find(zero, scorer, _ceiling(answers, all_devices)))
+            answer = find(zero, scorer, _ceiling(answers, all_devices))
+            answers.append(_under_each(answer, later, cluster, all_devices))
         except NoneFasterError as none:
             exhausted.append(none)
         except PlanError as error:
@@ -47,9 +51,12 @@ def search_zeros(
     if not answers:
         raise next(iter(refused.values()))
     best = best_of(answers, all_devices, exhausted)
-    if len(searched) + len(glanced) == 1:
+    if len(scorers) == 1:
         return best
-    return _under_each(best, {**searched, **glanced}, cluster)
+    steps = [(one.zero, one.score.seconds) for one in (best.winner, *best.runners_up)]
+    return replace(
+        best, by_zero={zero: min((s for own, s in steps if own == zero), default=None) for zero in scorers}
+    )
 
 
 def _ceiling(answers: list[SearchResult], all_devices: bool) -> float:
@@ -60,32 +67,35 @@ def _ceiling(answers: list[SearchResult], all_devices: bool) -> float:
     )
 
 
-def _under_each(best: SearchResult, scorers: Mapping[Zero, PlanScorer], cluster: Cluster) -> SearchResult:
-    """The answer with its plan simulated wherever state is shared otherwise, and that way chosen where it is faster."""
-    winner = best.winner
-    ranked = [winner, *best.runners_up]
+def _under_each(
+    answer: SearchResult, scorers: Mapping[Zero, PlanScorer], cluster: Cluster, all_devices: bool
+) -> SearchResult:
+    """The answer with its plan simulated where state is shared otherwise, too; of unlike devices also the best plan on
+    each group alone, which then has no faster one."""
+    ranked = [answer.winner, *answer.runners_up]
+    tried = [answer.winner, *(one for one in _of_groups(ranked, cluster) if one is not answer.winner)]
     for zero, scorer in scorers.items():
-        known = {(one.plan, one.num_microbatches, one.row_tokens) for one in ranked if one.zero == zero}
-        if (winner.plan, winner.num_microbatches, winner.row_tokens) in known:
-            continue
-        other = _scored(winner, zero, scorer, cluster)
-        if other is not None:
-            ranked.append(other)
-    faster = [one for one in ranked if one.plan == winner.plan and one.score.seconds < best.seconds]
-    chosen = min(faster, key=lambda one: one.score.seconds, default=winner)
-    others = sorted((one for one in ranked if one is not chosen), key=lambda one: one.score.seconds)
-    by_zero = {
-        zero: min((one.score.seconds for one in ranked if one.zero == zero), default=None) for zero in scorers
-    }
-    seconds = chosen.score.seconds
+        others = (_scored(one, zero, scorer, cluster) for one in tried)
+        ranked += [other for other in others if other is not None]
+    ranked.sort(key=lambda one: (one.idle_devices if all_devices else 0, one.score.seconds))
+    seconds = ranked[0].score.seconds
     return replace(
-        best,
-        winner=chosen,
-        runners_up=tuple(others),
+        answer,
+        winner=ranked[0],
+        runners_up=tuple(ranked[1:]),
         seconds=seconds,
-        lower_bound=min(best.lower_bound, seconds),
-        by_zero=by_zero,
+        lower_bound=min(answer.lower_bound, seconds),
     )
+
+
+def _of_groups(ranked: Sequence[RankedPlan], cluster: Cluster) -> list[RankedPlan]:
+    """Of each group of unlike devices the fastest of these plans that takes no others."""
+    found: dict[int, RankedPlan] = {}
+    for one in sorted(ranked, key=lambda one: one.score.seconds) if cluster.parts else ():
+        groups = {cluster.group_of(rank) for rank in one.plan.ranks}
+        if len(groups) == 1:
+            found.setdefault(groups.pop(), one)
+    return [*found.values()]
 
 
 def _scored(one: RankedPlan, zero: Zero, scorer: PlanScorer, cluster: Cluster) -> RankedPlan | None:
