@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ def search_zeros(
 ) -> SearchResult:
     """The best answer of searches in which optimizer state is shared as each key of `searched` says, in this order, the
     plan of each of which is simulated under every way that comes later, `glanced` too (on many devices under its own
-    schedule); where no search finds one, `glanced` are searched.
+    schedule), and the best under all; where no search finds one, `glanced` are searched.
 
     find: of such a search, for plans that take less than so many seconds. Of equally fast plans the first found is
     chosen. Raises PlanError of the first search where all find nothing.
@@ -53,6 +54,10 @@ def search_zeros(
     best = best_of(answers, all_devices, exhausted)
     if len(scorers) == 1:
         return best
+    known = [one.zero for one in (best.winner, *best.runners_up) if _is_same(one, best.winner)]
+    earlier = itertools.takewhile(lambda zero: zero != best.winner.zero, scorers)
+    untried = {zero: scorers[zero] for zero in earlier if zero not in known}
+    best = _under_each(best, untried, cluster, all_devices)
     steps = [(one.zero, one.score.seconds) for one in (best.winner, *best.runners_up)]
     return replace(
         best, by_zero={zero: min((s for own, s in steps if own == zero), default=None) for zero in scorers}
@@ -85,6 +90,15 @@ def _under_each(
         runners_up=tuple(ranked[1:]),
         seconds=seconds,
         lower_bound=min(answer.lower_bound, seconds),
+    )
+
+
+def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
+    """But for who shares state."""
+    return (one.plan, one.num_microbatches, one.row_tokens) == (
+        other.plan,
+        other.num_microbatches,
+        other.row_tokens,
     )
 
 
