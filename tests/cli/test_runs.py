@@ -40,9 +40,14 @@ def configure(project: Path, **train: object) -> None:
 
 
 def start(project: Path) -> subprocess.Popen[str]:
+    """Heeds a Ctrl-C also where these tests run in the background, which ignores them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [*COMMAND, "train", str(project / "config.yaml")]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
