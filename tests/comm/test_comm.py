@@ -182,6 +182,8 @@ def _late(worker: Worker, how: str) -> str:
         worker.store.set("process", str(os.getpid()))
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(5)  # is asked here, not in between, in a call of the store
         while not worker.store.check(["over"]):
             time.sleep(0.01)
         comm.close()

@@ -235,7 +235,7 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
     for group in sorted(range(len(spaces)), key=lambda group: least_seconds(spaces[group : group + 1])):
         space, first = spaces[group], cluster.firsts[group]
         ceiling = min((answer.seconds for answer in alone), default=math.inf)
-        if not crosses and least_seconds([space]) >= min(ceiling, how.ceiling):
+        if not (crosses or how.all_devices) and least_seconds([space]) >= min(ceiling, how.ceiling):
             continue
         try:
             own, answer = _search_group(space, _from_rank(scorer, first), how, ceiling)
