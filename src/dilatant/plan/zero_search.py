@@ -16,6 +16,8 @@ from dilatant.plan.microbatch_counts import MANY
 from dilatant.plan.score import PlanScorer
 from dilatant.plan.search_result import NoneFasterError, SearchResult, best_of
 
+FAR = 2.0
+"""Plans that take so many times as long as the best are not faster than it whoever shares state."""
 NO_OTHERS: Mapping[Zero, PlanScorer] = MappingProxyType({})
 
 
@@ -44,7 +46,8 @@ def search_zeros(
             break
         try:
             answer = find(zero, scorer, _ceiling(answers, all_devices))
-            answers.append(_under_each(answer, later, cluster, all_devices))
+            tried = [answer.winner, *_of_groups(answer, cluster)]
+            answers.append(_under_each(answer, tried, later, cluster, all_devices))
         except NoneFasterError as none:
             exhausted.append(none)
         except PlanError as error:
@@ -57,7 +60,7 @@ def search_zeros(
     known = [one.zero for one in (best.winner, *best.runners_up) if _is_same(one, best.winner)]
     earlier = itertools.takewhile(lambda zero: zero != best.winner.zero, scorers)
     untried = {zero: scorers[zero] for zero in earlier if zero not in known}
-    best = _under_each(best, untried, cluster, all_devices)
+    best = _under_each(best, [best.winner], untried, cluster, all_devices)
     steps = [(one.zero, one.score.seconds) for one in (best.winner, *best.runners_up)]
     return replace(
         best, by_zero={zero: min((s for own, s in steps if own == zero), default=None) for zero in scorers}
@@ -73,12 +76,14 @@ def _ceiling(answers: list[SearchResult], all_devices: bool) -> float:
 
 
 def _under_each(
-    answer: SearchResult, scorers: Mapping[Zero, PlanScorer], cluster: Cluster, all_devices: bool
+    answer: SearchResult,
+    tried: Sequence[RankedPlan],
+    scorers: Mapping[Zero, PlanScorer],
+    cluster: Cluster,
+    all_devices: bool,
 ) -> SearchResult:
-    """The answer with its plan simulated where state is shared otherwise, too; of unlike devices also the best plan on
-    each group alone, which then has no faster one."""
+    """The answer with these of its plans simulated where state is shared otherwise, too."""
     ranked = [answer.winner, *answer.runners_up]
-    tried = [answer.winner, *(one for one in _of_groups(ranked, cluster) if one is not answer.winner)]
     for zero, scorer in scorers.items():
         others = (_scored(one, zero, scorer, cluster) for one in tried)
         ranked += [other for other in others if other is not None]
@@ -102,14 +107,15 @@ def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
     )
 
 
-def _of_groups(ranked: Sequence[RankedPlan], cluster: Cluster) -> list[RankedPlan]:
-    """Of each group of unlike devices the fastest of these plans that takes no others."""
+def _of_groups(answer: SearchResult, cluster: Cluster) -> list[RankedPlan]:
+    """Of each group of unlike devices the fastest plan that takes no others, where it is not the best and may become
+    so: the group alone then has no faster one."""
     found: dict[int, RankedPlan] = {}
-    for one in sorted(ranked, key=lambda one: one.score.seconds) if cluster.parts else ():
+    for one in (answer.winner, *answer.runners_up) if cluster.parts else ():
         groups = {cluster.group_of(rank) for rank in one.plan.ranks}
-        if len(groups) == 1:
+        if len(groups) == 1 and one.score.seconds < FAR * answer.seconds:
             found.setdefault(groups.pop(), one)
-    return [*found.values()]
+    return [one for one in found.values() if one is not answer.winner]
 
 
 def _scored(one: RankedPlan, zero: Zero, scorer: PlanScorer, cluster: Cluster) -> RankedPlan | None:
