@@ -100,14 +100,14 @@ class Case:
     def scorer(self, cluster, costs=None):
         return plan_scorer(self.spec, costs or self.costs, cluster, self.workload, self.batch, rules=RULES)
 
-    def search(self, *groups, finalists=10_000, mode=Mode.BEST, zeros=()):
+    def search(self, *groups, finalists=10_000, mode=Mode.BEST, zeros=(), all_devices=False):
         """zeros: who else may share state, and how many times as long steps take then."""
         cluster = cluster_of_groups(groups)
         costs = self.costs if cluster.parts else self.costs.on(cluster.name)
         scorer = self.scorer(cluster, costs)
         return search(
             self.spec, costs, cluster, self.workload, self.batch, scorer, mode, (1, 2), RULES, finalists,
-            leftovers=True, row_tokens=self.row_tokens,
+            all_devices=all_devices, leftovers=True, row_tokens=self.row_tokens,
             others={zero: dearer(scorer, times) for zero, times in zeros},
         )  # fmt: skip
 
@@ -165,6 +165,17 @@ def test_the_best_plan_on_one_group_alone_is_tried_under_every_way():
     assert is_alone(best.winner.plan)
     assert best.winner.zero == "all"
     assert best.seconds == best.winner.score.seconds == best.by_zero["all"] < best.by_zero["none"]
+
+
+def test_a_slower_group_is_planned_on_where_the_faster_one_leaves_more_devices_idle():
+    groups = [group("fast", 2), group("slow", 3, slow=3.0)]
+    idle = {
+        all_devices: Case(0)
+        .search(*groups, mode=Mode.CORNSTARCH, all_devices=all_devices)
+        .winner.idle_devices
+        for all_devices in (False, True)
+    }
+    assert idle == {False: 3, True: 2}
 
 
 @often
