@@ -28,10 +28,13 @@ def enumerate_candidates(
     sizes: Sequence[int],
     microbatches: int | None = None,
     all_devices: bool = False,
+    most_seconds: float = math.inf,
+    far: float = math.inf,
 ) -> list[Candidate]:
     """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
-    that any uses."""
-    found = list(_candidates(space, mode, sizes, microbatches))
+    that any uses. Left out may be those that surely take more than `most_seconds`, or than `far` times what the most
+    promising takes."""
+    found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
     if all_devices and found:
         most = max(candidate.gpus for candidate in found)
         found = [candidate for candidate in found if candidate.gpus == most]
@@ -40,18 +43,21 @@ def enumerate_candidates(
 
 
 def _candidates(
-    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None
+    space: Space, mode: Mode, sizes: Sequence[int], microbatches: int | None, most_seconds: float, far: float
 ) -> Iterator[Candidate]:
     if mode in (Mode.BEST, Mode.DISTTRAIN):
         for one in disaggregated(space, sizes):
             if microbatches in (None, one.num_microbatches):
                 yield one if mode is Mode.BEST else replace(one, estimate=one.disaggregated)
+                most_seconds = min(most_seconds, far * one.estimate)
     if mode is Mode.DISTTRAIN:
         return
     for replicas in range(1, space.cluster.num_devices + 1):
         counts = microbatch_counts(space, mode, replicas, sizes, microbatches)
         for count, row_tokens in counts.items():
-            yield from shapes(space, mode, replicas, count, row_tokens)
+            for one in shapes(space, mode, replicas, count, row_tokens, most_seconds):
+                yield one
+                most_seconds = min(most_seconds, far * one.estimate)
 
 
 def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
@@ -73,16 +79,18 @@ def of_modes(
     sizes: Sequence[int],
     microbatches: int | None,
     all_devices: bool,
+    most_seconds: float,
 ) -> Iterator[Sequence[Candidate]]:
     """What each published system would choose, the most promising first, for a search among all: it is to be no slower
-    than any of them. So with interleaved chunks, whose estimates count no split backwards as the others' do."""
+    than any of them. So with interleaved chunks, whose estimates count no split backwards as the others' do.
+    most_seconds: as for `enumerate_candidates`."""
     if mode is not Mode.BEST:
         return
     yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
     yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE]  # Cornstarch's
     yield [one for one in found if any(option.chunks > 1 for option in one.options)]
     for other in (Mode.ENTRAIN, Mode.MEGATRON):
-        yield enumerate_candidates(space, other, sizes, microbatches, all_devices)
+        yield enumerate_candidates(space, other, sizes, microbatches, all_devices, most_seconds)
 
 
 def across(

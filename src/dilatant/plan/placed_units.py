@@ -57,7 +57,7 @@ def placed_candidates(
             for replicas in range(1, space.cluster.num_devices + 1):
                 counts = microbatch_counts(space, Mode.BEST, replicas, sizes, microbatches)
                 for count, row_tokens in counts.items():
-                    for one in shapes(near, Mode.BEST, replicas, count, row_tokens):
+                    for one in shapes(near, Mode.BEST, replicas, count, row_tokens, most_seconds):
                         yield from join.with_units_away(one, most_seconds)
 
 

@@ -44,7 +44,7 @@ LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on more devices fewer, as above."""
 CLOSE, FAR = 1.25, 2.0
 """Candidates across groups that promise to take so many times as long as the best on one group are not simulated, and
-not looked for."""
+not looked for; on many devices none is looked for that surely takes `FAR` times as long as the most promising one."""
 
 
 def search(
@@ -150,6 +150,12 @@ class _How:
         """Whether there is a plan already."""
         return math.isfinite(self.ceiling)
 
+    def far_on(self, devices: int) -> float:
+        """So many times as long as the most promising candidate none may take that is looked for on so many devices;
+        not where it need not be among those that count."""
+        all_count = self.mode is Mode.BEST and self.copies == 1 and not self.all_devices
+        return FAR if all_count and devices > MANY else math.inf
+
     def finalists_on(self, devices: int) -> int:
         """Steps on many devices take longer to simulate, and all of their candidates together are to take seconds; of
         those that are to be faster than a known plan the first few tell."""
@@ -161,19 +167,36 @@ class _How:
 def _search_group(
     space: Space, scorer: PlanScorer, how: _How, ceiling: float = math.inf
 ) -> tuple[list[Candidate], SearchResult]:
-    """All candidates on equal devices, and the best of them; of those that cannot be faster than `ceiling` seconds, no
-    more than the first. Raises PlanError, NoneFasterError where `how.ceiling` leaves none."""
+    """All candidates on equal devices but those that are left out as surely slow, and the best of them; of those that
+    cannot be faster than `ceiling` seconds, no more than the first. Raises PlanError, NoneFasterError where
+    `how.ceiling` leaves none."""
+    far = how.far_on(space.cluster.num_devices)
+    try:
+        return _search_within(far, space, scorer, how, ceiling)
+    except NoneFasterError:
+        raise
+    except PlanError:
+        if far == math.inf:
+            raise
+        return _search_within(math.inf, space, scorer, how, ceiling)  # slow ones may be all that fits
+
+
+def _search_within(
+    far: float, space: Space, scorer: PlanScorer, how: _How, ceiling: float
+) -> tuple[list[Candidate], SearchResult]:
+    """As `_search_group`, but for those that take `far` times as long as the most promising."""
     cluster, mode, copies = space.cluster, how.mode, how.copies
     asked = how.sizes, how.num_microbatches, how.all_devices
     check_devices(space.table, space.roles, cluster, mode)
-    found = enumerate_candidates(space, mode, *asked)
-    if not found:
+    found = enumerate_candidates(space, mode, *asked, how.ceiling if far < math.inf else math.inf, far)
+    if not found and not how.knows:
         raise does_not_fit(space, mode, how.sizes[0])
     found = [candidate for candidate in found if min(candidate.counts) >= copies]
     per_node = how.ranks_per_node or cluster.gpus_per_node
     finals = Finals(space, how.rules, scorer, copies, per_node, min(ceiling, how.ceiling))
     finalists = how.finalists_on(cluster.num_devices)
-    unseen = _simulate(finals, found, finalists, how.knows)
+    most = far * found[0].estimate if found else math.inf
+    unseen = min(most, _simulate(finals, found, finalists, how.knows))
     simulated = len(finals.seconds)
     for fewer in best_of_fewer(found) if cluster.num_devices <= MANY else ():
         if len(finals.seconds) >= simulated + finalists:
@@ -182,7 +205,9 @@ def _search_group(
             finals.simulate(fewer)
     few = cluster.num_devices <= FEW
     least = least_seconds([space]) if ceiling < math.inf else 0.0
-    for own in of_modes(space, found, mode, *asked) if few or (not how.knows and least < ceiling) else ():
+    for own in (
+        of_modes(space, found, mode, *asked, most) if few or (not how.knows and least < ceiling) else ()
+    ):
         for one in own[:FEWEST]:
             if one.bound < min(ceiling, how.ceiling) and finals.simulate(one):
                 break

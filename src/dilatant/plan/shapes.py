@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,15 +23,20 @@ NOTABLE = 0.02
 
 
 def shapes(
-    space: Space, mode: Mode, replicas: int, microbatches: int, row_tokens: int | None = None
+    space: Space,
+    mode: Mode,
+    replicas: int,
+    microbatches: int,
+    row_tokens: int | None = None,
+    most_seconds: float = math.inf,
 ) -> Iterator[Candidate]:
     """The candidates of `replicas` pipelines, on devices of the same number for each, with so many microbatches, or at
-    least so many of at most `row_tokens` tokens."""
+    least so many of at most `row_tokens` tokens. most_seconds: chains that surely take longer may be left out."""
     budget = space.cluster.num_devices // replicas
     table = (space.table if row_tokens is None else space.by_tokens).shared_by(replicas, budget)
     samples = space.global_batch / (replicas * microbatches)
-    chains = space.chains(replicas, microbatches, row_tokens)
-    shape = _Shape(space, table, replicas, samples, microbatches, row_tokens, chains)
+    chains = space.chains(replicas, microbatches, row_tokens, math.isfinite(most_seconds))
+    shape = _Shape(space, table, replicas, samples, microbatches, row_tokens, most_seconds, chains)
     if mode is Mode.MEGATRON:
         yield from shape.megatron(budget)
     elif mode is Mode.ENTRAIN:
@@ -53,6 +59,7 @@ class _Shape:
     samples: float
     microbatches: int
     row_tokens: int | None
+    most_seconds: float
     _known: dict[tuple[object, ...], list[Option]]
     _sides: dict[tuple[object, ...], tuple[int, list[list[Side]]]] = field(default_factory=dict)
 
@@ -74,7 +81,6 @@ class _Shape:
         """Encoders on the devices of the language model's first stage, whose ranks share their layers as they do its
         own, or their items."""
         roles, units = self.space.roles, self.table.units
-        most = len(self.space.model.unit(roles.language).layers)
         alone = set(units.degrees(roles.encoders))
         ways = [(tp, cp, False) for tp, cp in units.degrees([*roles.encoders, roles.language])]
         ways += [
@@ -82,9 +88,9 @@ class _Shape:
         ]
         for after in self._after(budget):
             for tp, cp, whole_items in ways:
-                for stages in range(1, min(most, (budget - after.gpus) // (tp * cp)) + 1):
-                    shape = roles.language, tp, cp, stages, self.samples, self.microbatches, after.stages
-                    for ep in units.expert_degrees(roles.language, tp, cp):
+                for ep in units.expert_degrees(roles.language, tp, cp):
+                    for stages in self._numbers_of_stages(roles.language, tp, cp, ep, budget - after.gpus):
+                        shape = roles.language, tp, cp, stages, self.samples, self.microbatches, after.stages
                         option = self.table.chain(*shape, roles.encoders, ep=ep, whole_items=whole_items)
                         if option is not None:
                             yield self._candidate(EncoderPosition.IN_LANGUAGE, Side(), option, after)
@@ -153,15 +159,22 @@ class _Shape:
         """The options of a unit on at most `budget` devices that let `behind` stages follow."""
         key = unit, budget, behind
         if key not in self._known:
-            most = len(self.space.model.unit(unit).layers)
             found = [
                 self.table.chain(unit, tp, cp, stages, self.samples, self.microbatches, behind, ep=ep)
                 for tp, cp in self.table.units.degrees([unit])
                 for ep in self.table.units.expert_degrees(unit, tp, cp)
-                for stages in range(1, min(most, budget // (tp * cp)) + 1)
+                for stages in self._numbers_of_stages(unit, tp, cp, ep, budget)
             ]
             self._known[key] = [option for option in found if option is not None]
         return self._known[key]
+
+    def _numbers_of_stages(self, unit: str, tp: int, cp: int, ep: int, budget: int) -> range:
+        """Those of a unit on at most `budget` devices; none so few that its work divided evenly takes too long."""
+        fewest = 1
+        if math.isfinite(self.most_seconds):
+            layers = self.table.units.layers(unit, tp, cp, self.samples, ep=ep)
+            fewest = max(1, math.ceil(self.microbatches * float(layers.work.sum()) / self.most_seconds))
+        return range(fewest, min(len(self.space.model.unit(unit).layers), budget // (tp * cp)) + 1)
 
     def _language(self, budget: int, behind: int) -> list[Option]:
         """Those of the language model; also with several stages for each group of devices where that can pay."""

@@ -45,7 +45,7 @@ class Space:
     row_tokens: tuple[int, ...] = ()
     halves: bool = True
     times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
-    _chains: dict[tuple[int, int, int | None], dict[tuple[object, ...], list[Option]]] = field(
+    _chains: dict[tuple[int, int, int | None, bool], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict
     )
     _sides: dict[tuple[int, tuple[tuple[Option, ...], ...]], list[list[Side]]] = field(
@@ -75,10 +75,11 @@ class Space:
         return other
 
     def chains(
-        self, replicas: int, microbatches: int, row_tokens: int | None
+        self, replicas: int, microbatches: int, row_tokens: int | None, without_slow: bool
     ) -> dict[tuple[object, ...], list[Option]]:
-        """The chains known for so many pipelines and microbatches, by what was asked; to be added to."""
-        return self._chains.setdefault((replicas, microbatches, row_tokens), {})
+        """The chains known for so many pipelines and microbatches, by what was asked; to be added to. without_slow:
+        some that take too long were left out."""
+        return self._chains.setdefault((replicas, microbatches, row_tokens, without_slow), {})
 
     def microbatches_of(self, row_tokens: int, pipelines: int) -> int:
         """Microbatches of each of so many pipelines that the mean global batch takes by tokens; 0 where that leaves
@@ -93,17 +94,27 @@ class Space:
         """The load of the heaviest microbatch of the language model as a multiple of the mean, where all pipelines
         together have so many and samples are spread evenly: in the mean global batch."""
         if microbatches not in self._heaviest:
-            name = self.roles.language
-            tp, cp = self.table.units.degrees([name])[0]
-            loads = self.table.units.of_samples(name, tp, cp).reshape(-1, self.global_batch)
             ratios = []
-            for batch in loads:
+            for batch in self._loads():
                 bins = [0.0] * microbatches
                 for load in sorted(batch.tolist(), reverse=True):
                     heapq.heapreplace(bins, bins[0] + load)
                 ratios.append(max(bins) / (sum(bins) / len(bins)) if any(bins) else 1.0)
             self._heaviest[microbatches] = float(np.mean(ratios))
         return self._heaviest[microbatches]
+
+    def heaviest_sample(self) -> float:
+        """The load of the heaviest sample of the language model as a part of the mean global batch's."""
+        if 0 not in self._heaviest:
+            loads = self._loads()
+            self._heaviest[0] = float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
+        return self._heaviest[0]
+
+    def _loads(self) -> NDArray[np.float64]:
+        """Of the language model, [steps, samples]."""
+        name = self.roles.language
+        tp, cp = self.table.units.degrees([name])[0]
+        return self.table.units.of_samples(name, tp, cp).reshape(-1, self.global_batch)
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
         """[devices]: the undominated ways to run one option of each list side by side on so many, or on fewer."""

@@ -128,13 +128,16 @@ def _virtual_times(
     consumers = _Consumers.of(arrays, pieces)
     half = np.ones(arrays.num_chains)
     times: Times = [(np.empty(0), np.empty(0))] * arrays.num_chains
+    of_first = np.empty(
+        (2, pieces.first[-1])
+    )  # forward and backward of every piece in its chain's first stage
     for unit in reversed(range(len(arrays.units))):
         for chain in arrays.chains_of(unit):
             first, end = (int(bound) for bound in arrays.stages_of[chain])
             if unit in fed:
                 leads = depths[end - 1] - depths[arrays.stages_of[:, 0]]
                 half[chain], forward, backward = consumers.last_stage(
-                    chain, times, half, leads * half + nudge
+                    chain, of_first, half, leads * half + nudge
                 )
             else:
                 half[chain] = longest / max(int(slots[chain]), 1)
@@ -143,10 +146,11 @@ def _virtual_times(
             groups = _period(arrays, first, end) if interleave else end - first
             if groups < end - first:
                 times[chain] = _in_rounds(groups, end - first, half[chain], forward, backward, unit in fed)
-                continue
-            lead = (depths[first:end] - depths[end - 1]) * half[chain]
-            lead += nudge * np.arange(end - first - 1, -1, -1)
-            times[chain] = forward - lead[:, None], backward + lead[:, None]
+            else:
+                lead = (depths[first:end] - depths[end - 1]) * half[chain]
+                lead += nudge * np.arange(end - first - 1, -1, -1)
+                times[chain] = forward - lead[:, None], backward + lead[:, None]
+            of_first[:, pieces.first[chain] : pieces.first[chain + 1]] = [own[0] for own in times[chain]]
     return times
 
 
@@ -161,35 +165,38 @@ def _slots(pieces: Pieces) -> NDArray[np.int64]:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Consumers:
     """Which pieces consume which: `made` and `used` are the numbers of pieces that share samples on an edge between
-    units, `consumer` the chain of `used`: `[pairs]` each."""
+    units, in the order of `made`, `consumer` the chain of `used`: `[pairs]` each. From `at[chain]` on a chain made
+    them."""
 
     first: NDArray[np.int64]
     made: NDArray[np.int32]
     used: NDArray[np.int32]
     consumer: NDArray[np.int64]
+    at: NDArray[np.int64]
 
     @classmethod
     def of(cls, arrays: PlanArrays, pieces: Pieces) -> _Consumers:
         made, used = unit_pairs(arrays, pieces)
+        order = np.argsort(made, kind="stable")
+        made, used = made[order], used[order]
         chain_of_piece = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
-        return cls(pieces.first, made, used, chain_of_piece[used])
+        return cls(pieces.first, made, used, chain_of_piece[used], np.searchsorted(made, pieces.first))
 
     def last_stage(
-        self, chain: int, times: Times, half: NDArray[np.float64], leads: NDArray[np.float64]
+        self,
+        chain: int,
+        of_first: NDArray[np.float64],
+        half: NDArray[np.float64],
+        leads: NDArray[np.float64],
     ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
         """(half a slot, forward times, backward times `[pieces]`) of a chain's last stage, from the times of its
-        consumers' first stages; `leads[chain]` is how much earlier than a consumer it runs."""
+        consumers' first stages, `of_first [2, pieces]`; `leads[chain]` is how much earlier than a consumer it runs."""
         start, stop = int(self.first[chain]), int(self.first[chain + 1])
-        mine = (self.made >= start) & (self.made < stop)
+        mine = slice(self.at[chain], self.at[chain + 1])
         made, used, consumer = self.made[mine] - start, self.used[mine], self.consumer[mine]
-        ahead, behind = np.empty(len(used)), np.empty(len(used))
-        for other in np.unique(consumer).tolist():
-            chosen = consumer == other
-            local = used[chosen] - self.first[other]
-            ahead[chosen], behind[chosen] = times[other][0][0, local], times[other][1][0, local]
         forward, backward = np.full(stop - start, np.inf), np.full(stop - start, -np.inf)
-        np.minimum.at(forward, made, ahead - leads[consumer])
-        np.maximum.at(backward, made, behind + leads[consumer])
+        np.minimum.at(forward, made, of_first[0, used] - leads[consumer])
+        np.maximum.at(backward, made, of_first[1, used] + leads[consumer])
         slot = float(half[consumer].max()) if len(consumer) else 1.0
         if np.isinf(forward).any():
             forward, backward = _between_used(forward, backward, slot)
