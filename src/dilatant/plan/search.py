@@ -44,7 +44,9 @@ LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on more devices fewer, as above."""
 CLOSE, FAR = 1.25, 2.0
 """Candidates across groups that promise to take so many times as long as the best on one group are not simulated, and
-not looked for; on many devices none is looked for that surely takes `FAR` times as long as the most promising one."""
+not looked for."""
+SLOW = 1.5
+"""On many devices no candidate is looked for that surely takes so many times as long as the most promising one."""
 
 
 def search(
@@ -154,7 +156,7 @@ class _How:
         """So many times as long as the most promising candidate none may take that is looked for on so many devices;
         not where it need not be among those that count."""
         all_count = self.mode is Mode.BEST and self.copies == 1 and not self.all_devices
-        return FAR if all_count and devices > MANY else math.inf
+        return SLOW if all_count and devices > MANY else math.inf
 
     def finalists_on(self, devices: int) -> int:
         """Steps on many devices take longer to simulate, and all of their candidates together are to take seconds; of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from dilatant.cost.memory import ParameterBytes
 from dilatant.plan.model_spec import LayerSpec, ModelSpec
-from dilatant.plan.plan import Plan
+from dilatant.plan.plan import PlacedStage, Plan
 
 
 def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArray[np.float64], ...]:
@@ -23,21 +24,35 @@ def sharing(plan: Plan, model: ModelSpec, rules: ParameterBytes) -> tuple[NDArra
     if rules.zero == "none":
         return tuple(np.ones(entry.stage.end - entry.stage.first) for entry in placed)
 
+    # Mostly the same stage of other replicas, with as many others on its nodes.
+    parts: dict[tuple[object, ...], NDArray[np.float64]] = {}
+    together: dict[tuple[object, ...], NDArray[np.float64]] = {}
     held: dict[tuple[str, int], NDArray[np.float64]] = {}  # by layer, beside experts and of experts
-    for entry in placed:
+    nodes = [Counter(sharing_node(rank, rules) for rank in entry.stage.ranks) for entry in placed]
+    for entry, by_node in zip(placed, nodes):
         stage, layers = entry.stage, model.unit(entry.unit).layers
-        parts = parts_of_a_rank(layers[stage.first : stage.end], stage.tp, stage.ep)
-        for rank in stage.ranks:
-            count = held.setdefault((entry.unit, sharing_node(rank, rules)), np.zeros((2, len(layers))))
-            count[:, stage.first : stage.end] += parts
+        key = _alike(entry)
+        if key not in parts:
+            parts[key] = parts_of_a_rank(layers[stage.first : stage.end], stage.tp, stage.ep)
+        for node, count in by_node.items():
+            on_node = held.setdefault((entry.unit, node), np.zeros((2, len(layers))))
+            on_node[:, stage.first : stage.end] += count * parts[key]
     result = []
-    for entry in placed:
+    for entry, by_node in zip(placed, nodes):
         stage = entry.stage
-        nodes = {sharing_node(rank, rules) for rank in stage.ranks}
-        least = np.min([held[entry.unit, node][:, stage.first : stage.end] for node in nodes], axis=0)
-        own = model.unit(entry.unit).layers[stage.first : stage.end]
-        result.append(ranks_together(own, stage.tp, stage.ep, *np.maximum(1.0, least)))
+        least = np.min([held[entry.unit, node][:, stage.first : stage.end] for node in by_node], axis=0)
+        key = *_alike(entry), least.tobytes()
+        if key not in together:
+            own = model.unit(entry.unit).layers[stage.first : stage.end]
+            together[key] = ranks_together(own, stage.tp, stage.ep, *np.maximum(1.0, least))
+        result.append(together[key])
     return tuple(result)
+
+
+def _alike(entry: PlacedStage) -> tuple[object, ...]:
+    """The same for the same stage of other replicas."""
+    stage = entry.stage
+    return entry.unit, stage.first, stage.end, stage.tp, stage.ep
 
 
 def sharing_node(rank: int, rules: ParameterBytes) -> int:

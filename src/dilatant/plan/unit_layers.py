@@ -159,7 +159,7 @@ class UnitLayers:
 
     def levels(self, units: Sequence[str]) -> tuple[Recompute, ...]:
         """What may be tried for `units`, the fastest first; the one level "none" where the model says it for all."""
-        return LEVELS if any(self._free[unit] for unit in units) else LEVELS[:1]
+        return LEVELS if any(map(self._free.__getitem__, units)) else LEVELS[:1]
 
     def expert_degrees(self, unit: str, tp: int, cp: int) -> tuple[int, ...]:
         """What `ep` may pay for a unit on tp * cp ranks: 1, and what leaves a rank fewer experts than its share of

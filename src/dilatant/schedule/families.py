@@ -14,6 +14,7 @@ makes a schedule that deadlocks, which `validate` reports.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -125,32 +126,30 @@ def _virtual_times(
     slots = _slots(pieces)
     longest = max((int(slots[chain]) for unit in sinks for chain in arrays.chains_of(unit)), default=0)
     nudge = 0.25 / (len(arrays.placed) + 1)
-    consumers = _Consumers.of(arrays, pieces)
-    half = np.ones(arrays.num_chains)
-    times: Times = [(np.empty(0), np.empty(0))] * arrays.num_chains
-    of_first = np.empty(
-        (2, pieces.first[-1])
-    )  # forward and backward of every piece in its chain's first stage
+    clock = _Clock.of(arrays, pieces, depths, nudge)
+    half, times = clock.half, [(np.empty(0), np.empty(0))] * arrays.num_chains
     for unit in reversed(range(len(arrays.units))):
-        for chain in arrays.chains_of(unit):
-            first, end = (int(bound) for bound in arrays.stages_of[chain])
-            if unit in fed:
-                leads = depths[end - 1] - depths[arrays.stages_of[:, 0]]
-                half[chain], forward, backward = consumers.last_stage(
-                    chain, of_first, half, leads * half + nudge
-                )
-            else:
-                half[chain] = longest / max(int(slots[chain]), 1)
-                forward = 2 * half[chain] * pieces.microbatch[pieces.first[chain] : pieces.first[chain + 1]]
-                backward = forward + half[chain] + (2 * longest if forward_first else 0)
+        chains = arrays.chains_of(unit)
+        if unit in fed:
+            forward, backward = clock.before_consumers(chains)
+        else:
+            half[chains] = longest / np.maximum(slots[chains], 1)
+            own = clock.pieces_of(chains)
+            forward = 2 * half[clock.chain[own]] * pieces.microbatch[own]
+            backward = forward + half[clock.chain[own]] + (2 * longest if forward_first else 0)
+        bounds = pieces.first[chains[0] : chains[-1] + 2]
+        for chain, (start, stop) in zip(chains, itertools.pairwise((bounds - bounds[0]).tolist())):
+            first, end = arrays.stages_of[chain].tolist()
+            last = forward[start:stop], backward[start:stop]
             groups = _period(arrays, first, end) if interleave else end - first
             if groups < end - first:
-                times[chain] = _in_rounds(groups, end - first, half[chain], forward, backward, unit in fed)
+                found = _in_rounds(groups, end - first, half[chain], *last, unit in fed)
             else:
                 lead = (depths[first:end] - depths[end - 1]) * half[chain]
                 lead += nudge * np.arange(end - first - 1, -1, -1)
-                times[chain] = forward - lead[:, None], backward + lead[:, None]
-            of_first[:, pieces.first[chain] : pieces.first[chain + 1]] = [own[0] for own in times[chain]]
+                found = last[0] - lead[:, None], last[1] + lead[:, None]
+            clock.first_stage[:, bounds[0] + start : bounds[0] + stop] = found[0][0], found[1][0]
+            times[chain] = found
     return times
 
 
@@ -163,45 +162,61 @@ def _slots(pieces: Pieces) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Consumers:
-    """Which pieces consume which: `made` and `used` are the numbers of pieces that share samples on an edge between
-    units, in the order of `made`, `consumer` the chain of `used`: `[pairs]` each. From `at[chain]` on a chain made
-    them."""
+class _Clock:
+    """What units know of their consumers. `made` and `used` are the numbers of pieces that share samples on an edge
+    between units, in the order of `made`; `lead` is how many half slots earlier than a consumer's first stage the last
+    one of the producer runs: `[pairs]` each. Of these, those of a chain begin `at[chain]`; its pieces, `first[chain]`.
+
+    half: of a slot, by chain. first_stage: forward and backward times of pieces in their chain's first stage. Both are
+    known of a unit once its consumers' are.
+    """
 
     first: NDArray[np.int64]
+    chain: NDArray[np.int64]
     made: NDArray[np.int32]
     used: NDArray[np.int32]
-    consumer: NDArray[np.int64]
+    lead: NDArray[np.float64]
     at: NDArray[np.int64]
+    nudge: float
+    half: NDArray[np.float64]
+    first_stage: NDArray[np.float64]
 
     @classmethod
-    def of(cls, arrays: PlanArrays, pieces: Pieces) -> _Consumers:
+    def of(cls, arrays: PlanArrays, pieces: Pieces, depths: NDArray[np.float64], nudge: float) -> _Clock:
         made, used = unit_pairs(arrays, pieces)
         order = np.argsort(made, kind="stable")
         made, used = made[order], used[order]
-        chain_of_piece = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
-        return cls(pieces.first, made, used, chain_of_piece[used], np.searchsorted(made, pieces.first))
+        chain = np.repeat(np.arange(arrays.num_chains), np.diff(pieces.first))
+        begins, ends = arrays.stages_of.T
+        lead = depths[ends[chain[made]] - 1] - depths[begins[chain[used]]]
+        at = np.searchsorted(made, pieces.first)
+        return cls(
+            pieces.first, chain, made, used, lead, at, nudge, np.ones(arrays.num_chains), np.empty((2, len(chain)))
+        )  # fmt: skip
 
-    def last_stage(
-        self,
-        chain: int,
-        of_first: NDArray[np.float64],
-        half: NDArray[np.float64],
-        leads: NDArray[np.float64],
-    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """(half a slot, forward times, backward times `[pieces]`) of a chain's last stage, from the times of its
-        consumers' first stages, `of_first [2, pieces]`; `leads[chain]` is how much earlier than a consumer it runs."""
-        start, stop = int(self.first[chain]), int(self.first[chain + 1])
-        mine = slice(self.at[chain], self.at[chain + 1])
-        made, used, consumer = self.made[mine] - start, self.used[mine], self.consumer[mine]
-        forward, backward = np.full(stop - start, np.inf), np.full(stop - start, -np.inf)
-        np.minimum.at(forward, made, of_first[0, used] - leads[consumer])
-        np.maximum.at(backward, made, of_first[1, used] + leads[consumer])
-        slot = float(half[consumer].max()) if len(consumer) else 1.0
-        if np.isinf(forward).any():
-            forward, backward = _between_used(forward, backward, slot)
-        forward = np.minimum.accumulate(forward[::-1])[::-1]
-        return slot, forward, backward
+    def pieces_of(self, chains: Sequence[int]) -> slice:
+        """Those of all replicas of a unit."""
+        return slice(self.first[chains[0]], self.first[chains[-1] + 1])
+
+    def before_consumers(self, chains: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(forward, backward) `[pieces]` of the last stage of each of a unit's `chains`, whose half slots it sets, from
+        the first stages of their consumers."""
+        own, pairs = self.pieces_of(chains), slice(self.at[chains[0]], self.at[chains[-1] + 1])
+        made, used = self.made[pairs], self.used[pairs]
+        half = self.half[self.chain[used]]
+        leads = self.lead[pairs] * half + self.nudge
+        forward, backward = np.full((2, own.stop - own.start), [[np.inf], [-np.inf]])
+        np.minimum.at(forward, made - own.start, self.first_stage[0, used] - leads)
+        np.maximum.at(backward, made - own.start, self.first_stage[1, used] + leads)
+        self.half[chains] = 0.0
+        np.maximum.at(self.half, self.chain[made], half)
+        for chain in chains:
+            here = slice(self.first[chain] - own.start, self.first[chain + 1] - own.start)
+            self.half[chain] = self.half[chain] or 1.0  # of one that nothing consumes
+            if np.isinf(forward[here]).any():
+                forward[here], backward[here] = _between_used(forward[here], backward[here], self.half[chain])
+            forward[here] = np.minimum.accumulate(forward[here][::-1])[::-1]
+        return forward, backward
 
 
 def _between_used(
