@@ -117,3 +117,14 @@ def test_what_was_left_out_is_no_part_of_the_bound_and_proves_nothing():
     assert found.candidates < len(every)
     assert found.lower_bound <= SLOW * every[0].estimate
     assert not found.proven
+
+
+def test_a_limit_of_nothing_leaves_nothing_out():
+    """Of a model without costs every estimate is 0, and so is what is so many times as long."""
+    spec, _ = random_vlm(random.Random(0))
+    costs = cost_model({"vision": 0.0, "language": 0.0}, output=0.0)
+    workload = Workload({"vision": np.full(160, 4.0), "language": np.full(160, 8.0)})
+    cluster = Cluster(20, 8, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5))
+    space = open_space(spec, costs, cluster, workload, 160, RULES)
+    every = enumerate_candidates(space, Mode.CORNSTARCH, (1, 2))
+    assert len(enumerate_candidates(space, Mode.CORNSTARCH, (1, 2), far=SLOW)) == len(every) > 0

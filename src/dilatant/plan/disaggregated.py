@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from dilatant.config.recompute import Recompute
 from dilatant.plan.candidates import Candidate
 from dilatant.plan.errors import PlanError
 from dilatant.plan.estimate import bound, chain_times, estimate
@@ -19,11 +21,12 @@ MEMORY_SHARES = (1.0, 0.8, 0.6, 0.4)
 
 def disaggregated(space: Space, sizes: Sequence[int]) -> Iterator[Candidate]:
     """DistTrain's optimum for every microbatch size: replicas of its own for every unit. Its layers are all alike, so
-    what fits memory by its sums may not as it is cut, or in simulation: the optima of less memory come behind it."""
+    what fits memory by its sums may not as it is cut, or in simulation: the optima of less memory come behind it, and
+    those with more recomputed where the model leaves that open."""
     for size in sizes:
-        modules = {name: _module(space, name) for name in space.roles.units}
         found: dict[tuple[ModuleAllocation, ...], Orchestration] = {}
-        for share in MEMORY_SHARES:
+        for level, share in itertools.product(space.table.units.levels(space.roles.units), MEMORY_SHARES):
+            modules = {name: _module(space, name, level) for name in space.roles.units}
             with suppress(PlanError):
                 answer = orchestrate(
                     [modules[name] for name in space.roles.encoders],
@@ -80,14 +83,14 @@ def _as_candidate(space: Space, answer: Orchestration, size: int) -> Candidate |
     )
 
 
-def _module(space: Space, name: str) -> ModuleCost:
+def _module(space: Space, name: str, level: Recompute) -> ModuleCost:
     """A unit as uniform layers under the mean sample, without context parallelism."""
     degrees = [tp for tp, cp in space.table.units.degrees([name]) if cp == 1]
     if not degrees:
         raise PlanError(
             f"unit {name!r} has no costs without context parallelism, which DistTrain's search needs"
         )
-    by_degree = {tp: space.table.units.layers(name, tp, 1, 1) for tp in degrees}
+    by_degree = {tp: space.table.units.layers(name, tp, 1, 1, level) for tp in degrees}
     one = by_degree[degrees[0]]
     return ModuleCost(
         name=name,

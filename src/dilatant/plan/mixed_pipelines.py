@@ -110,7 +110,7 @@ def _delay(one: Candidate, share: float, spaces: Sequence[Space]) -> float:
         (option, group) for option, group in zip(one.options, one.groups) if language in option.cuts
     )
     count = one.replicas * one.num_microbatches
-    heavier = spaces[group].heaviest_sample() * count / share - spaces[group].heaviest(count)
+    heavier = spaces[group].heaviest_sample * count / share - spaces[group].heaviest(count)
     return SPARED * share * max(0.0, heavier) * (option.total - option.slowest) / 2
 
 

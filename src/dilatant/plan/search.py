@@ -197,7 +197,7 @@ def _search_within(
     per_node = how.ranks_per_node or cluster.gpus_per_node
     finals = Finals(space, how.rules, scorer, copies, per_node, min(ceiling, how.ceiling))
     finalists = how.finalists_on(cluster.num_devices)
-    most = far * found[0].estimate if found else math.inf
+    most = far * found[0].estimate if found and far < math.inf else math.inf
     unseen = min(most, _simulate(finals, found, finalists, how.knows))
     simulated = len(finals.seconds)
     for fewer in best_of_fewer(found) if cluster.num_devices <= MANY else ():

@@ -171,7 +171,7 @@ class _Shape:
     def _numbers_of_stages(self, unit: str, tp: int, cp: int, ep: int, budget: int) -> range:
         """Those of a unit on at most `budget` devices; none so few that its work divided evenly takes too long."""
         fewest = 1
-        if math.isfinite(self.most_seconds):
+        if 0.0 < self.most_seconds < math.inf:
             layers = self.table.units.layers(unit, tp, cp, self.samples, ep=ep)
             fewest = max(1, math.ceil(self.microbatches * float(layers.work.sum()) / self.most_seconds))
         return range(fewest, min(len(self.space.model.unit(unit).layers), budget // (tp * cp)) + 1)

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,12 +104,11 @@ class Space:
             self._heaviest[microbatches] = float(np.mean(ratios))
         return self._heaviest[microbatches]
 
+    @cached_property
     def heaviest_sample(self) -> float:
         """The load of the heaviest sample of the language model as a part of the mean global batch's."""
-        if 0 not in self._heaviest:
-            loads = self._loads()
-            self._heaviest[0] = float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
-        return self._heaviest[0]
+        loads = self._loads()
+        return float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
 
     def _loads(self) -> NDArray[np.float64]:
         """Of the language model, [steps, samples]."""
