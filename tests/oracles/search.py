@@ -59,11 +59,7 @@ def best_on(vision, language, degrees, devices, batch, sizes, fits, by_items=Fal
             return sum(stages) + (count - 1) * max(stages)
 
         def held(unit, tp, cut, layers, behind, count=count, samples=samples):
-            ends = (*cut[1:], layers)
-            depth = len(cut) + behind
-            return [
-                (unit, tp, samples, a, b, min(depth - s, count)) for s, (a, b) in enumerate(zip(cut, ends))
-            ]
+            return _held(unit, tp, cut, layers, samples, behind, count)
 
         for tp in degrees:
             llm = language(tp, samples)
@@ -92,3 +88,37 @@ def best_on(vision, language, degrees, devices, batch, sizes, fits, by_items=Fal
                             for stages in options:
                                 best = min(best, time([*stage_sums(encoder, ahead), *stages]))
     return best
+
+
+def best_with_own_replicas(vision, language, degrees, devices, batch, sizes, fits=lambda *stages: True):
+    """The least of all plans whose encoder has fewer replicas than the language model, or more of which each microbatch
+    of the language model's is shared, on these devices or fewer; arguments as for `best_on`."""
+    best = float("inf")
+    for replicas, size in itertools.product(range(1, devices + 1), sizes):
+        count, rest = divmod(batch, replicas * size)
+        if rest:
+            continue
+        for encoders in range(1, devices + 1):
+            if replicas % encoders and (encoders % replicas or size % (encoders // replicas)):
+                continue
+            samples = size * replicas // encoders
+            for tp, width in itertools.product([one for one in degrees if one > 0], degrees):
+                llm, encoder = language(tp, size), vision(width, samples)
+                for pp, depth in itertools.product(range(1, len(llm) + 1), range(1, len(encoder) + 1)):
+                    if replicas * pp * tp + encoders * depth * abs(width) > devices:
+                        continue
+                    for own, ahead in itertools.product(cuts(len(llm), pp), cuts(len(encoder), depth)):
+                        both = [
+                            *_held("language", tp, own, len(llm), size, 0, count),
+                            *_held("vision", width, ahead, len(encoder), samples, pp, count),
+                        ]
+                        if all(map(fits, both)):
+                            stages = [*stage_sums(encoder, ahead), *stage_sums(llm, own)]
+                            best = min(best, sum(stages) + (count - 1) * max(stages))
+    return best
+
+
+def _held(unit, tp, cut, layers, samples, behind, count):
+    """By stage, what `fits` takes."""
+    depth, ends = len(cut) + behind, (*cut[1:], layers)
+    return [(unit, tp, samples, a, b, min(depth - s, count)) for s, (a, b) in enumerate(zip(cut, ends))]

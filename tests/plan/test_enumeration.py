@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dilatant.plan import Link, PlanScore, Workload, search
 from dilatant.plan.cluster import Cluster
-from dilatant.plan.enumeration import enumerate_candidates
+from dilatant.plan.enumeration import WORTH, enumerate_candidates
 from dilatant.plan.modes import Mode
 from dilatant.plan.search import SLOW
 from dilatant.plan.space import open_space
@@ -64,15 +64,19 @@ def test_only_candidates_whose_bound_is_above_the_limit_are_left_out(cases):
         every = enumerate_candidates(space(), Mode.BEST, (1, 2))
         if not every:
             return
-        limit = far * every[0].estimate
+        best = min(one.estimate for one in every if len(set(one.counts)) == 1 or one.disaggregated)
+        limit = far * best
         kept = enumerate_candidates(space(), Mode.BEST, (1, 2), far=far)
         below = enumerate_candidates(space(), Mode.BEST, (1, 2), most_seconds=limit)
         known = {shape(one) for one in every}
+        own = [one for one in kept if len(set(one.counts)) > 1 and not one.disaggregated]
+        assert all(one.estimate <= WORTH * best for one in own)
         for found in (kept, below):
             shapes = {shape(one) for one in found}
             # Beside one that is left out others, dominated by it, may stay: they are as slow.
             assert all(shape(one) in known or one.estimate * ROUNDING >= limit for one in found)
-            for one in every:
+            alike = [one for one in every if len(set(one.counts)) == 1]  # others must promise less still
+            for one in alike:
                 assert shape(one) in shapes or (
                     one.bound * ROUNDING >= limit and one.estimate * ROUNDING >= limit
                 )
@@ -128,3 +132,14 @@ def test_a_limit_of_nothing_leaves_nothing_out():
     space = open_space(spec, costs, cluster, workload, 160, RULES)
     every = enumerate_candidates(space, Mode.CORNSTARCH, (1, 2))
     assert len(enumerate_candidates(space, Mode.CORNSTARCH, (1, 2), far=SLOW)) == len(every) > 0
+
+
+def test_the_fullest_of_several_replicas_that_share_a_microbatch_counts():
+    """Of 6, 1, 1 and 4 tokens in pairs, 6 and 4 are the fuller parts: 10 of 12, where even ones had 6."""
+    spec, _ = random_vlm(random.Random(0))
+    costs = cost_model({"vision": 1.0, "language": 1.0}, output=0.0)
+    workload = Workload({"vision": np.array([6.0, 1.0, 1.0, 4.0]), "language": np.full(4, 3.0)})
+    space = open_space(spec, costs, Cluster(1, 4, 1e6, Link(1e9, 1e-6), Link(1e8, 1e-5)), workload, 4, RULES)
+    assert space.fullest_part("vision", 2, 2) == pytest.approx(10 / 6)
+    assert space.fullest_part("vision", 4, 2) == pytest.approx(1.0)
+    assert space.fullest_part("language", 2, 2) == pytest.approx(1.0)

@@ -98,6 +98,16 @@ def test_more_devices_never_give_a_slower_plan(cases):
     check(cases, one)
 
 
+def test_another_device_does_not_hide_that_one_encoder_for_three_models_is_best():
+    """DistTrain's optimum for five devices has four language models, which are slower."""
+    draw = random.Random(124856499)
+    spec, costs, tokens = drawn(draw)
+    found = [find(spec, costs, tokens, devices, 12) for devices in (4, 5)]
+    assert found[1].seconds < found[0].seconds
+    for one in found:
+        assert [len(unit.replicas) for unit in one.winner.plan.units] == [1, 3]
+
+
 @often
 def test_the_widest_search_is_no_slower_than_that_of_any_mode(cases):
     def one(seed):

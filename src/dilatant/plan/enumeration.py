@@ -14,12 +14,16 @@ from dilatant.plan.group_bound import least_seconds
 from dilatant.plan.microbatch_counts import microbatch_counts
 from dilatant.plan.mixed_pipelines import mixed_candidates
 from dilatant.plan.modes import EncoderPosition, Mode
-from dilatant.plan.placed_units import placed_candidates
+from dilatant.plan.placed_units import own_replicas, placed_candidates
 from dilatant.plan.shapes import shapes
 from dilatant.plan.space import Space
 
 FEWEST = 6
 """So many of any kind are simulated, however many devices there are."""
+
+
+WORTH = 0.98
+"""On many devices units have replicas of their own where that promises to take this part of the best other step."""
 
 
 def enumerate_candidates(
@@ -33,8 +37,13 @@ def enumerate_candidates(
 ) -> list[Candidate]:
     """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
     that any uses. Left out may be those that surely take more than `most_seconds`, or than `far` times what the most
-    promising takes."""
+    promising takes, and with such a limit those with units' own replicas that do not promise notably less."""
     found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
+    if mode is Mode.BEST:
+        best = min((candidate.estimate for candidate in found), default=math.inf)
+        found += own_replicas(
+            space, sizes, microbatches, min(most_seconds, WORTH * best) if far < math.inf else math.inf
+        )
     if all_devices and found:
         most = max(candidate.gpus for candidate in found)
         found = [candidate for candidate in found if candidate.gpus == most]
@@ -58,6 +67,10 @@ def _candidates(
             for one in shapes(space, mode, replicas, count, row_tokens, most_seconds):
                 yield one
                 most_seconds = min(most_seconds, far * one.estimate)
+    if mode is Mode.BEST:
+        yield from own_replicas(
+            space, sizes, microbatches, most_seconds / far if far < math.inf else math.inf
+        )
 
 
 def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
@@ -87,7 +100,11 @@ def of_modes(
     if mode is not Mode.BEST:
         return
     yield sorted((one for one in found if one.disaggregated), key=lambda one: one.disaggregated)
-    yield [one for one in found if one.encoders_at is not EncoderPosition.IN_LANGUAGE]  # Cornstarch's
+    yield [  # Cornstarch's
+        one
+        for one in found
+        if one.encoders_at is not EncoderPosition.IN_LANGUAGE and len(set(one.counts)) == 1
+    ]
     yield [one for one in found if any(option.chunks > 1 for option in one.options)]
     for other in (Mode.ENTRAIN, Mode.MEGATRON):
         yield enumerate_candidates(space, other, sizes, microbatches, all_devices, most_seconds)

@@ -54,6 +54,7 @@ class Space:
     )
     _heaviest: dict[int, float] = field(init=False, default_factory=dict)
     _rows: dict[int, float] = field(init=False, default_factory=dict)
+    _fullest: dict[tuple[str, int, int], float] = field(init=False, default_factory=dict)
 
     def with_roles(self, roles: Roles) -> Space:
         """What these units, not all of the model's, are made of; of their chains what is known here."""
@@ -71,6 +72,7 @@ class Space:
         by_tokens = table if self.by_tokens is self.table else self.by_tokens.sharing(zero)
         other = replace(self, table=table, by_tokens=by_tokens)
         other._sides, other._heaviest, other._rows = self._sides, self._heaviest, self._rows
+        other._fullest = self._fullest
         if "none" not in (rules.zero, zero):  # sums of gradients are bounded alike
             other.times = self.times
         return other
@@ -96,7 +98,7 @@ class Space:
         together have so many and samples are spread evenly: in the mean global batch."""
         if microbatches not in self._heaviest:
             ratios = []
-            for batch in self._loads():
+            for batch in self._loads(self.roles.language):
                 bins = [0.0] * microbatches
                 for load in sorted(batch.tolist(), reverse=True):
                     heapq.heapreplace(bins, bins[0] + load)
@@ -107,14 +109,30 @@ class Space:
     @cached_property
     def heaviest_sample(self) -> float:
         """The load of the heaviest sample of the language model as a part of the mean global batch's."""
-        loads = self._loads()
+        loads = self._loads(self.roles.language)
         return float(np.mean(loads.max(axis=1) / np.maximum(loads.sum(axis=1), 1e-300)))
 
-    def _loads(self) -> NDArray[np.float64]:
-        """Of the language model, [steps, samples]."""
-        name = self.roles.language
-        tp, cp = self.table.units.degrees([name])[0]
-        return self.table.units.of_samples(name, tp, cp).reshape(-1, self.global_batch)
+    def fullest_part(self, unit: str, samples: int, parts: int) -> float:
+        """The load of the fullest of so many replicas of a unit that share a microbatch, as a multiple of the mean: of
+        all microbatches together, each of so many samples."""
+        key = unit, samples, parts
+        if key not in self._fullest:
+            loads = self._loads(unit).ravel()
+            groups = loads[: len(loads) // samples * samples].reshape(-1, samples)
+            fullest = 0.0
+            for group in np.sort(groups)[:, ::-1].tolist():
+                bins = [0.0] * parts
+                for load in group:
+                    heapq.heapreplace(bins, bins[0] + load)
+                fullest += max(bins)
+            whole = float(groups.sum())
+            self._fullest[key] = fullest * parts / whole if whole else 1.0
+        return self._fullest[key]
+
+    def _loads(self, unit: str) -> NDArray[np.float64]:
+        """Of all samples in a unit, [steps, samples]."""
+        tp, cp = self.table.units.degrees([unit])[0]
+        return self.table.units.of_samples(unit, tp, cp).reshape(-1, self.global_batch)
 
     def joined(self, each: Sequence[Sequence[Option]], budget: int) -> list[list[Side]]:
         """[devices]: the undominated ways to run one option of each list side by side on so many, or on fewer."""

@@ -1,4 +1,4 @@
-"""Ways to run units that are on other groups of devices than the language model, and which of them others dominate."""
+"""Ways to run units that have replicas of their own beside the language model, and which of them others dominate."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from dilatant.plan.option import ChainTimes, Option
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """One way to run a unit that is away: `count` replicas of a chain."""
+    """One way to run such a unit: `count` replicas of a chain, of which the fullest takes `uneven` times as long as the
+    mean one where several share a microbatch."""
 
     option: Option
     count: int
     times: ChainTimes
+    uneven: float
 
     @property
     def devices(self) -> int:
         return self.option.gpus * self.count
+
+    @property
+    def slowest(self) -> float:
+        return self.uneven * self.option.slowest
+
+    @property
+    def total(self) -> float:
+        return self.uneven * self.option.total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,14 +47,14 @@ class Row:
     left: tuple[int, ...]
 
     def beside(self, way: Way, place: int, is_encoder: bool) -> Row:
-        left, option = [*self.left], way.option
+        left = [*self.left]
         left[place] -= way.devices
         return Row(
-            (*self.options, option),
+            (*self.options, way.option),
             (*self.counts, way.count),
-            max(self.slowest, option.slowest),
-            max(self.before, option.total) if is_encoder else self.before,
-            self.after if is_encoder else max(self.after, option.total),
+            max(self.slowest, way.slowest),
+            max(self.before, way.total) if is_encoder else self.before,
+            self.after if is_encoder else max(self.after, way.total),
             max(self.sync, way.times.exposed_sync),
             tuple(left),
         )
@@ -53,16 +63,14 @@ class Row:
 def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
     """Those that none other beats in all of slowest stage, fill and, unless the unit is alone there, devices; of equal
     ones that on the fewest devices."""
-    order = sorted(
-        own, key=lambda one: (one.option.slowest, one.option.total, one.devices, one.times.exposed_sync)
-    )
+    order = sorted(own, key=lambda one: (one.slowest, one.total, one.devices, one.times.exposed_sync))
     kept: list[Way] = []
     least: list[tuple[float, int]] = []  # (fill, devices) of those kept
     for one in order:
-        devices = 0 if alone else one.devices
-        if not any(total <= one.option.total and fewer <= devices for total, fewer in least):
+        fill, devices = one.total, 0 if alone else one.devices
+        if not any(total <= fill and fewer <= devices for total, fewer in least):
             kept.append(one)
-            least.append((one.option.total, devices))
+            least.append((fill, devices))
     return kept
 
 
@@ -82,10 +90,20 @@ def best_rows(rows: Sequence[Row], last: bool) -> list[Row]:
     return kept
 
 
+def least_by_devices(
+    own: Sequence[Way], counts_devices: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(devices, the least seconds of all ways on so many or fewer), ascending; of any if devices do not count."""
+    order = sorted((one.devices if counts_devices else 0, one.times.least) for one in own)
+    devices, seconds = zip(*order)
+    return np.array(devices), np.minimum.accumulate(seconds)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ways:
-    """Ways to run all units that are away, [ways] each: `seconds` of the slowest stage, until encoders, and until
-    generators, have seen a first microbatch, and of sums of gradients. bound: the least of all that there are."""
+    """Ways to run all such units, [ways] each: seconds of the slowest stage, until encoders (`before`), and until
+    generators (`after`), have seen a first microbatch, and of sums of gradients; devices that they take of the language
+    model's group. `by_devices`, for each unit, as of `least_by_devices`, of all ways that there are."""
 
     options: list[tuple[Option, ...]]
     counts: list[tuple[int, ...]]
@@ -93,5 +111,14 @@ class Ways:
     before: NDArray[np.float64]
     after: NDArray[np.float64]
     sync: NDArray[np.float64]
-    bound: float
+    at_home: NDArray[np.int64]
+    by_devices: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]
     room: float
+
+    def least(self, free: int) -> float:
+        """Seconds that no way beats of those that take so many devices of the language model's group or fewer."""
+        found = 0.0
+        for devices, seconds in self.by_devices:
+            fitting = int(np.searchsorted(devices, free, side="right"))
+            found = max(found, float(seconds[fitting - 1]) if fitting else np.inf)
+        return found
