@@ -64,6 +64,8 @@ def test_only_candidates_whose_bound_is_above_the_limit_are_left_out(cases):
         every = enumerate_candidates(space(), Mode.BEST, (1, 2))
         if not every:
             return
+        once = [shape(one) for one in every if not one.disaggregated]
+        assert len(once) == len(set(once))
         best = min(one.estimate for one in every if len(set(one.counts)) == 1 or one.disaggregated)
         limit = far * best
         kept = enumerate_candidates(space(), Mode.BEST, (1, 2), far=far)

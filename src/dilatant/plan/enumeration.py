@@ -20,8 +20,6 @@ from dilatant.plan.space import Space
 
 FEWEST = 6
 """So many of any kind are simulated, however many devices there are."""
-
-
 WORTH = 0.98
 """On many devices units have replicas of their own where that promises to take this part of the best other step."""
 
@@ -67,10 +65,6 @@ def _candidates(
             for one in shapes(space, mode, replicas, count, row_tokens, most_seconds):
                 yield one
                 most_seconds = min(most_seconds, far * one.estimate)
-    if mode is Mode.BEST:
-        yield from own_replicas(
-            space, sizes, microbatches, most_seconds / far if far < math.inf else math.inf
-        )
 
 
 def best_of_fewer(found: Sequence[Candidate]) -> list[Candidate]:
