@@ -194,6 +194,20 @@ def test_more_devices_of_either_group_never_give_a_slower_plan(cases):
     check(cases, one)
 
 
+def test_an_encoder_takes_fewer_devices_than_it_could_where_other_pipelines_need_them():
+    """One slow device more let the encoder beside slow ones have two, and none was left for the others."""
+    case = Case(1283)
+    fewer, more = (case.search(group("fast", 2), group("slow", slow)).seconds for slow in (3, 4))
+    assert more <= fewer * ROUNDING
+
+
+def test_pipelines_that_are_slow_alone_may_be_best_beside_others():
+    """Another device makes what one group does alone so fast that units placed on two devices promise half of it."""
+    case = Case(1169)
+    fewer, more = (case.search(group("fast", 3), group("slow", slow)).seconds for slow in (2, 3))
+    assert more <= fewer * ROUNDING
+
+
 def chains(layers, ranks):
     """Every way to hold all layers on some of these ranks, one each: [(first, end, rank), ...]."""
     for count in range(1, min(layers, len(ranks)) + 1):

@@ -16,7 +16,7 @@ from dilatant.plan.mixed_pipelines import mixed_candidates
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.placed_units import own_replicas, placed_candidates
 from dilatant.plan.shapes import shapes
-from dilatant.plan.space import Space
+from dilatant.plan.space import Space, are_few
 
 FEWEST = 6
 """So many of any kind are simulated, however many devices there are."""
@@ -114,6 +114,9 @@ def across(
 ) -> list[Candidate]:
     """The candidates that take devices of several groups, the most promising first; `alone` are those of each alone.
     most_seconds: units are not placed where that promises to take longer."""
+    if are_few(spaces):
+        spaces = [replace(space, shared=True) for space in spaces]
+        alone = [enumerate_candidates(space, Mode.BEST, sizes, microbatches) for space in spaces]
     placed = list(placed_candidates(spaces, sizes, microbatches, most_seconds))
     mixed = mixed_candidates(spaces, alone, placed, least_seconds(spaces))
     found = sorted([*placed, *mixed], key=lambda one: (one.estimate, -one.gpus))

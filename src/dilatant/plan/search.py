@@ -36,15 +36,15 @@ from dilatant.plan.search_result import (
     none_faster,
     on_ranks_from,
 )
-from dilatant.plan.space import FEW, Space, open_space
+from dilatant.plan.space import FEW, Space, are_few, open_space
 from dilatant.plan.workload import Workload
 from dilatant.plan.zero_search import NO_OTHERS, search_zeros
 
 LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on more devices fewer, as above."""
 CLOSE, FAR = 1.25, 2.0
-"""Candidates across groups that promise to take so many times as long as the best on one group are not simulated, and
-not looked for."""
+"""On many devices, candidates across groups that promise to take so many times as long as the best on one group are not
+simulated, and not looked for."""
 SLOW = 1.5
 """On many devices no candidate is looked for that surely takes so many times as long as the most promising one."""
 
@@ -281,8 +281,8 @@ def _search_groups(spaces: Sequence[Space], cluster: Cluster, scorer: PlanScorer
         least = least_seconds(spaces)
     if crosses:
         asked = how.sizes, how.num_microbatches, how.all_devices
-        most = CLOSE * best
-        both = [one for one in across(spaces, candidates, *asked, FAR * best) if one.estimate <= most]
+        close, far = (math.inf, math.inf) if are_few(spaces) else (CLOSE * best, FAR * best)
+        both = [one for one in across(spaces, candidates, *asked, far) if one.estimate <= close]
     finals = Finals(replace(spaces[0], cluster=cluster), how.rules, scorer, ceiling=best)
     answers = alone
     if both:

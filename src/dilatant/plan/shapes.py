@@ -74,7 +74,7 @@ class _Shape:
                 if allocation is not None and (left, language.gpus, after.gpus) != allocation:
                     continue
                 behind = language.stages + after.stages
-                for before in self._before(encoders_at, budget, behind)[left]:
+                for before in self._before(encoders_at, budget, behind, left):
                     yield self._candidate(encoders_at, before, language, after)
 
     def inside(self, budget: int) -> Iterator[Candidate]:
@@ -132,7 +132,7 @@ class _Shape:
             yield from self.beside(budget, encoders_at)
             return
         sizes = [
-            sorted({side.gpus for group in self._before(encoders_at, budget, 1) for side in group}),
+            sorted({side.gpus for side in _all(self._sides_before(encoders_at, budget, 1))}),
             [option.gpus for option in self._language(budget, 0)],
             sorted({side.gpus for side in self._after(budget)}),
         ]
@@ -199,7 +199,13 @@ class _Shape:
                     found.append(option)
         return found
 
-    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Side]]:
+    def _before(self, encoders_at: EncoderPosition, budget: int, behind: int, left: int) -> Sequence[Side]:
+        """The ways to run the encoders on `left` devices of the budget or fewer, with `behind` stages behind them; of
+        devices that others may take, also those that none on as few beats."""
+        sides = self._sides_before(encoders_at, budget, behind)
+        return _all(sides[: left + 1]) if self.space.shared else sides[left]
+
+    def _sides_before(self, encoders_at: EncoderPosition, budget: int, behind: int) -> list[list[Side]]:
         """[devices]: the ways to run the encoders on so many devices or fewer, with `behind` stages behind them."""
         for far in (0, behind):
             key = encoders_at, budget, far
@@ -227,7 +233,7 @@ class _Shape:
 
     def _after(self, budget: int) -> list[Side]:
         chains = [self._chains(unit, budget, 0) for unit in self.space.roles.generators]
-        return list(dict.fromkeys(side for group in self.space.joined(chains, budget) for side in group))
+        return _all(self.space.joined(chains, budget))
 
     def _candidate(
         self, encoders_at: EncoderPosition, before: Side, language: Option, after: Side
@@ -247,3 +253,7 @@ class _Shape:
             bound=bound(before, language, options, times),
             row_tokens=self.row_tokens,
         )
+
+
+def _all(sides: Sequence[Sequence[Side]]) -> list[Side]:
+    return list(dict.fromkeys(side for group in sides for side in group))

@@ -31,8 +31,8 @@ FEW = 16
 class Space:
     """What plans of one model on one cluster are made of. chunks: stages that a group of devices may have of the
     language model. row_tokens: most tokens of it in a microbatch, of plans that are cut by tokens; `by_tokens` are
-    their options. halves: backwards may be split. times: those known, by chain, number of pipelines and
-    microbatches."""
+    their options. halves: backwards may be split. shared: other pipelines may take devices that some leave, so slower
+    ways on fewer count, too. times: those known, by chain, number of pipelines and microbatches."""
 
     model: ModelSpec
     roles: Roles
@@ -45,6 +45,7 @@ class Space:
     chunks: tuple[int, ...] = (1,)
     row_tokens: tuple[int, ...] = ()
     halves: bool = True
+    shared: bool = False
     times: dict[tuple[Option, int, int], ChainTimes] = field(init=False, default_factory=dict)
     _chains: dict[tuple[int, int, int | None, bool], dict[tuple[object, ...], list[Option]]] = field(
         init=False, default_factory=dict

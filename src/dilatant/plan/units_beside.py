@@ -144,7 +144,7 @@ class UnitsBeside:
                 if one.devices <= row.left[place]
             ]
             if len(self.away) > 1:
-                last = number == len(self.away) - 1 and self.home not in left
+                last = number == len(self.away) - 1 and not (are_few(self.spaces) or self.home in left)
                 rows = best_rows(rows, last)
         if not rows:
             return None
