@@ -66,14 +66,15 @@ def in_range(
     slack: float = 0.1,
     note: str = "",
 ) -> Outcome:
-    """The paper gives a range, larger being better: ours agrees where it lies inside (a share of slack allowed), beats
-    it where its lower end is above, and falls short otherwise."""
+    """The paper gives a range, larger being better: ours agrees where it lies inside (a share of slack allowed, of a gain
+    over 1 no more than a third of it), beats it where its lower end is above, and falls short otherwise."""
     least, most = ours
+    enough = low * (1 - slack)
+    if low > 1.0:
+        enough = max(enough, 1 + (low - 1) * 2 / 3)
     verdict: Verdict = "falls short"
-    if low * (1 - slack) <= least and most <= high * (1 + slack):
-        verdict = "agrees"
-    elif least >= low * (1 - slack):
-        verdict = "beats"
+    if least >= enough:
+        verdict = "agrees" if most <= high * (1 + slack) else "beats"
     text = f"{figure(least)} to {figure(most)}"
     return Outcome(claim, f"{figure(low)} to {figure(high)}", text, verdict, basis, note)
 
