@@ -66,8 +66,8 @@ def in_range(
     slack: float = 0.1,
     note: str = "",
 ) -> Outcome:
-    """The paper gives a range, larger being better: ours agrees where it lies inside (a share of slack allowed, of a gain
-    over 1 no more than a third of it), beats it where its lower end is above, and falls short otherwise."""
+    """The paper gives a range, larger being better: ours agrees where it lies inside (a share of slack allowed, but no
+    more than a third of a gain), beats it where its lower end is above, and falls short otherwise."""
     least, most = ours
     enough = low * (1 - slack)
     if low > 1.0:

@@ -83,7 +83,7 @@ def test_a_range_is_judged_by_both_of_its_ends():
     assert in_range("", 1.3, 2.7, (1.4, 2.5), "predicted").verdict == "agrees"
     assert in_range("", 1.3, 2.7, (1.4, 3.5), "predicted").verdict == "beats"
     assert in_range("", 1.3, 2.7, (1.0, 2.5), "predicted").verdict == "falls short"
-    assert in_range("", 1.03, 1.11, (1.0, 1.02), "predicted").verdict == "falls short"  # no gain agrees with none
+    assert in_range("no gain", 1.03, 1.11, (1.0, 1.02), "predicted").verdict == "falls short"
     assert in_range("", 0.52, 0.55, (0.5, 0.53), "predicted").verdict == "agrees"
 
 
