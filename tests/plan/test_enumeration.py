@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from dilatant.plan.enumeration import WORTH, enumerate_candidates
 from dilatant.plan.modes import Mode
 from dilatant.plan.search import SLOW
 from dilatant.plan.space import open_space
+from dilatant.plan.ways import Row, Way, joined
 from model_cases import cost_model
 from search_cases import RULES, random_vlm
 
@@ -84,6 +86,37 @@ def test_only_candidates_whose_bound_is_above_the_limit_are_left_out(cases):
                 )
 
     check()
+
+
+def test_ways_to_run_units_are_left_out_only_beside_better_ones():
+    """Beside a plain comparison of each with all."""
+    for seed in range(40):
+        draw = np.random.default_rng(seed)
+        last, encoder = bool(draw.integers(2)), bool(draw.integers(2))
+        times = SimpleNamespace(exposed_sync=0.0)
+        own = [
+            Way(SimpleNamespace(gpus=gpus, slowest=slowest, total=slowest + more), 1, times, 1.0)
+            for gpus, slowest, more in draw.integers(1, 9, (60, 3))
+        ]
+        few = [
+            Row((), (), *(draw.integers(1, 9, 3) / 4), 0.0, tuple(draw.integers(4, 9, 2))) for _ in range(40)
+        ]
+        every = [row.beside(way, 1, encoder) for row in few for way in own if way.devices <= row.left[1]]
+        kept = joined(few, own, 1, encoder, True, last)
+
+        def worth(row, last=last):
+            return np.array(
+                [row.slowest, row.before, row.after, *(() if last else (-free for free in row.left))]
+            )
+
+        found = {tuple(worth(row)) for row in kept}
+        best = {
+            tuple(worth(row))
+            for row in every
+            if not any((worth(o) <= worth(row)).all() and (worth(o) < worth(row)).any() for o in every)
+        }
+        assert found == best
+        assert len(kept) == len(found)
 
 
 def test_slow_plans_are_searched_where_no_other_fits():

@@ -129,6 +129,25 @@ def test_the_widest_search_is_no_slower_than_that_of_any_mode(cases):
 
 
 @often
+def test_what_may_be_the_fastest_by_its_bound_is_simulated(cases):
+    """With few finalists, too: on few devices plans are proven to be the fastest, as if all were finalists."""
+
+    def one(seed):
+        spec, costs, tokens = drawn(random.Random(seed))
+        few, every = (find(spec, costs, tokens, 4, 4, finalists=most) for most in (1, 10_000))
+        left = sum(group.left for group in few.groups)
+        assert few.lower_bound <= every.seconds * ROUNDING
+        assert left or few.proven
+        if few.proven:
+            assert few.seconds <= every.seconds * ROUNDING
+            proven.append(seed)
+
+    proven = []
+    check(cases, one)
+    assert len(proven) > 0.9 * cases
+
+
+@often
 def test_larger_memory_never_hurts(cases):
     def one(seed):
         draw = random.Random(seed)

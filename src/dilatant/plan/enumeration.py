@@ -16,7 +16,7 @@ from dilatant.plan.mixed_pipelines import mixed_candidates
 from dilatant.plan.modes import EncoderPosition, Mode
 from dilatant.plan.placed_units import own_replicas, placed_candidates
 from dilatant.plan.shapes import shapes
-from dilatant.plan.space import Space, are_few
+from dilatant.plan.space import FEW, Space, are_few
 
 FEWEST = 6
 """So many of any kind are simulated, however many devices there are."""
@@ -35,13 +35,14 @@ def enumerate_candidates(
 ) -> list[Candidate]:
     """All candidates of a mode, the most promising first; with `all_devices` those on the largest number of devices
     that any uses. Left out may be those that surely take more than `most_seconds`, or than `far` times what the most
-    promising takes, and with such a limit those with units' own replicas that do not promise notably less."""
+    promising takes, and with such a limit, or on many devices, those with units' own replicas that do not promise
+    notably less."""
     found = list(_candidates(space, mode, sizes, microbatches, most_seconds, far))
     if mode is Mode.BEST:
-        best = min((candidate.estimate for candidate in found), default=math.inf)
-        found += own_replicas(
-            space, sizes, microbatches, min(most_seconds, WORTH * best) if far < math.inf else math.inf
-        )
+        if far < math.inf or space.cluster.num_devices > FEW:
+            best = min((candidate.estimate for candidate in found), default=math.inf)
+            most_seconds = min(most_seconds, WORTH * best)
+        found += own_replicas(space, sizes, microbatches, most_seconds)
     if all_devices and found:
         most = max(candidate.gpus for candidate in found)
         found = [candidate for candidate in found if candidate.gpus == most]

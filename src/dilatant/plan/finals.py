@@ -111,6 +111,16 @@ class Finals:
                 again = {unit.name: unit.recompute for unit in one.plan.units}
                 self._score(candidate, recomputing(plan, again), one.score.schedule or None)
 
+    def prove(self, found: Sequence[Candidate], most: int) -> float:
+        """Simulate those that could be the fastest by far, at most so many, until none is left that could be; returns
+        the least bound of those that were not simulated."""
+        unseen = sorted((one for one in found if one not in self.seconds), key=lambda one: one.bound)
+        for one in unseen[:most]:
+            if one.bound >= self.best:
+                break
+            self.simulate(one)
+        return min((one.bound for one in unseen if one not in self.seconds), default=math.inf)
+
     def fill_idle(self, found: Sequence[Candidate], most: int) -> None:
         """Simulate the candidates of which one more pipeline on their idle devices promises most, with it; at most so
         many such plans."""

@@ -42,6 +42,8 @@ from dilatant.plan.zero_search import NO_OTHERS, search_zeros
 
 LEFTOVERS = 40
 """Plans with one more pipeline on idle devices that are simulated at most; on more devices fewer, as above."""
+PROOFS = 64
+"""Candidates that are simulated at most because by their bounds they may be the fastest; on more devices fewer."""
 CLOSE, FAR = 1.25, 2.0
 """On many devices, candidates across groups that promise to take so many times as long as the best on one group are not
 simulated, and not looked for."""
@@ -102,8 +104,9 @@ def search(
     started = time.perf_counter()
     sizes = microbatch_sizes_for(global_batch, microbatch_sizes)
     how = _How(
-        mode, sizes, rules, finalists, num_microbatches, all_devices, copies, ranks_per_node, leftovers
-    )
+        mode, sizes, rules, finalists, num_microbatches, all_devices, copies, ranks_per_node, leftovers,
+        proves=mode is Mode.BEST and len(cluster.groups) == 1,
+    )  # fmt: skip
     spaces = [
         open_space(
             model,
@@ -145,6 +148,7 @@ class _How:
     copies: int
     ranks_per_node: int | None
     leftovers: bool
+    proves: bool
     ceiling: float = math.inf
 
     @property
@@ -217,6 +221,8 @@ def _search_within(
             if one not in finals.seconds and one.bound < finals.best:
                 finals.simulate(one)
                 break
+    if how.proves and cluster.num_devices <= MANY:
+        unseen = finals.prove(found, PROOFS * FEW // max(FEW, cluster.num_devices))
     if not finals.ranked and how.knows:
         raise none_faster(found, finals, min(finals.skipped, unseen), how.rules.zero)
     if not finals.ranked and copies > 1 and not finals.rejected:

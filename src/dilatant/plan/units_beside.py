@@ -13,7 +13,7 @@ from dilatant.plan.estimate import chain_times, computed_seconds
 from dilatant.plan.modes import EncoderPosition
 from dilatant.plan.option import Option
 from dilatant.plan.space import Space, are_few
-from dilatant.plan.ways import Row, Way, Ways, best_rows, least_by_devices, undominated
+from dilatant.plan.ways import Row, Way, Ways, joined, least_by_devices, undominated
 
 MOST_WAYS = 4
 """On many devices, to run the units that have replicas of their own, for each way to run the language model."""
@@ -137,15 +137,8 @@ class UnitsBeside:
             alone = [*self.away.values()].count(group) == 1 and not (are_few(self.spaces) or at_home)
             own = undominated(own, alone)
             place = [*left].index(group)
-            rows = [
-                row.beside(one, place, unit in roles.encoders)
-                for row in rows
-                for one in own
-                if one.devices <= row.left[place]
-            ]
-            if len(self.away) > 1:
-                last = number == len(self.away) - 1 and not (are_few(self.spaces) or self.home in left)
-                rows = best_rows(rows, last)
+            last = number == len(self.away) - 1 and not (are_few(self.spaces) or self.home in left)
+            rows = joined(rows, own, place, unit in roles.encoders, len(self.away) > 1, last)
         if not rows:
             return None
         home = [*left].index(self.home) if self.home in left else None

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from dilatant.plan.option import ChainTimes, Option
 
+CHUNK = 256
+"""Rows that are compared at once with those that are kept."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
@@ -74,20 +77,55 @@ def undominated(own: Sequence[Way], alone: bool) -> list[Way]:
     return kept
 
 
-def best_rows(rows: Sequence[Row], last: bool) -> list[Row]:
-    """Those that none other beats in all of slowest stage, fills and, if more units follow, devices that are free."""
-    kept: list[Row] = []
-    for row in sorted(
-        rows, key=lambda row: (row.slowest, row.before + row.after, [-free for free in row.left])
-    ):
-        if not any(
-            other.before <= row.before
-            and other.after <= row.after
-            and (last or all(there >= here for there, here in zip(other.left, row.left)))
-            for other in kept
-        ):
-            kept.append(row)
+def joined(
+    rows: Sequence[Row], own: Sequence[Way], place: int, is_encoder: bool, pruned: bool, last: bool
+) -> list[Row]:
+    """Each row with each way to run one more unit that has room on the group `place`; if `pruned`, only those that none
+    other beats in all of slowest stage, fills and, unless it is the last unit, devices that are free."""
+    devices = np.array([one.devices for one in own])
+    old, new = np.nonzero(np.array([row.left[place] for row in rows])[:, None] >= devices)
+    if pruned:
+        total = np.array([one.total for one in own])[new]
+        before, after = (np.array([getattr(row, end) for row in rows])[old] for end in ("before", "after"))
+        if is_encoder:
+            before = np.maximum(before, total)
+        else:
+            after = np.maximum(after, total)
+        slowest = np.maximum(
+            np.array([row.slowest for row in rows])[old], np.array([one.slowest for one in own])[new]
+        )
+        left = np.array([row.left for row in rows])[old]
+        left[:, place] -= devices[new]
+        kept = _best(slowest, before, after, left, last)
+        old, new = old[kept], new[kept]
+    return [rows[row].beside(own[way], place, is_encoder) for row, way in zip(old.tolist(), new.tolist())]
+
+
+def _best(
+    slowest: NDArray[np.float64],
+    before: NDArray[np.float64],
+    after: NDArray[np.float64],
+    left: NDArray[np.int64],
+    last: bool,
+) -> list[int]:
+    """Which rows no other beats, the quickest first. [rows] each, left: [rows, groups]."""
+    order = np.lexsort((*-left.T[::-1], before + after, slowest))
+    worth = np.column_stack([before, after, *([] if last else -left.T)])  # less is better
+    kept: list[int] = []
+    for first in range(0, len(order), CHUNK):
+        chunk = order[first : first + CHUNK]
+        if kept:
+            chunk = chunk[~_beaten(worth[chunk], worth[kept])]
+        known = len(kept)
+        for row in chunk.tolist():
+            if not (len(kept) > known and _beaten(worth[[row]], worth[kept[known:]])[0]):
+                kept.append(row)
     return kept
+
+
+def _beaten(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which rows some other is no worse than in everything."""
+    return np.asarray((others[None] <= rows[:, None]).all(axis=2).any(axis=1))
 
 
 def least_by_devices(
