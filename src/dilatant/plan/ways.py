@@ -125,7 +125,7 @@ def _best(
 
 def _beaten(rows: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which rows some other is no worse than in everything."""
-    return np.asarray((others[None] <= rows[:, None]).all(axis=2).any(axis=1))
+    return np.any(np.all(others[None] <= rows[:, None], axis=2), axis=1)
 
 
 def least_by_devices(
