@@ -20,8 +20,9 @@ from dilatant.plan.space import FEW, Space, are_few
 
 FEWEST = 6
 """So many of any kind are simulated, however many devices there are."""
-WORTH = 0.98
-"""On many devices units have replicas of their own where that promises to take this part of the best other step."""
+NEAR, WORTH = 1.1, 0.98
+"""On more than a few devices units have replicas of their own where that promises to take so many times as long as the
+best other step, and on many."""
 
 
 def enumerate_candidates(
@@ -41,7 +42,7 @@ def enumerate_candidates(
     if mode is Mode.BEST:
         if far < math.inf or space.cluster.num_devices > FEW:
             best = min((candidate.estimate for candidate in found), default=math.inf)
-            most_seconds = min(most_seconds, WORTH * best)
+            most_seconds = min(most_seconds, (WORTH if far < math.inf else NEAR) * best)
         found += own_replicas(space, sizes, microbatches, most_seconds)
     if all_devices and found:
         most = max(candidate.gpus for candidate in found)
