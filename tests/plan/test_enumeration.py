@@ -134,7 +134,7 @@ def test_slow_plans_are_searched_where_no_other_fits():
 
     found = search(spec, costs, cluster, workload, 160, scorer, rules=RULES)
     assert len(found.winner.plan.ranks) < 20 < max(asked)
-    assert found.candidates == len(
+    assert found.candidates >= len(
         enumerate_candidates(open_space(spec, costs, cluster, workload, 160, RULES), Mode.BEST, (1, 2, 4, 8))
     )
 

@@ -236,7 +236,10 @@ def _search_within(
     finals.reorder()
     if how.leftovers:
         finals.fill_idle(found, max(FEWEST, LEFTOVERS * FEW // max(FEW, cluster.num_devices)))
-    return found, answer_of(found, finals, min(finals.skipped, unseen), mode, how.all_devices)
+    looked_at = list(
+        dict.fromkeys([*found, *finals.seconds])
+    )  # units' own replicas as far as they were simulated
+    return found, answer_of(looked_at, finals, min(finals.skipped, unseen), mode, how.all_devices)
 
 
 def _simulate(finals: Finals, found: Sequence[Candidate], finalists: int, knows: bool = False) -> float:

@@ -186,10 +186,17 @@ def _bottleneck(one: RankedPlan) -> str:
 
 
 def _certainty(result: SearchResult) -> str:
-    seen = 1 + len(result.runners_up) + len(result.rejected)
-    tried = f"{seen} of {counted(result.candidates, 'candidate')} were simulated"
+    plans = (
+        1 + len(result.runners_up) + len(result.rejected)
+    )  # a candidate in several orders of ranks, or filled up
+    simulated = sum(group.simulated for group in result.groups)
+    tried = f"{simulated:,} of {counted(result.candidates, 'candidate')} were simulated"
+    if plans > simulated:
+        tried += f" (as {plans:,} plans)"
     if cut := sum(group.cut for group in result.groups):
-        tried += f", {cut:,} were cut off by their bounds"
+        tried += f", {cut:,} cut off by their bounds"
+    if left := sum(group.left for group in result.groups):
+        tried += f", {left:,} left because others promised more"
     if result.proven:
         return f"{tried}; no other of them can be faster."
     return f"{tried}; no other of them can be faster than {seconds_text(result.lower_bound)}."
