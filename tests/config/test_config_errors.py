@@ -274,13 +274,16 @@ GROUP = {"name": "fast", "hardware": "H100", "gpus_per_node": 2}
             "'groups' and 'hardware', 'memory_gib' are both",
         ),
         ({"groups": [GROUP, GROUP]}, "'groups' has 'fast' more than once"),
+        ({"groups": [{**GROUP, "nodes": 10**6}]}, "at most 131,072 devices, and these are 2,000,000"),
+        ({"nodes": 10**9}, "at most 131,072 devices"),
+        ({"gpus_per_node": 10**9}, "at most 131,072 devices"),
         ({"groups": []}, "cluster.groups"),
         ({"groups": [{"name": "fast", "hardware": "H100"}]}, "gpus_per_node"),
         ({"groups": [{**GROUP, "gpu": "H100"}]}, "gpu"),
         ({"groups": [{**GROUP, "memory_gib": 0}]}, "memory_gib"),
     ],
 )
-def test_groups_of_devices_are_whole_and_instead_of_one_kind(
+def test_a_cluster_is_of_whole_groups_instead_of_one_kind_and_within_reach(
     tmp_path: Path, cluster: dict, expected: str
 ) -> None:
     with pytest.raises(UserError) as found:

@@ -78,6 +78,22 @@ def test_an_encoder_replica_serves_neighbouring_language_replicas() -> None:
         assert held["vision"][replica] == {s for s in served if batch.tokens["vision"][s] > 0}
 
 
+@pytest.mark.parametrize("encoders", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("anchors", [1, 2, 3, 4, 6])
+def test_a_replica_has_samples_of_those_that_it_is_said_to_serve(encoders: int, anchors: int) -> None:
+    ranks = iter(range(encoders + anchors))
+    vision, language = (
+        tuple(Replica((Stage(0, 4, (next(ranks),)),)) for _ in range(count)) for count in (encoders, anchors)
+    )
+    given = Plan((UnitPlan("vision", vision, ("language",)), UnitPlan("language", language)))
+    found = assign_step(given, costs_of(given), samples(64, 1), Microbatching(2), "language").microbatches
+    held = {unit: [{s for b in replica for s in b} for replica in found[unit]] for unit in found}
+    served = [distribute.served_by(replica, encoders, anchors) for replica in range(encoders)]
+    assert set().union(*served) == set(range(anchors))
+    for own, numbers in zip(held["vision"], served, strict=True):
+        assert own <= set().union(*(held["language"][number] for number in numbers))
+
+
 def test_a_rank_that_is_done_early_sums_its_gradients_while_others_compute() -> None:
     given = plan(pipelines=1)
     costs, batch = costs_of(given), samples(16, 0)

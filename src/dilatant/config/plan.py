@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from dilatant.config.base import Section
 
+MOST_DEVICES = 131_072
+"""What a search over so many takes, minutes and a few GiB, grows with them."""
+
 
 class ReserveConfig(Section):
     """Memory of each device that plans leave free. What is not said is nothing on a CPU; on GPUs see each key."""
@@ -80,6 +83,15 @@ class ClusterConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
                 f"'groups' has {', '.join(map(repr, twice))} more than once; give each group its own name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _within_reach(self) -> Self:
+        devices = self.num_devices or self.nodes * (self.gpus_per_node or 1)
+        if devices > MOST_DEVICES:
+            raise ValueError(
+                f"plans are made for at most {MOST_DEVICES:,} devices, and these are {devices:,}"
             )
         return self
 

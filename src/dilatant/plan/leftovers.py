@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -77,7 +78,7 @@ def _replica(
 def _groups(idle: list[int], width: int, per_node: int) -> list[tuple[int, ...]]:
     """Groups of `width` of the idle ranks, each on one node."""
     found = []
-    for node in sorted({rank // per_node for rank in idle}):
-        own = [rank for rank in idle if rank // per_node == node]
+    for _, ranks in itertools.groupby(sorted(idle), lambda rank: rank // per_node):
+        own = list(ranks)
         found += [tuple(own[at : at + width]) for at in range(0, len(own) - width + 1, width)]
     return found

@@ -46,6 +46,13 @@ def split_over_replicas(seconds: NDArray[np.float64], speed: Sequence[float]) ->
     return replica
 
 
+def served_by(replica: int, replicas: int, anchors: int) -> range:
+    """The anchor replicas whose samples a replica has, of so many: several, or a part of those of one."""
+    if replicas <= anchors:
+        return range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
+    return range(replica * anchors // replicas, replica * anchors // replicas + 1)
+
+
 def assign(
     plan: Plan,
     seconds: Mapping[str, ArrayLike],
@@ -181,8 +188,8 @@ def _spread(
         result = slots
     elif replicas < anchors:
         for replica in range(replicas):
-            served = range(-(-replica * anchors // replicas), -(-(replica + 1) * anchors // replicas))
-            together = itertools.zip_longest(*(slots[a] for a in served), fillvalue=())
+            served = (slots[a] for a in served_by(replica, replicas, anchors))
+            together = itertools.zip_longest(*served, fillvalue=())
             result[replica] = [tuple(itertools.chain.from_iterable(batches)) for batches in together]
     else:
         for a in range(anchors):

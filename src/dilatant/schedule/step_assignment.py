@@ -13,7 +13,7 @@ from dilatant.plan.stage_costs import StageCosts
 from dilatant.plan.step_costs import StepCosts
 from dilatant.plan.workload import Workload
 from dilatant.schedule.assign import Policy
-from dilatant.schedule.distribute import assign
+from dilatant.schedule.distribute import assign, served_by
 from dilatant.schedule.families import one_f_one_b
 from dilatant.schedule.pipeline_shape import Family
 from dilatant.schedule.schedule import Assignment
@@ -130,21 +130,14 @@ def _speeds(
     for one, own in zip(placed, seconds.tolist(), strict=True):
         ranks = one.stage.ranks
         if ranks in replica_of:
-            served = [replica_of[ranks]]
+            served: Sequence[int] = [replica_of[ranks]]
         else:
             count = len(plan.unit(one.unit).replicas)
             own *= anchors / count
-            served = [number for number in range(anchors) if _serves(one.replica, count, number, anchors)]
+            served = served_by(one.replica, count, anchors)
         for number in served:
             busy[number][ranks] = busy[number].get(ranks, 0.0) + own
     return [1.0 / max(own.values()) if max(own.values()) > 0 else 1.0 for own in busy]
-
-
-def _serves(replica: int, count: int, number: int, anchors: int) -> bool:
-    """Whether a replica, of `count`, has samples of replica `number` of the anchor's (see `distribute`)."""
-    if count <= anchors:
-        return number * count // anchors == replica
-    return replica * anchors // count == number
 
 
 def _stages_of(plan: Plan, unit: str, replica: int) -> list[int]:
