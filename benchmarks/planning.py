@@ -252,7 +252,7 @@ def search_rows() -> Iterator[Row]:
             f"search on {8 * nodes} devices, batch {batch}, on one core",
             time.process_time() - began,
             bar=bar,
-            note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated; {sharing(found)}",
+            note=f"{found.simulated} of {found.candidates} candidates simulated; {sharing(found)}",
         )
         yield Row(
             f"search on {8 * nodes} devices: its plan above the bound that no plan beats",
@@ -303,7 +303,7 @@ def _unlike_rows(
         f"{name}, batch {batch}",
         time.process_time() - began,
         bar=2.0 if cluster.nodes <= 4 else 10.0,
-        note=f"{1 + len(found.runners_up)} of {found.candidates} candidates simulated; {sharing(found)}",
+        note=f"{found.simulated} of {found.candidates} candidates simulated; {sharing(found)}",
     )
     alone = searched(model, costs, half, samples, batch, ("node", "all"), ("none",))
     yield Row(

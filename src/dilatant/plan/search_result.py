@@ -56,6 +56,11 @@ class SearchResult(Answer):
     groups: tuple[SearchedGroup, ...] = ()
     by_zero: Mapping[Zero, float | None] = field(default_factory=dict)
 
+    @property
+    def simulated(self) -> int:
+        """How many of the candidates were simulated, each in one or several orders of ranks."""
+        return sum(group.simulated for group in self.groups)
+
 
 class NoneFasterError(PlanError):
     """No candidate takes less than the plan that is known already. found: they; lower_bound: of those that were not

@@ -189,9 +189,8 @@ def _certainty(result: SearchResult) -> str:
     plans = (
         1 + len(result.runners_up) + len(result.rejected)
     )  # a candidate in several orders of ranks, or filled up
-    simulated = sum(group.simulated for group in result.groups)
-    tried = f"{simulated:,} of {counted(result.candidates, 'candidate')} were simulated"
-    if plans > simulated:
+    tried = f"{result.simulated:,} of {counted(result.candidates, 'candidate')} were simulated"
+    if plans > result.simulated:
         tried += f" (as {plans:,} plans)"
     if cut := sum(group.cut for group in result.groups):
         tried += f", {cut:,} cut off by their bounds"
