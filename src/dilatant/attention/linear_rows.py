@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dilatant.attention.attention_plan import AttentionPlan
+from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.attention.context_parallel import ContextParallelRow, Pending
 from dilatant.attention.mask import PADDING, SAMPLE, AttentionMask
 from dilatant.attention.scores import AttentionError
@@ -62,13 +63,14 @@ class _OverRows:
     """Mixed into the class of a layer."""
 
     keyword: str
+    cache_keyword: str
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         plan = kwargs.pop(self.keyword, None)
         run = cast(Any, super()).forward
         if not isinstance(plan, (AttentionPlan, ContextParallelRow)):
             return run(hidden_states, *args, **kwargs)
-        kwargs |= {"attention_mask": None, "cache_params": None}
+        kwargs |= {"attention_mask": None, self.cache_keyword: None}
         rows = hidden_states.flatten(0, 1)[None]
         if isinstance(plan, AttentionPlan):
             made = [run(piece, **kwargs) for piece in rows.split(_lengths(_samples(plan.mask)), 1)]
@@ -79,7 +81,8 @@ class _OverRows:
 
 @cache
 def _over_rows(own: Any, keyword: str) -> type[nn.Module]:
-    named = {"__module__": own.__module__, "__doc__": own.__doc__, "keyword": keyword}
+    named = {"__module__": own.__module__, "__doc__": own.__doc__}
+    named |= {"keyword": keyword, "cache_keyword": cache_keyword(own.forward)}
     return type(own.__name__, (_OverRows, own), named)
 
 
@@ -124,7 +127,7 @@ def _run_share(layer: Any, run: Any, rows: Tensor, share: ContextParallelRow) ->
             continue
         link = _Link(layer, share)
         carry = _Carry(link.receive(piece) if comes else None, layer.conv_kernel_size - 1)
-        output = run(piece, cache_params=carry)
+        output = run(piece, **{layer.cache_keyword: carry})
         made[number] = link.send(output, carry.after()) if goes else output
     return [made[number] for number in range(len(pieces))]
 

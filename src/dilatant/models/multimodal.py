@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from dilatant.attention.cache_keyword import cache_keyword
 from dilatant.config.errors import UserError, list_problems
 from dilatant.config.model import LANGUAGE
 from dilatant.config.signatures import require_call
@@ -262,7 +263,8 @@ class MultimodalModel(nn.Module):
             embeddings = self.language.embed(input_ids, rows)
             assert attention_mask is not None
             if self.media_attention != "causal":
-                generation["past_key_values"] = self._read_prompts(input_ids, embeddings, attention_mask)
+                keyword = cache_keyword(self.language.model.forward)
+                generation[keyword] = self._read_prompts(input_ids, embeddings, attention_mask)
             with self.language.decoding():
                 return cast(Any, self.language.model).generate(
                     inputs_embeds=embeddings, attention_mask=attention_mask, **generation
@@ -280,11 +282,12 @@ class MultimodalModel(nn.Module):
             padding.append(before - samples[-1].size)
         cache = DynamicCache(config=self.language.model.config)
         if before:
-            self.language.model.base_model(
+            base = self.language.model.base_model
+            base(
                 inputs_embeds=embeddings[:, :before],
                 position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0)[:, :before],
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_keyword(base.forward): cache},
                 **self.language.attention_of(samples, padding),
             )
         return cache
