@@ -152,19 +152,27 @@ def _of_model(unit: Unit) -> set[str]:
 def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
     losses, gradients, parameters = expected(case)
     allowed = Allowed.of_case(case)
+    # After updates two runs that round elsewhere are as far from each other as rounding takes the oracle from itself.
+    exact = losses
+    if case.dtype == torch.bfloat16:
+        exact = [losses[0], *expected(replace(case, dtype=torch.float32))[0][1:]]
     results = workers.run(_three_steps, len(case.plan.ranks), case, zero, nodes)
     largest = max((g.abs().max().item() for g in gradients.values()), default=0.0)
     norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
     seen: set[str] = set()
     for result in results:
         before, moved = losses[0], Counter[str]()
-        for (loss, parts), (expected_loss, expected_parts) in zip(result["losses"], losses, strict=True):
+        for (loss, parts), (expected_loss, expected_parts), (_, exact_parts) in zip(
+            result["losses"], losses, exact, strict=True
+        ):
             # Updates differ by what gradients do, relatively, and so does what they have made of a loss. Twice: the
             # moments that scale them differ, too.
             moved.update({name: 2 * abs(value - before[1][name]) for name, value in expected_parts.items()})
             drawn = {name for name, *_ in case.generators}
+            rounded = {name: 2 * abs(value - exact_parts[name]) for name, value in expected_parts.items()}
             limits = {
                 name: (allowed.drawn if name in drawn else allowed.relative) * (value + moved[name])
+                + rounded[name]
                 for name, value in expected_parts.items()
             }
             before = expected_loss, expected_parts
@@ -174,7 +182,8 @@ def check_case(workers: WorkerPool, case: Case, zero: Zero, nodes: int) -> None:
             weights = dict.fromkeys(parts, 1.0) | {name: weight for name, *_, weight in case.generators}
             limit = sum(weights[name] * limit for name, limit in limits.items())
             assert loss == pytest.approx(expected_loss, abs=limit)
-            assert parts["language"] == pytest.approx(expected_parts["language"], rel=allowed.loss)
+            limit = allowed.loss * expected_parts["language"] + rounded["language"]
+            assert parts["language"] == pytest.approx(expected_parts["language"], abs=limit)
         assert result["norm"] == pytest.approx(norm, rel=allowed.relative)
         assert not result["foreign"], "a rank gave memory to a layer that it does not hold"
         assert set(result["gradients"]) == {key for key, name in result["owns"].items() if name in gradients}
