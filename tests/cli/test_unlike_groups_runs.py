@@ -100,5 +100,5 @@ def test_a_plan_over_groups_trains_and_says_whose_devices_are_others(
     code, out, err = result
     assert code == 0, err
     text = " ".join((out + err).split())
-    assert "the plan has ranks" in text
+    assert "the plan has ranks" in text, text
     assert "and they are CPU: samples are shared by its seconds until measured ones correct these" in text

@@ -33,8 +33,39 @@ def changed(**top: object) -> dict:
     return {**GOOD, **top}
 
 
-def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, GOOD))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OVERRIDES: tuple[tuple[str, ...], ...] = (
+    ("model.generators.image={config: {_class_name: SD3Transformer2DModel}}",),
+    (
+        "model.generators.image={config: {_class_name: SD3Transformer2DModel}, connector: transformer, "
+        "connector_layers: 3}",
+    ),
+    ("model.generators.image={config: {_class_name: SD3Transformer2DModel}, target: {encoder: vision}}",),
+    ("model={id: a/vlm}",),
+    ("model={id: a/vlm}", "model.lora={r: 4}"),
+    ("model.lora={r: 4}", "parallel=auto"),
+    (
+        "model.freeze=[vision.encoder]",
+        "parallel={units: {vision: {pp: 1}, language: {tp: 2}}, microbatches: 2}",
+    ),
+    (
+        "cluster.groups=[{name: a, hardware: A40, gpus_per_node: 1}, "
+        "{name: b, hardware: H100, nodes: 2, gpus_per_node: 1}]",
+    ),
+    ("cluster.nodes=2", "cluster.hardware=H100", "parallel={plan: plan.json}"),
+    ("resilience.enabled=true",),
+    ("train.steps=3", "train.recompute=block", "train.zero=all"),
+)
+
+
+@pytest.mark.parametrize(
+    "given", [*(example.name for example in sorted(EXAMPLES.glob("*.yaml"))), *OVERRIDES], ids=str
+)
+def test_saved_config_reads_back_equal(tmp_path: Path, given: str | tuple[str, ...]) -> None:
+    if isinstance(given, str):
+        config = load_config(EXAMPLES / given)
+    else:
+        config = load_config(write(tmp_path, GOOD), given)
     saved = tmp_path / "elsewhere"
     saved.mkdir()
     (saved / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

@@ -137,7 +137,9 @@ class GeneratorConfig(Section):
             if isinstance(settings, dict) and "_class_name" not in settings:
                 example = "AutoencoderKL" if key == "vae" else "SD3Transformer2DModel"
                 raise ValueError(f"{key!r} needs '_class_name', for example _class_name: {example}")
-        if "connector_layers" in self.model_fields_set and self.connector != "transformer":
+        # The config that a run saves has the default written out.
+        default = type(self).model_fields["connector_layers"].default
+        if self.connector_layers != default and self.connector != "transformer":
             raise ValueError(
                 "'connector_layers' are those of `connector: transformer`; leave them out or set it"
             )
